@@ -13,8 +13,8 @@ from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
-from xrank.recipes.layer_rules import spread_layers
-from xrank.recipes.matching import Match, match, settle, source_sides, target_sides
+from xrank.recipes.layer_rules import place_names
+from xrank.recipes.matching import Match, match, source_sides, target_sides
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import (
     list_shipped_recipes,
@@ -28,7 +28,6 @@ from xrank.recipes.rewriting import rewrite_model
 from xrank.recipes.sizes import (
     collect_flags,
     collect_layers,
-    collect_sizes,
     list_model_types,
     solve_sizes,
 )
@@ -234,9 +233,7 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     """
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
     check_requirements(found.recipe, config, None if found.is_reversed else source.args, folder)
-    found = spread_layers(found, config, source.args, source.path)
-    told = collect_sizes(found.recipe, config, source.args, folder)
-    found = settle(found, {size: number for size, (number, _) in told.items()})
+    found, told = place_names(found, config, source.args, path=source.path, folder=folder)
     if not found.fits:
         raise _misfit(source, found, "the recipe does not fit")
     shapes = {shard.name: shard.shape for shard in source.shards}

@@ -11,13 +11,13 @@ from typing import Any
 from xrank.decisions.recipe_choice import follow_recipe
 from xrank.errors import LayoutError, XrankError
 from xrank.plan.source import StoredModel
-from xrank.recipes.layer_rules import spread_layers
-from xrank.recipes.matching import Match, active_rules, match, settle, source_sides
+from xrank.recipes.layer_rules import place_names
+from xrank.recipes.matching import Match, active_rules, match, source_sides
 from xrank.recipes.pairing import pair
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import find_rule
 from xrank.recipes.rewriting import check_repeated
-from xrank.recipes.sizes import collect_sizes, solve_sizes
+from xrank.recipes.sizes import solve_sizes
 
 __all__ = ["RecipeFit", "UnknownName", "fit_recipe"]
 
@@ -68,13 +68,12 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
     """
     names = [shard.name for shard in model.shards]
     found = max((match(recipe, names, is_reversed=back) for back in (False, True)), key=lambda one: one.num_known)
-    found = spread_layers(found, config, model.args, model.path)
+    found, told = place_names(found, config, model.args, path=model.path)
     recipe = found.recipe
-    found = settle(found, {size: number for size, (number, _) in collect_sizes(recipe, config, model.args).items()})
     shapes = {shard.name: shard.shape for shard in model.shards}
     places = list(found.used)
     # The shapes that are read first bind the sizes, so a wrong rule may put the blame on right ones behind it.
-    solved = [_solve(found, shapes, model, config, order) for order in (places, places[::-1])]
+    solved = [_solve(found, shapes, told, order) for order in (places, places[::-1])]
     sizes, wrong = min(solved, key=lambda one: len(one[1]))
     for at in places:
         if at not in wrong:
@@ -99,13 +98,11 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
 def _solve(
     found: Match,
     shapes: Mapping[str, tuple[int, ...]],
-    model: StoredModel,
-    config: Mapping[str, Any] | None,
+    told: Mapping[str, tuple[int, str]],
     order: Sequence[_Place],
 ) -> tuple[dict[str, int], dict[_Place, XrankError]]:
     """Return the sizes of the rules that fit, and why the others do not: each conflict takes out one rule."""
     recipe, wrong = found.recipe, dict[_Place, XrankError]()
-    told = collect_sizes(recipe, config, model.args)
     while True:
         tensors = [
             (source_sides(recipe.rules[at[0]], found.is_reversed)[at[1]], name, shapes[name])

@@ -14,34 +14,47 @@ from functools import lru_cache
 from typing import Any
 
 from xrank.errors import ContradictionError
-from xrank.recipes.matching import Match
+from xrank.recipes.matching import Match, settle, side_at
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
 from xrank.recipes.sizes import collect_sizes
 
-__all__ = ["spread_layers"]
+__all__ = ["place_names"]
 
 
-def spread_layers(
-    found: Match, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None, path: str = "the source"
-) -> Match:
-    """Return the match with a rule for each layer; the same match, if all layers of its recipe have the same sizes.
+def place_names(
+    found: Match,
+    config: Mapping[str, Any] | None,
+    args: Mapping[str, Any] | None,
+    *,
+    path: str = "the source",
+    folder: str = "the source's folder",
+) -> tuple[Match, dict[str, tuple[int, str]]]:
+    """Return the match with rules for each layer and each name at its own place, and the sizes that are known.
 
     Args:
         found: a match of a recipe as its file has it.
         config: the content of config.json.
         args: the trainer's arguments.
         path: the source, for errors.
+        folder: as `collect_sizes`.
 
     Raises:
-        ContradictionError: the source has more layers than config.json or the arguments count.
+        ContradictionError: the source has more layers than config.json or the arguments count; see `collect_sizes`.
     """
+    found = _spread_layers(found, config, args, path)
+    told = collect_sizes(found.recipe, config, args, folder)
+    return settle(found, {size: number for size, (number, _) in told.items()}), told
+
+
+def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None, path: str) -> Match:
+    """Return the match with a rule for each layer; the same match, if all layers of its recipe have the same sizes."""
     recipe = found.recipe
     if not recipe.by_layer:
         return found
     places = {at: _layer_dim(recipe.rules[at[0]]) is not None for at in found.used}
     indices = {
-        name: (_side_at(found, at).name.indices(name) or (0,))[0]
+        name: (side_at(found, at).name.indices(name) or (0,))[0]
         for at, names in found.used.items()
         if places[at]
         for name in names
@@ -66,11 +79,6 @@ def spread_layers(
             at = (numbers[number, indices[name] if places[number, form] else None], form)
             used[at] = (*used.get(at, ()), name)
     return replace(found, recipe=spread, used=dict(sorted(used.items())))
-
-
-def _side_at(found: Match, place: tuple[int, int]) -> Side:
-    rule = found.recipe.rules[place[0]]
-    return ([*rule.targets.values()] if found.is_reversed else rule.sources)[place[1]]
 
 
 def _layer_dim(rule: Rule) -> str | None:

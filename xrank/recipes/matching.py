@@ -18,6 +18,7 @@ __all__ = [
     "match",
     "raised_flags",
     "settle",
+    "side_at",
     "source_sides",
     "target_sides",
 ]
@@ -81,19 +82,20 @@ class Match:
         other prefixes.
         """
         rules = (self.recipe.rules[number] for number, _ in self.used)
-        return any(
-            rule.sources[0].name.dims and _tail(rule.sources[0]) not in map(_tail, rule.targets.values())
-            for rule in rules
-        )
+        return any(rule.sources[0].name.dims and not _keeps_name(rule) for rule in rules)
+
+
+def _keeps_name(rule: Rule) -> bool:
+    """Return whether a name stays, or from the number of the layer on: a module of Hugging Face's own."""
+    source = rule.sources[0]
+    if source.name.dims:
+        return _tail(source) in map(_tail, rule.targets.values())
+    return any(source.name == target.name for target in rule.targets.values())
 
 
 def _tail(side: Side) -> str:
     """Return a side's text from the number of the layer on."""
     return str(side).partition("{")[2]
-
-
-def _keeps_name(rule: Rule) -> bool:
-    return any(rule.sources[0].name == target.name for target in rule.targets.values())
 
 
 def source_sides(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
@@ -107,8 +109,8 @@ def target_sides(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
 
 
 def is_required(rule: Rule) -> bool:
-    """Return whether every model of the family has the tensors of a rule, whatever its configuration."""
-    return not rule.optional and rule.unless is None and rule.when is None and rule.within is None
+    """Return whether every model with the rule's stack of layers has its tensors, whatever its configuration."""
+    return not rule.optional and rule.unless is None and rule.when is None
 
 
 @lru_cache(maxsize=256)
@@ -167,7 +169,7 @@ def settle(found: Match, sizes: Mapping[str, int]) -> Match:
     wrong: set[tuple[_Place, str]] = set()
     originals = {at: names for at, names in found.used.items() if not found.recipe.rules[at[0]].is_copy}
     for name, each in _find_places(originals).items():
-        right = [at for at in each if len(each) == 1 or _has_indices(_side_at(found, at).name, name, sizes)]
+        right = [at for at in each if len(each) == 1 or _has_indices(side_at(found, at).name, name, sizes)]
         wrong.update((at, name) for at in each if right and at not in right)
     if not wrong:
         return found
@@ -185,7 +187,8 @@ def _find_places(used: Mapping[_Place, Iterable[str]]) -> dict[str, list[_Place]
     return places
 
 
-def _side_at(found: Match, place: _Place) -> Side:
+def side_at(found: Match, place: _Place) -> Side:
+    """Return the side of a rule that the names at a place are matched with."""
     return source_sides(found.recipe.rules[place[0]], found.is_reversed)[place[1]]
 
 
@@ -258,7 +261,7 @@ def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool, raised: 
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
         # One tensor of a flag shows that the flag is true, so the others of the flag are due, too.
-        is_due = (is_required(replace(rule, within=None)) or rule.when in raised) and rule.within in (None, *raised)
+        is_due = (is_required(rule) or rule.when in raised) and rule.within in (None, *raised)
         is_due = is_due and not rule.is_copy
         is_needed = rule.group in (None, *present, *recipe.needed) or rule.choice not in chosen
         if is_due and is_needed:

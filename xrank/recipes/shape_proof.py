@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,12 +11,12 @@ from xrank.faces import AGAIN, option
 from xrank.layout.binding import names_of_dim
 from xrank.layout.notation import Size
 from xrank.recipes.dim_equations import Conflict, DimLength, SolvedSizes, solve_lengths
-from xrank.recipes.layer_rules import spread_layers
-from xrank.recipes.matching import Match, active_rules, is_required, match, raised_flags, settle, source_sides
+from xrank.recipes.layer_rules import place_names
+from xrank.recipes.matching import Match, active_rules, is_required, match, raised_flags, source_sides
 from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import load_shipped_recipes
 from xrank.recipes.side import Side
-from xrank.recipes.sizes import collect_flags, collect_sizes, list_model_types
+from xrank.recipes.sizes import collect_flags, list_model_types
 from xrank.words import list_text
 
 __all__ = ["prove_family", "prove_shapes"]
@@ -94,9 +93,7 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> None:
     first: XrankError | None = None
     for found in (found for found in own if found.fits):
         try:
-            found = spread_layers(found, config, None)
-            given = {size: number for size, (number, _) in collect_sizes(found.recipe, config, None).items()}
-            found = settle(found, given)
+            found, given = _place_names(found, config)
             _check_names(found, list(_sides(found)), SolvedSizes(given, {}), collect_flags(found.recipe, config, None))
         except (IncompleteError, ContradictionError) as error:
             first = first or error
@@ -123,14 +120,17 @@ def _refuse_missing(own: list[Match]) -> None:
         )
 
 
+def _place_names(found: Match, config: Mapping[str, Any] | None) -> tuple[Match, dict[str, int]]:
+    found, told = place_names(found, config, None)
+    return found, {size: number for size, (number, _) in told.items()}
+
+
 def _describe_whole(found: Match) -> str:
     return f"all tensors of a {' or '.join(found.recipe.model_types)}, as in the recipe {found.recipe.name}"
 
 
 def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) -> None:
-    found = spread_layers(found, config, None)
-    given = {size: number for size, (number, _) in collect_sizes(found.recipe, config, None).items()}
-    found = settle(found, given)
+    found, given = _place_names(found, config)
     sides = list(_sides(found))
     for side, name in sides:
         if len(shapes[name]) != len(side.dims):
@@ -251,7 +251,7 @@ def _check_names(found: Match, sides: list[tuple[Side, str]], solved: SolvedSize
         rule = rules[number]
         # A model has the tensors of an optional rule in all layers or in none.
         is_begun = any(str(target) in covered for target in rule.targets.values())
-        is_due = is_required(replace(rule, within=None)) or _is_due(rule, flags) or rule.when in raised
+        is_due = is_required(rule) or _is_due(rule, flags) or rule.when in raised
         if is_begun or (is_due and rule.within in (None, *raised)):
             _check_covered(found, rule, sizes, covered, groups)
 
