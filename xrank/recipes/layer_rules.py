@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from xrank.errors import ContradictionError
+from xrank.layout.notation import render_dim
 from xrank.recipes.matching import Match, settle, side_at
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
@@ -65,7 +66,7 @@ def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping
     if told < count:
         last = max(indices, key=lambda name: indices[name])
         raise ContradictionError(
-            f"{last} is of a layer that {origin} does not count",
+            f"{last} belongs to a layer beyond the {told} of {origin}",
             tensor=last,
             file=path,
             got=f"{count} layers",
@@ -84,7 +85,7 @@ def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping
 def _layer_dim(rule: Rule) -> str | None:
     """Return the size that counts layers in the names of a rule; None if its tensors lie in no layer."""
     dims = rule.sources[0].name.dims
-    return str(dims[0]) if dims else None
+    return render_dim(dims[0]) if dims else None
 
 
 @lru_cache(maxsize=8)
