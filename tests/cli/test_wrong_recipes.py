@@ -33,9 +33,23 @@ def after(line: str) -> str:
 
 NORM = '{ to = "model.norm.weight [h]" }'
 
+REPEATED = """framework = "own"
+[repeat.mtp]
+sources = { "a." = "mtp." }
+targets = { "b." = "mtp." }
+copies = { "a.w [h]" = "c.w [h]" }
+[tensors]
+"a.w [h]" = "b.w [h]"
+"""
+
 CASES: dict[str, str | bytes] = {
     "two rules for one tensor": OWN + '"blocks.{N}.qkv.weight [w, h]" = "other.{N} [w, h]"\n',
     "empty": "",
+    "repeat without rules": 'framework = "own"\n[repeat.mtp]\nsources = { "a." = "b." }\ntargets = { "a." = "b." }\n',
+    "repeat of a number": REPEATED.replace('"b.w [h]"', "5"),
+    "repeat of a part that is a number": REPEATED.replace('"b.w [h]"', "{ to = { q = 5 } }"),
+    "copies of a text": REPEATED.replace('"b.w [h]"', '{ to = "b.w [h]", copies = "c.w [h]" }'),
+    "layers' own sizes without layers": 'framework = "own"\nby_layer = ["h"]\n[tensors]\n"a.w [h]" = "b.w [h]"\n',
     "no quotes": replaced('framework = "own"', "framework = own"),
     "toml: key twice": OWN + '"norm.weight [h]" = 3\n',
     "toml: table twice": OWN + "[config]\n",

@@ -78,12 +78,14 @@ def check_names(recipe: Recipe, file: str) -> None:
     # Recipes inherit sizes and flags that not all of them use.
     useless = find_useless(recipe) if recipe.depth == 0 else ()
     if useless:
-        known = _find_sizes(recipe) | flags | groups
+        known = sizes | flags | groups
         raise misplaced(file, useless[0], useless[0][1], f"a name that a rule has: one of {_names(known)}")
     for key, names, all_names in (("padded", recipe.padded, sizes), ("needed", recipe.needed, groups)):
         for name in names:
             if name not in all_names:
                 raise misplaced(file, (key,), name, f"one of the recipe's own: {_names(all_names)}")
+    if recipe.by_layer and not any(rule.sources[0].name.dims for rule in recipe.rules):
+        raise misplaced(file, ("by_layer",), recipe.by_layer[0], "a rule of layers, such as layers.{L}.w [h]")
     for rule in recipe.rules:
         keys = ("tensors", str(rule.sources[0]))
         for key, flag in (("when", rule.when), ("unless", rule.unless)):

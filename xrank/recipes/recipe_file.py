@@ -83,7 +83,6 @@ from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule, size_texts
 from xrank.recipes.recipe_checks import check_names, check_patterns, check_required, check_sizes, find_useless
 from xrank.recipes.recipe_tables import (
-    CONDITIONS,
     CORRECT,
     LISTS,
     TABLES,
@@ -94,7 +93,6 @@ from xrank.recipes.recipe_tables import (
     read_shipped,
     read_tables,
     read_text,
-    refuse_unknown,
     repeat_rules,
 )
 from xrank.recipes.side import Side, parse_side, part_names
@@ -250,18 +248,11 @@ def _parse(name: str, text: str, file: str) -> Recipe:
 _side = lru_cache(maxsize=1024)(parse_side)
 
 
-def _parse_rules(source: str, value: Any, file: str) -> Iterator[Rule]:
+def _parse_rules(source: str, value: Mapping[str, Any], file: str) -> Iterator[Rule]:
     """Yield the rule of a source, then those of its copies."""
-    keys = ("tensors", source)
-    if not isinstance(value, dict):
-        value = {"to": value}
-    refuse_unknown(value, ("to", "copies", *CONDITIONS), file, keys)
-    yield _parse_rule(source, {key: each for key, each in value.items() if key != "copies"}, file)
-    copies = value.get("copies", {})
-    if not isinstance(copies, dict):
-        raise misplaced(file, (*keys, "copies"), copies, "a target's text for each stack of layers")
+    yield _parse_rule(source, value, file)
     own = {key: value[key] for key in ("add", "times") if key in value}
-    for stack, text in copies.items():
+    for stack, text in value.get("copies", {}).items():
         yield replace(_parse_rule(source, {**own, "to": text, "optional": True, "within": stack}, file), is_copy=True)
 
 
@@ -269,8 +260,6 @@ def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:
     keys = ("tensors", source)
     to, optional, add = value.get("to"), value.get("optional", False), value.get("add", 0)
     texts = to if isinstance(to, dict) else {"": to}
-    if not texts or not all(isinstance(text, str) for text in texts.values()):
-        raise misplaced(file, (*keys, "to"), to, "a target's text, or one for each part")
     names: dict[str, Any] = {key: value.get(key) for key in ("unless", "when", "group", "within")}
     for key, name in names.items():
         if name is not None and not isinstance(name, str):

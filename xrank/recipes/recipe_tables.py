@@ -119,20 +119,21 @@ def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, An
 
 def repeat_rules(tables: Mapping[str, Any], file: str) -> dict[str, Any]:
     """Return merged tables with the rules of [repeat]: those of other prefixes once more, its own, and copies."""
-    rules = dict(tables.get("tensors", {}))
+    given = {source: _as_rule(source, value, file) for source, value in tables.get("tensors", {}).items()}
+    rules = dict(given)
     for stack, block in tables.get("repeat", {}).items():
         keys = ("repeat", stack)
         if block is False:
-            continue  # of the extended recipe, and not of this one
+            continue  # this recipe removes an inherited stack
         if not isinstance(block, dict) or not set(_RENAMES) <= block.keys():
             raise misplaced(file, keys, block, "a table with sources and targets")
         refuse_unknown(block, (*_RENAMES, "tensors", "copies"), file, keys)
         renames = _check_renames({side: block[side] for side in _RENAMES}, file, keys)
         texts = {key: _check_text_table(block.get(key, {}), (*keys, key), file) for key in ("tensors", "copies")}
         old = tuple(renames["sources"])
-        chosen = {source: value for source, value in tables["tensors"].items() if source.startswith(old)}
+        chosen = {source: value for source, value in given.items() if source.startswith(old)}
         for source, value in _rename({"tensors": chosen}, renames)["tensors"].items():
-            rule = {**_as_rule(value), "within": stack}
+            rule = {**value, "within": stack}
             if "group" in rule:
                 rule["group"] = f"{stack}.{rule['group']}"
             if "beside" in rule:
@@ -144,13 +145,23 @@ def repeat_rules(tables: Mapping[str, Any], file: str) -> dict[str, Any]:
         for source, text in texts["copies"].items():
             if source not in rules:
                 raise misplaced(file, (*keys, "copies", source), source, "the source of a rule")
-            rule = _as_rule(rules[source])
+            rule = rules[source]
             rules[source] = {**rule, "copies": {**rule.get("copies", {}), stack: text}}
     return {**{key: value for key, value in tables.items() if key != "repeat"}, "tensors": rules}
 
 
-def _as_rule(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) and "to" in value else {"to": value}
+def _as_rule(source: str, value: Any, file: str) -> dict[str, Any]:
+    """Return the table of a rule, whose targets and copies have texts; a text alone is its target."""
+    rule = value if isinstance(value, dict) else {"to": value}
+    refuse_unknown(rule, ("to", "copies", *CONDITIONS), file, ("tensors", source))
+    targets = rule.get("to")
+    texts = targets if isinstance(targets, dict) else {"": targets}
+    if not texts or not all(isinstance(text, str) for text in texts.values()):
+        raise misplaced(file, ("tensors", source, "to"), targets, "a target's text, or one for each part")
+    if not isinstance(rule.get("copies", {}), dict):
+        wanted = "a target's text for each stack of layers"
+        raise misplaced(file, ("tensors", source, "copies"), rule["copies"], wanted)
+    return rule
 
 
 def _check_text_table(value: Any, keys: tuple[str, ...], file: str) -> dict[str, str]:
