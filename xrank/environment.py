@@ -165,6 +165,15 @@ def hub_cache(environ: Mapping[str, str]) -> str:
     return os.path.join(os.path.expanduser(above), "huggingface", "hub")
 
 
+def list_cached_models(environ: Mapping[str, str]) -> list[str]:
+    """Return the IDs of models in Hugging Face's cache (huggingface_hub: ``models--owner--name``)."""
+    try:
+        names = os.listdir(hub_cache(environ))
+    except OSError:
+        return []
+    return sorted(name.removeprefix("models--").replace("--", "/") for name in names if name.startswith("models--"))
+
+
 def _plain_ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     local_rank = _number(environ, "LOCAL_RANK", 0)
     return (

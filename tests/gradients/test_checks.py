@@ -13,6 +13,7 @@ from torch import nn
 from tests.gradients.wires import RecordingWire, batch_of, loss_of, make_module, mean_gradients
 from xrank.errors import GradientError
 from xrank.gradients import GradientCheck, GradientConfig, GradientPlan, check_gradients, mark
+from xrank.gradients.checking.given_gradients import GivenGradients, take_slices
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh_views import megatron_views
 
@@ -303,3 +304,14 @@ def test_gradients_of_torchs_fsdp_are_compared_with_whole_ones(rank: int) -> Non
     check = check_gradients(doubled, plan, reference=whole)
     assert find(check) == [("scale", "norm.weight", (0, 1))]
     assert "as many as ranks along dp: a division by it is missing" in str(check)
+
+
+@pytest.mark.parametrize("num_instances", [None, 1, 2])
+def test_slices_of_another_wrapper_need_no_options_of_the_plan(num_instances: int | None) -> None:
+    """An option that the plan has for its own collectives may need a distributed optimizer, which the other lacks."""
+    config = GradientConfig(use_distributed_optimizer=True, reduce_scatter_with_fp32_accumulation=True)
+    plan = GradientPlan.from_module(nn.Linear(4, 4), DeviceMesh((4,), ("dp",)), config, rank=0)
+    given = GivenGradients({}, {"weight": (0, 8)}, num_instances)
+    taken = take_slices(plan, given)
+    assert taken["weight"].owned == (0, 8)
+    assert taken.config.use_distributed_optimizer == (num_instances is not None)

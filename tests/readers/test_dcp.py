@@ -573,7 +573,7 @@ def test_items_without_checksums_are_taken_and_told(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     model = read(folder)
     assert (model.records.crc32 == NO_CHECKSUM).all()
-    assert dict(model.notes)["no-checksums"].startswith("1 file holds no checksums")
+    assert dict(model.notes)["no-checksums"].startswith("1 file without checksums, ")
     assert gathered(folder) == {"w": whole(W), "v": whole(W + 1), "b": whole(B)}
 
 

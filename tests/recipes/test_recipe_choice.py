@@ -17,7 +17,13 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.matching import match
-from xrank.recipes.recipe_file import load_recipes_for, load_shipped_recipe, load_shipped_recipes, read_recipe
+from xrank.recipes.recipe_file import (
+    find_model_types,
+    load_recipes_for,
+    load_shipped_recipe,
+    load_shipped_recipes,
+    read_recipe,
+)
 from xrank.recipes.requirements import check_requirements
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
@@ -226,6 +232,11 @@ def test_each_shipped_recipe_is_found_by_each_of_its_names() -> None:
                 recipe.name,
                 str(side),
             )
+
+
+def test_model_types_are_found_without_parsing() -> None:
+    for recipe in load_shipped_recipes():
+        assert find_model_types(recipe.name) == set(recipe.model_types)
 
 
 def test_no_recipe_is_parsed_for_hugging_face_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

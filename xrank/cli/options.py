@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -145,11 +144,6 @@ def _own_formats() -> list[str]:
 
 
 def _cached_models() -> list[str]:
-    """Return the IDs of models in Hugging Face's cache (huggingface_hub: ``models--owner--name``)."""
-    from xrank.environment import environ, hub_cache
+    from xrank.environment import environ, list_cached_models
 
-    try:
-        names = os.listdir(hub_cache(environ()))
-    except OSError:
-        return []
-    return sorted(name.removeprefix("models--").replace("--", "/") for name in names if name.startswith("models--"))
+    return list_cached_models(environ())

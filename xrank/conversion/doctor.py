@@ -15,7 +15,7 @@ from importlib import metadata
 
 from xrank import system
 from xrank.decisions.options import default_workers
-from xrank.environment import SETTINGS, environ, hub_cache, setting
+from xrank.environment import SETTINGS, environ, hub_cache, list_cached_models, setting
 from xrank.errors import UsageError, XrankError
 from xrank.lending.peer_memory import LendingSign
 from xrank.plan.report import DoctorDetails, Report
@@ -137,7 +137,7 @@ def _reads_processes() -> tuple[bool, str]:
         sign.end()
     if done.returncode == 0:
         return True, "ranks of a host read each other's memory"
-    return False, "not permitted here (seccomp, ptrace scope); exports between ranks use sockets, at half the speed"
+    return False, "not permitted here (seccomp, ptrace scope); exports between ranks use sockets"
 
 
 def _folder(folder: str) -> Iterator[Check]:
@@ -180,9 +180,8 @@ def _file_system(own: str) -> Iterator[Check]:
 def _surroundings() -> Iterator[Check]:
     variables = environ()
     yield "surroundings", "object stores", False, "s3:// and the like are not opened: use a mount or a copy"
-    cache = hub_cache(variables)
-    models = sum(name.startswith("models--") for name in os.listdir(cache)) if os.path.isdir(cache) else 0
-    yield "surroundings", "models cached", None, f"{models} in {cache}"
+    models = len(list_cached_models(variables))
+    yield "surroundings", "models cached", None, f"{models} in {hub_cache(variables)}"
     for package, name, error in find_plugins():
         yield (
             "surroundings",

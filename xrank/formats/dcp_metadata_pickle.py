@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,7 @@ class MetadataMachine(PickleMachine):
         builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
         super().__init__(data, origin, builders, InertRecord, None)
         self.max_made_nbytes = min(_MIN_MADE_NBYTES + _MADE_NBYTES_A_BYTE * len(data), _MAX_MADE_NBYTES)
+        self.calls = deque(maxlen=0)  # `reduce` has looked at them; a list would keep all records alive
         self._memo = _Memo(self)
         self.memo = self._memo
         self.files: dict[str, int] = {}

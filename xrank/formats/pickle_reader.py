@@ -15,7 +15,7 @@ from __future__ import annotations
 import pickletools
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 
 from xrank.errors import XrankError
@@ -120,7 +120,7 @@ class PickleMachine:
         """Bytes of the objects that the pickle made, as `COSTS` counts them."""
         self.named: dict[tuple[str, str], int] = {}
         """Each class or function that the pickle names -> the first byte after its first name."""
-        self.calls: list[InertRecord] = []
+        self.calls: MutableSequence[InertRecord] = []
         """Calls that stay inert."""
         self.built: set[tuple[str, str]] = set()
         """Names whose calls became plain values."""

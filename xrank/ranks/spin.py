@@ -37,8 +37,8 @@ class Spin:
     def is_soon(self, is_over: Callable[[], bool]) -> bool:
         """Look without sleeping for a moment; return whether the wait is over."""
         self._wire.look()
-        if is_over() or not self._seconds:
-            return is_over()
+        if is_over():
+            return True
         num_looks, now = 0, monotonic()
         end = now + (self._seconds if now >= self._busy_until else _BUSY_SPIN_SECONDS)
         while now < end:

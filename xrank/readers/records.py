@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
     from xrank.formats.torch_archive import TorchArchive
 
-__all__ = ["Records", "note_foreign_names", "refuse_foreign_names"]
+__all__ = ["Records", "note_bare_files", "note_foreign_names", "refuse_foreign_names"]
 
 _FOREIGN_NAMES = "foreign-names"
 """Code of the note on classes and functions that frameworks do not write into pickles."""
@@ -83,16 +83,23 @@ class Records:
 
     def notes(self) -> list[tuple[str, str]]:
         """Return notes on files without checksums, and on code that their pickles would run elsewhere."""
-        notes = note_foreign_names(self._foreign)
-        if self.bare:
-            notes.append(("no-checksums", f"{plural(len(self.bare), 'file')} without checksums, {self.bare[0]} first"))
-        return notes
+        return note_foreign_names(self._foreign) + note_bare_files(self.bare)
 
     def table(self) -> RecordTable:
         """Return all records."""
         return RecordTable(
             *(np.array(column, dtype=np.int64) for column in (self._file, self._offset, self._nbytes, self._crc32))
         )
+
+
+def note_bare_files(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Return a note on files without checksums, or none."""
+    if not paths:
+        return []
+    text = (
+        f"{plural(len(paths), 'file')} without checksums, {paths[0]} first; damage inside a tensor there can't be seen"
+    )
+    return [("no-checksums", text)]
 
 
 def note_foreign_names(found: Mapping[str, Mapping[tuple[str, str], int]]) -> list[tuple[str, str]]:

@@ -71,7 +71,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
@@ -99,9 +99,11 @@ from xrank.recipes.side import Side, parse_side, part_names
 from xrank.words import clip, list_text
 
 __all__ = [
+    "find_model_types",
     "find_rule",
     "list_shipped_recipes",
     "load_recipes_for",
+    "load_recipes_of",
     "load_shipped_recipe",
     "load_shipped_recipes",
     "read_recipe",
@@ -170,6 +172,25 @@ def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
         for name in read_shipped()
         if words & _first_words(name) - {"lm_head"} or words <= _first_words(name)
     )
+
+
+def load_recipes_of(types: Collection[str]) -> tuple[Recipe, ...]:
+    """Return the shipped recipes for any of these model types; the other files are not parsed."""
+    return tuple(load_shipped_recipe(name) for name in read_shipped() if not find_model_types(name).isdisjoint(types))
+
+
+@lru_cache(maxsize=256)
+def find_model_types(name: str) -> frozenset[str]:
+    """Return the model types of a shipped recipe, from its text, as `_first_words`."""
+    found = frozenset[str]()
+    for line in read_shipped()[name].splitlines():
+        if line.startswith("extends = "):
+            found = find_model_types(line.split('"')[1])
+        if line.startswith("model_types = "):
+            return frozenset(line.split('"')[1::2])
+        if line.startswith("["):
+            break
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from xrank.recipes.dim_equations import Conflict, DimLength, SolvedSizes, solve_
 from xrank.recipes.layer_rules import place_names
 from xrank.recipes.matching import Match, active_rules, is_required, match, raised_flags, source_sides
 from xrank.recipes.recipe import Rule
-from xrank.recipes.recipe_file import load_shipped_recipes
+from xrank.recipes.recipe_file import load_recipes_of, load_shipped_recipes
 from xrank.recipes.side import Side
 from xrank.recipes.sizes import collect_flags, list_model_types
 from xrank.words import list_text
@@ -88,8 +88,8 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> None:
         IncompleteError, ContradictionError: tensors are missing, or there are more than config.json counts.
     """
     types = list_model_types(config)
-    recipes = sorted(load_shipped_recipes(), key=lambda recipe: not recipe.args)
-    own = [match(one, names, is_reversed=True) for one in recipes if not types.isdisjoint(one.model_types)]
+    recipes = sorted(load_recipes_of(types), key=lambda recipe: not recipe.args)
+    own = [match(one, names, is_reversed=True) for one in recipes]
     first: XrankError | None = None
     for found in (found for found in own if found.fits):
         try:

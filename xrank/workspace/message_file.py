@@ -19,7 +19,7 @@ import xxhash
 from xrank.errors import CorruptError
 from xrank.workspace.arena import new_buffer
 
-__all__ = ["MessagePart", "MessageReceipt", "read_message", "write_message"]
+__all__ = ["MessagePart", "MessageReceipt", "make_receipt_error", "read_message", "write_message"]
 
 _NAME = re.compile(r"\.rank_[0-9a-f.]+\.message")
 _STEP_NBYTES = 8 << 20
@@ -67,15 +67,16 @@ class MessageReceipt:
             name, directory = str(fields["name"]), str(fields["directory"])
             *buffers, header = [MessagePart(**part) for part in (*fields["buffers"], fields["header"])]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise _receipt_error(text, rank) from None
+            raise make_receipt_error(text, rank) from None
         numbers = [number for part in (*buffers, header) for number in (part.offset, part.nbytes)]
         # Only message files may be opened or removed here, whatever name the text contains.
         if not _NAME.fullmatch(name) or any(type(number) is not int or number < 0 for number in numbers):
-            raise _receipt_error(text, rank)
+            raise make_receipt_error(text, rank)
         return cls(name, directory, buffers, header)
 
 
-def _receipt_error(text: str, rank: int) -> CorruptError:
+def make_receipt_error(text: str, rank: int) -> CorruptError:
+    """Return the error for a text from a rank that is not the receipt of a message."""
     return CorruptError(
         f"rank {rank} sent a receipt that names no message",
         rank=rank,

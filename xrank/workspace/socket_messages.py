@@ -18,17 +18,15 @@ import xxhash
 from xrank.errors import CorruptError, IncompleteError
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 from xrank.sockets.peer_service import PeerService
-from xrank.workspace.arena import new_buffer
+from xrank.workspace.arena import ALIGNMENT, new_buffer
 from xrank.workspace.free_space import make_no_memory_error
+from xrank.workspace.message_file import make_receipt_error
 from xrank.workspace.plain_memory import row_major_bytes
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["SocketMessages"]
-
-_ALIGNMENT = 64
-"""Alignment in bytes of each tensor in a message."""
 
 
 class SocketMessages:
@@ -176,14 +174,9 @@ class _Receipt:
                 str(fields["digest"]),
             )
         except (ValueError, KeyError, TypeError, RecursionError):
-            receipt = None
-        if receipt is None or not receipt.sizes or min(receipt.sizes) < 0 or receipt.number < 0:
-            raise CorruptError(
-                f"rank {rank} sent a receipt that names no message",
-                rank=rank,
-                got=ascii(text[:200]),
-                next_step="run the same version of xrank on all ranks",
-            )
+            raise make_receipt_error(text, rank) from None
+        if not receipt.sizes or min(receipt.sizes) < 0 or receipt.number < 0:
+            raise make_receipt_error(text, rank)
         return receipt
 
 
@@ -192,7 +185,7 @@ def _places_of(sizes: Sequence[int]) -> list[int]:
     places, end = [], 0
     for nbytes in sizes:
         places.append(end)
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return places
 
 

@@ -111,8 +111,8 @@ def _retry_while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
                 return None
         except (OSError, XrankError) as error:
             # ESTALE: on the server this name now belongs to another file (nfs(5); tox-dev/filelock#669).
-            system = error.__cause__ if isinstance(error, XrankError) else error
-            if getattr(system, "errno", None) != errno.ESTALE:
+            cause = error.__cause__ if isinstance(error, XrankError) else error
+            if getattr(cause, "errno", None) != errno.ESTALE:
                 raise
             # A client may keep its old view for a second (measured on glusterfs), whatever calls it gets.
             sleep(_PAUSE_SECONDS * 2**attempt)

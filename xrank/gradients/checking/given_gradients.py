@@ -84,6 +84,7 @@ def take_slices(plan: GradientPlan, given: GivenGradients) -> GradientPlan:
         overlap_param_gather=False,
         align_param_gather=False,
         pad_buckets_for_high_nccl_busbw=False,
+        reduce_scatter_with_fp32_accumulation=False,
     )
     buffers = []
     for buffer in plan.buffers:

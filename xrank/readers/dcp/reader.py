@@ -21,6 +21,7 @@ from xrank.readers.dcp.files import file_notes, find_other_files, has_lightning_
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.dcp.values import check_values
 from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_notes, select_model
+from xrank.readers.records import note_bare_files
 from xrank.readers.wrapper_names import name_notes, plain_names
 from xrank.words import list_text
 
@@ -159,17 +160,7 @@ def _notes(
     if metadata.byte_items:
         names = sorted(ascii(name)[1:-1][:100] for name in metadata.byte_items)
         notes.append(("byte-items", f"{len(names):,} values that are not tensors were left out: {list_text(names, 3)}"))
-    if pieces.unchecked:
-        notes.append(("no-checksums", f"{_files_text(pieces.unchecked)}; damage inside a tensor there can't be seen"))
-    return tuple(notes)
-
-
-def _files_text(names: Sequence[str]) -> str:
-    return (
-        f"1 file holds no checksums ({names[0]})"
-        if len(names) == 1
-        else f"{len(names):,} files hold no checksums ({names[0]} is the first)"
-    )
+    return (*notes, *note_bare_files(pieces.unchecked))
 
 
 def _details(

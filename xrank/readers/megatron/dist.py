@@ -24,7 +24,7 @@ from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
 from xrank.readers.megatron.folder import check_iteration, explain_mismatch, resolve_folder, sibling_iterations
-from xrank.readers.records import note_foreign_names
+from xrank.readers.records import note_bare_files, note_foreign_names
 from xrank.words import list_text, plural, size_text
 
 __all__ = ["MegatronDistReader"]
@@ -199,10 +199,7 @@ def _notes(
     if others:
         text = list_text([quote(name)[1:-1] for name in others], 3)
         notes.append(("byte-items", f"{len(others):,} values that are not tensors were left out: {text}"))
-    if pieces.unchecked:
-        notes.append(
-            ("no-checksums", f"{len(pieces.unchecked)} files hold no checksums ({pieces.unchecked[0]} is the first)")
-        )
+    notes += note_bare_files(pieces.unchecked)
     if args is None:
         notes.append(("no-args", f"{_COMMON} holds no args: sizes must come from a config.json or a base model"))
     return tuple(notes)
