@@ -1,7 +1,7 @@
-"""What the operating system offers, looked for once at import: flags, calls and libraries that not every system has.
+"""Flags, calls and libraries of the operating system that not every system has, looked up once at import.
 
-Commands on files work on Linux, macOS and Windows. They use what is there and do without the rest. What needs Linux
-itself, such as ranks that meet in memory, asks `require_linux` first.
+Commands on files work on Linux, macOS and Windows, also without some of them. Calls that need Linux itself, such as
+meetings of ranks in memory, first call `require_linux`.
 """
 
 from __future__ import annotations

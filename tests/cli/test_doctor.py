@@ -1,4 +1,4 @@
-"""What doctor finds, and that it leaves nothing behind."""
+"""`xrank doctor` reports the machine and the folder, and leaves no files."""
 
 from __future__ import annotations
 

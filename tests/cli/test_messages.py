@@ -1,4 +1,4 @@
-"""What stands on stderr while a command runs: the line on a terminal, messages elsewhere, JSON, colours."""
+"""Messages on stderr while a command runs: the progress line, log lines, JSON, colours."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_more_is_printed_with_v(bench: Bench) -> None:
 
 
 def in_terminal(act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what is printed to stderr on a terminal."""
+    """Return the text printed to stderr on a terminal."""
     mine, its = pty.openpty()
     with open(its, "w", closefd=False) as stream:
         monkeypatch.setattr(sys, "stderr", stream)

@@ -1,4 +1,4 @@
-"""What long calls have in common: progress, an end by it, and reports that people read."""
+"""Long calls alike report progress, end when progress raises, and return printable reports."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def fill(model: Any, seed: int) -> None:
 
 
 def _blame(model: Any, other: Any, folder: Path, kind: str, reason: str) -> tuple[str, str]:
-    """Return the kind and reason, or that transformers itself does not load what it saved."""
+    """Return the kind and reason; or a kind for models that transformers saves but cannot load."""
     try:
         loaded = type(other).from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     except Exception as error:

@@ -497,7 +497,7 @@ def test_a_file_bears_the_name_it_was_saved_under(tmp_path, file):
 
 
 def test_exchanged_files_of_stage_3_that_bear_no_name_are_not_seen(tmp_path):
-    """What no one can see: stage 3 does not say whose a partition is. (docs/formats.md, table of faults.)"""
+    """A swap of partitions is invisible: stage 3 does not record a partition's rank. (docs/formats.md, table.)"""
     run = tmp_path / "run"
     write_zero(run, made_model())
     one, two = partition(run, 1).read_bytes(), partition(run, 2).read_bytes()

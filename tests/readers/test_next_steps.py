@@ -490,7 +490,7 @@ def test_a_part_that_is_advised(rank_pool: RankPool, tmp_path: Path, make: Calla
 
 
 def test_a_number_of_ranks_that_is_advised(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Of all numbers only the one that is true gives the model: the advice is to state that one."""
+    """Only the true number gives the model, and the error advises to give it."""
     rank_pool.run(3, save_ranks, str(tmp_path), "hf-shards", 1)
     case = Case(tmp_path, [wholes(model_of(1))])
     error = case.gather(tmp_path.parent / f"{tmp_path.name}.out")

@@ -88,7 +88,7 @@ def choose_recipe(
     if fitting:
         recipes = [found.recipe for found in chosen or fitting]
         choose = f"choose {' or '.join(option('recipe', one.name) for one in recipes)} as the training was configured"
-        if not chosen:  # all are for other models, which compute something else with the same names
+        if not chosen:  # other model types use the same names for other computations
             choose = f"give a recipe for this model as {option('recipe', metavar='FILE')}"
         says = f", and config.json says model_type {' and '.join(map(repr, sorted(types)))}" if types else ""
         raise UsageError(

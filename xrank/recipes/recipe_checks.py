@@ -58,7 +58,7 @@ def check_required(table: str, values: Mapping[str, Any], file: str) -> None:
 
 
 def check_names(recipe: Recipe, file: str) -> None:
-    """Refuse names that nothing in the recipe gives a meaning to: they are misspelt.
+    """Refuse names that the recipe does not define. They are probably misspelt.
 
     Args:
         recipe: the recipe, merged with those that it extends.
