@@ -177,12 +177,12 @@ CASES: dict[str, str | bytes] = {
     "binary": bytes(range(256)) * 10,
     "a megabyte": b"#" * (1 << 21),
 }
-WITHOUT_LINE = {"empty", "rule dims only", "a megabyte"}
+WITHOUT_LINE = {"empty", "repeat without rules", "rule dims only", "a megabyte"}
 """Cases in which a line is missing rather than wrong."""
 
 
 def texts_of(folder: Path) -> dict[str, str]:
-    """Return what each case prints."""
+    """Return the output of each case."""
     (folder / "src").mkdir()
     save_file({name: torch.zeros(shape) for name, shape in SHAPES.items()}, folder / "src" / "model.safetensors")
     return {name: text_of(folder, name) for name in CASES}

@@ -45,7 +45,7 @@ class Match:
 
     @property
     def repeated(self) -> tuple[_Place, _Place, str] | None:
-        """Two places of different rules that match a name, and the name; None if each name matches one rule, copies aside."""
+        """Two places of different rules that match a name, and the name; None if no name has two, copies aside."""
         seen: dict[str, _Place] = {}
         for place, names in self.used.items() if not self.is_reversed else ():
             for name in names if not self.recipe.rules[place[0]].is_copy else ():
