@@ -255,6 +255,40 @@ def test_a_missing_chunk_is_not_zeros(tmp_path: Path) -> None:
     assert [problem["exit_code"] for problem in inspect_source(tree).details["problems"]] == [3]
 
 
+@pytest.mark.parametrize("is_compressed", [True, False])
+@pytest.mark.parametrize("is_zarr3", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shape", "got"),
+    [
+        ("norm.scale", [10], "elements other than 0 in the chunk that begins at [6]"),
+        ("odd.0", [7, 4], "a chunk that begins at [0, 4]"),
+        ("odd.0", [5, 5], "elements other than 0 in the chunk that begins at [4, 0]"),
+        ("layers.mlp.wi_0.kernel", [12, 2, 40], "elements other than 0 in the chunk that begins at [0, 0, 0]"),
+        ("layers.mlp.wo.kernel", [4, 3, 12], "a chunk that begins at [10, 0, 0]"),
+    ],
+)
+def test_a_shape_that_leaves_elements_out(
+    tmp_path: Path, name: str, shape: list[int], got: str, is_zarr3: bool, is_compressed: bool
+) -> None:
+    """One flipped bit of a shape, which has no checksum, would cut the tensor."""
+    options = {"is_ocdbt": False, "is_zarr3": is_zarr3, "is_compressed": is_compressed}
+    tree = save_tree(tmp_path / "tree", _params(), chunks=CHUNKS, **options)
+    file = tree / f"params.params.net.{name}" / ("zarr.json" if is_zarr3 else ".zarray")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "shape": shape}))
+    with pytest.raises(CorruptError, match=f"net.{name}: its shape .* leaves out elements") as caught:
+        gathered(tree)
+    assert caught.value.got == got and not (tmp_path / "tree.out").exists()
+
+
+def test_a_shape_that_leaves_parts_of_a_shard_out(tmp_path: Path) -> None:
+    tree = save_tree(tmp_path / "tree", _params(), chunks=CHUNKS, is_ocdbt=False, is_zarr3=True, parts=2)
+    file = tree / "params.params.net.norm.scale" / "zarr.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "shape": [9]}))
+    with pytest.raises(CorruptError, match="leaves out elements") as caught:
+        gathered(tree)
+    assert caught.value.got == "a part of a shard that begins at [9]"
+
+
 def test_a_missing_chunk_of_a_folder(tmp_path: Path) -> None:
     tree = save_tree(tmp_path / "tree", _params(), chunks=CHUNKS, is_ocdbt=False)
     (tree / "params.params.net.norm.scale" / "1").unlink()

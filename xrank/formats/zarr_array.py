@@ -72,6 +72,14 @@ class ZarrArray:
             return self.separator.join([self.key_prefix, *map(str, place)])
         return self.separator.join(map(str, place)) or "0"
 
+    def place(self, key: str) -> tuple[int, ...] | None:
+        """Return the place in the grid of a key below the array's own name; None if it names no chunk."""
+        parts = key.split(self.separator)
+        if self.key_prefix and parts.pop(0) != self.key_prefix:
+            return None
+        is_place = len(parts) == len(self.shape) and all(part.isascii() and part.isdecimal() for part in parts)
+        return tuple(map(int, parts)) if is_place else None
+
 
 def parse_array(name: str, text: bytes, origin: Origin, *, is_zarr3: bool) -> ZarrArray:
     """Return an array from the content of its metadata file.

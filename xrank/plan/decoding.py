@@ -15,7 +15,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from xrank.system import read_at, write_at
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["DecodedSource", "import_zstandard", "open_source"]
+__all__ = ["DecodedSource", "Readable", "import_zstandard", "open_frame", "open_source"]
 
 _CHUNK_NBYTES = 256 << 10
 _MAX_WINDOW_NBYTES = 8 << 20
@@ -69,6 +69,23 @@ def import_zstandard() -> ModuleType:
         ) from None
     module: ModuleType = zstandard  # mypy knows no type of it where it is not installed
     return module
+
+
+class Readable(Protocol):
+    """Bytes in order."""
+
+    def read(self, nbytes: int, /) -> bytes:
+        """Return the next bytes, fewer only at the end."""
+
+
+def open_frame(encoded: Readable) -> Any:
+    """Return a stream (`read`, `readinto`) of the content of one frame of zstd; it raises ZstdError.
+
+    Raises:
+        UsageError: zstandard is not installed.
+    """
+    decoder = import_zstandard().ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES)
+    return decoder.stream_reader(encoded, read_size=_CHUNK_NBYTES, read_across_frames=False)
 
 
 class DecodedSource:
@@ -174,18 +191,14 @@ class DecodedSource:
             raise self._scratch_error(error, folder) from error
 
     def _decode(self, record: int, scratch: int) -> None:
-        zstandard = import_zstandard()
-        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES)
-        reader = decoder.stream_reader(
-            _Frame(self._files, record, int(self._encoded[record])), read_size=_CHUNK_NBYTES, read_across_frames=False
-        )
+        reader = open_frame(_Frame(self._files, record, int(self._encoded[record])))
         buffer = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
         wanted, done = int(self._nbytes[record]), 0
         try:
             while done <= wanted and (count := reader.readinto(buffer)):
                 self._write(scratch, int(self._place[record]) + done, buffer[: min(count, wanted - done)])
                 done += count
-        except zstandard.ZstdError as error:
+        except import_zstandard().ZstdError as error:
             raise self._corrupt(record, got=str(error)) from error
         if done != wanted:
             raise self._corrupt(record, got=f"{'more than ' if done > wanted else ''}{min(done, wanted):,} bytes")

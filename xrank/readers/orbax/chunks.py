@@ -19,7 +19,7 @@ from xrank.layout.nests import row_major
 from xrank.plan.coverage import range_text
 from xrank.readers.orbax.stores import ArrayStore
 
-__all__ = ["ChosenArray", "Chunk", "ChunkLister", "check_size", "corrupt_error"]
+__all__ = ["ChosenArray", "Chunk", "ChunkLister", "check_size", "corrupt_error", "raise_beyond"]
 
 _INDEX_ENTRY_NBYTES = 16
 _CHECKSUM_NBYTES = 4
@@ -64,7 +64,7 @@ class ChunkLister:
 
         Raises:
             IncompleteError: one is missing. zarr would take zeros for it.
-            CorruptError: the index of a shard is damaged.
+            CorruptError: the index of a shard is damaged, or a part lies beyond the array's edge.
         """
         for place in product(*map(range, one.array.grid)):
             start = tuple(i * size for i, size in zip(place, one.array.grid_shape, strict=True))
@@ -88,7 +88,9 @@ class ChunkLister:
         for place, part in zip(places, found, strict=True):
             begin = tuple(s + i * size for s, i, size in zip(start, place, one.array.chunk_shape, strict=True))
             if any(low >= n for low, n in zip(begin, one.array.shape, strict=True)):
-                continue  # beyond the array's edge
+                if part is not None:  # tensorstore writes no part beyond the array's edge
+                    raise_beyond(one, f"a part of a shard that begins at {list(begin)}", path)
+                continue
             if part is None:
                 self._raise_missing(one, begin, one.array.chunk_shape)
             offset, size = part
@@ -166,4 +168,15 @@ def corrupt_error(
         got=got,
         want=want,
         next_step="copy the checkpoint again from where it was written, or take another step",
+    )
+
+
+def raise_beyond(one: ChosenArray, got: str, path: str) -> NoReturn:
+    """Raise the error for elements beyond an array's edge."""
+    raise corrupt_error(
+        one,
+        f"its shape {list(one.array.shape)} leaves out elements that the store contains",
+        path,
+        got=got,
+        want="no chunk beyond the edge of the shape, and zeros where a chunk reaches over it",
     )

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BytesIO
 
 import numpy as np
 
@@ -14,9 +15,10 @@ from xrank.formats.regular_file import open_regular
 from xrank.formats.zarr_array import ZarrArray
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
-from xrank.plan.decoding import import_zstandard
+from xrank.plan.decoding import import_zstandard, open_frame
 from xrank.plan.source import NO_CHECKSUM, PLAIN, RecordTable, SourceFile, StoredShard
 from xrank.readers.orbax.chunks import ChosenArray, Chunk, ChunkLister, check_size, corrupt_error
+from xrank.readers.orbax.edges import check_edges
 from xrank.readers.orbax.stores import ArrayStore
 
 __all__ = ["OrbaxPieces", "locate"]
@@ -32,11 +34,13 @@ class OrbaxPieces:
 
 
 def locate(store: ArrayStore, chosen: Sequence[ChosenArray]) -> OrbaxPieces:
-    """Return where the chunks of arrays lie; of the data, only the indices of shards are read.
+    """Return where the chunks of arrays lie.
+
+    Of the data, only the indices of shards and the chunks that reach over an array's edge are read.
 
     Raises:
         IncompleteError: a chunk or a file is missing.
-        CorruptError: a file is too short, or the index of a shard is damaged.
+        CorruptError: a file is too short, the index of a shard is damaged, or an array goes on beyond its shape.
         UsageError: zstandard is not installed.
     """
     if any(one.array.is_compressed for one in chosen):
@@ -48,6 +52,7 @@ def locate(store: ArrayStore, chosen: Sequence[ChosenArray]) -> OrbaxPieces:
         for one in chosen:
             chunks = list(lister.list(one))
             numbers = int_array(records.add(one, chunk) for chunk in chunks)
+            check_edges(store, one, chunks)
             ranks = int_array(chunk.rank for chunk in chunks)
             nests = _nests(one.array, chunks)
             shards.append(StoredShard(one.name, one.array.dtype, one.array.shape, ranks, numbers, nests))
@@ -99,11 +104,10 @@ def _decode(one: ChosenArray, data: bytes, path: str) -> bytes:
     """Return the bytes of a chunk that metadata contains."""
     nbytes = one.array.chunk_nbytes
     if one.array.is_compressed:
-        zstandard = import_zstandard()
         try:
             # One byte more than is wanted, so that a longer chunk shows.
-            data = zstandard.ZstdDecompressor().stream_reader(data).read(nbytes + 1)
-        except zstandard.ZstdError as error:
+            data = open_frame(BytesIO(data)).read(nbytes + 1)
+        except import_zstandard().ZstdError as error:
             raise corrupt_error(one, f"{path} holds no sound chunk", path, got=str(error)) from error
     if len(data) != nbytes:
         _raise_size(one, len(data), path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -28,6 +29,9 @@ class ArrayStore(Protocol):
     def find(self, name: str, key: str) -> StoredValue | None:
         """Return the place of a value; None if there is none."""
 
+    def keys(self, name: str) -> Iterator[str]:
+        """Yield the keys below an array's name."""
+
     def rank_of(self, value: StoredValue) -> int:
         """Return the process that wrote a value; 0 if it is not recorded."""
 
@@ -42,6 +46,14 @@ class OcdbtStore:
     def find(self, name: str, key: str) -> StoredValue | None:
         """Return the place of a value; None if there is none."""
         return self._values.get(f"{name}/{key}")
+
+    @cached_property
+    def _keys(self) -> Sequence[str]:
+        return sorted(self._values)
+
+    def keys(self, name: str) -> Iterator[str]:
+        """Yield the keys below an array's name."""
+        return _below(self._keys, name)
 
     def rank_of(self, value: StoredValue) -> int:
         """Return the process that wrote a value; 0 if it is not recorded."""
@@ -72,9 +84,26 @@ class FolderStore:
         nbytes = self._sizes.get(file)
         return None if nbytes is None else StoredValue(file, 0, nbytes)
 
+    @cached_property
+    def _keys(self) -> Sequence[str]:
+        return sorted(self._sizes)
+
+    def keys(self, name: str) -> Iterator[str]:
+        """Yield the keys below an array's name."""
+        return _below(self._keys, name)
+
     def rank_of(self, value: StoredValue) -> int:
         """Return 0: files of chunks do not record their process."""
         return 0
+
+
+def _below(keys: Sequence[str], name: str) -> Iterator[str]:
+    """Yield the rest of each key that begins with a name; keys are sorted."""
+    start = f"{name}/"
+    for at in range(bisect_left(keys, start), len(keys)):
+        if not keys[at].startswith(start):
+            return
+        yield keys[at][len(start) :]
 
 
 def open_store(folder: str) -> ArrayStore:
