@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -168,11 +170,39 @@ def test_every_broken_rule_is_refused(tmp_path, kind):
 
 
 def test_many_huge_extents_take_no_time(tmp_path):
-    shape = [2**63] * 300_000
-    with pytest.raises(CorruptError):
+    shape = [2**63] * 64
+    with pytest.raises(CorruptError, match="does not have the size of its shape"):
         read_header(write(tmp_path / "bad", other(shape=shape), bytes(8)))
-    header = read_header(write(tmp_path / "zero", {"a": A | {"shape": [*shape, 0], "data_offsets": [0, 0]}}))
+    header = read_header(write(tmp_path / "zero", {"a": A | {"shape": [*shape[1:], 0], "data_offsets": [0, 0]}}))
     assert header.tensors[0].end == 0
+    with pytest.raises(CorruptError, match="not described as"):
+        read_header(write(tmp_path / "more", other(shape=[1] * 300_000), bytes(8)))
+
+
+_HOSTILE = {
+    "brackets": lambda: b'{"a":%s}' % (b"[" * 30_000_000),
+    "a list": lambda: b'{"a":[%s0]}' % (b"0," * 15_000_000),
+    "a shape of lists": lambda: b'{"a":{"dtype":"F32","shape":[%s0],"data_offsets":[0,0]}}' % (b"[]," * 10_000_000),
+    "empty tables": lambda: b'{"a":{}%s}' % (b',"a":{}' * 4_000_000),
+    "metadata": lambda: b'{"__metadata__":{%s}}' % b",".join(b'"%x":""' % i for i in range(2_500_000)),
+    "a name": lambda: '{"é%s":{}}'.encode() % (b"a" * 30_000_000),
+}
+
+
+@pytest.mark.parametrize("header", _HOSTILE)
+def test_thirty_megabytes_are_refused_within_300(tmp_path, header):
+    """A parser of the whole text would make up to 1.1 GB of objects first."""
+    content = _HOSTILE[header]()
+    (tmp_path / "bad").write_bytes(len(content).to_bytes(8, "little") + content)
+    code = (
+        "import resource, sys\nfrom xrank.errors import CorruptError\n"
+        "from xrank.formats.safetensors_header import read_header\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))\n"
+        "try:\n    read_header(sys.argv[1])\nexcept CorruptError:\n    print('refused')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "bad")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("refused\n", "")
 
 
 def test_an_element_type_xrank_does_not_move_is_named(tmp_path):

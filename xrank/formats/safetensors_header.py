@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from xrank.dtypes import DTYPES, dtype, unsupported
-from xrank.errors import UsageError
+from xrank.errors import UsageError, XrankError
 from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
 
 __all__ = ["MAX_HEADER_NBYTES", "HeaderTensor", "SafetensorsHeader", "build_header", "read_header"]
@@ -29,6 +30,17 @@ _LENGTH_NBYTES = 8
 _MAX_INTEGER = (1 << 64) - 1
 # safetensors/src/tensor.rs: enum Dtype: valid types that do not have whole bytes or that xrank does not copy.
 _OTHER_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+_MAX_METADATA = 1 << 16
+_SPACE = rb"[ \t\n\r]*+"
+_QUOTED = rb'("(?:[^"\\\x00-\x1f]|\\.)*+")'
+_KEY = re.compile(_SPACE + _QUOTED + _SPACE + b":" + _SPACE)
+# Shapes of 64 dims, the most that numpy and torch know, fit into the length.
+_ENTRY = re.compile(rb"\{[^{}]{0,4096}\}")
+_VALUE = re.compile(_QUOTED)
+_OPEN = re.compile(rb"\{(?!" + _SPACE + rb"\})")
+_NO_METADATA = re.compile(rb"null|\{" + _SPACE + rb"\}")
+_MARK = re.compile(_SPACE + b"([,}])")
+_EMPTY = re.compile(b"{" + _SPACE + b"}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,25 +190,15 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
             "the safetensors header is not a JSON object padded with blanks", got=quote(raw[:20]), want="{...}"
         )
     try:
-        table: dict[str, Any] = json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_int=_count,
-            parse_float=_refuse_number,
-            parse_constant=_refuse_number,
-        )
+        tensors, metadata = _parse_entries(raw, data_nbytes, origin)
+    except XrankError:
+        raise
     except (ValueError, RecursionError) as error:
         # UnicodeDecodeError and JSONDecodeError are ValueErrors; the latter's text does not quote the file.
         raise origin.corrupt("the safetensors header is damaged", got=f"{type(error).__name__}: {error}") from None
-    metadata = table.pop(_METADATA, None)
-    if metadata is None:  # tensor.rs: HashMetadata is an Option, so null means no metadata
-        metadata = {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise origin.corrupt("the safetensors header's __metadata__ is not a table of texts")
-    for text in (*table, *metadata, *metadata.values()):
+    for text in (*(tensor.name for tensor in tensors), *metadata, *metadata.values()):
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise origin.corrupt("the safetensors header holds half a surrogate pair", got=quote(text))
-    tensors = [_tensor(name, entry, data_nbytes, origin) for name, entry in table.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end, tensor.name))
     offset = 0
     for tensor in tensors:
@@ -214,6 +216,73 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
             want=f"{offset} bytes",
         )
     return tuple(tensors), metadata
+
+
+def _parse_entries(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[list[HeaderTensor], dict[str, str]]:
+    """Return tensors and metadata, parsed one by one: a parser of all would make 35 times its bytes of objects."""
+    tensors: list[HeaderTensor] = []
+    metadata: dict[str, str] = {}
+    names: set[str] = set()
+    mark, at = (b",", 1) if _EMPTY.match(raw) is None else _parse_mark(raw, 1)
+    while mark == b",":
+        name, at = _parse_key(raw, at)
+        if name in names:
+            raise ValueError(f"{quote(name)} occurs twice")
+        names.add(name)
+        if name == _METADATA:
+            metadata, at = _parse_metadata(raw, at, origin)
+        else:
+            found = _ENTRY.match(raw, at)
+            tensors.append(_tensor(name, found and _DECODER.decode(found[0].decode()), data_nbytes, origin))
+            at = at if found is None else found.end()
+        mark, at = _parse_mark(raw, at)
+    if raw[at:].strip(b" "):
+        raise ValueError(f"extra data at byte {at}")
+    return tensors, metadata
+
+
+def _parse_key(raw: bytes, at: int) -> tuple[str, int]:
+    """Return the name at a place, and the place after its colon."""
+    found = _KEY.match(raw, at)
+    if found is None:
+        raise ValueError(f"no name in quotes and colon at byte {at}")
+    return _text(found[1]), found.end()
+
+
+def _text(quoted: bytes) -> str:
+    return quoted[1:-1].decode() if b"\\" not in quoted else str(json.loads(quoted))
+
+
+def _parse_mark(raw: bytes, at: int) -> tuple[bytes, int]:
+    """Return the comma or brace at a place, and the place after it."""
+    found = _MARK.match(raw, at)
+    if found is None:
+        raise ValueError(f"neither a comma nor a closing brace at byte {at}")
+    return found[1], found.end()
+
+
+def _parse_metadata(raw: bytes, at: int, origin: Origin) -> tuple[dict[str, str], int]:
+    """Return the metadata at a place, and the place after them."""
+    # tensor.rs: HashMetadata is an Option, so null means no metadata.
+    found = _NO_METADATA.match(raw, at)
+    if found is not None:
+        return {}, found.end()
+    table: dict[str, str] = {}
+    found = _OPEN.match(raw, at)
+    mark, at = b",", at if found is None else found.end()
+    while found is not None and mark == b",":
+        name, at = _parse_key(raw, at)
+        found = _VALUE.match(raw, at)
+        if found is not None:
+            if name in table:
+                raise ValueError(f"{quote(name)} occurs twice")
+            if len(table) == _MAX_METADATA:
+                raise origin.corrupt(f"the safetensors header's __metadata__ has more than {_MAX_METADATA:,} texts")
+            table[name] = _text(found[1])
+            mark, at = _parse_mark(raw, found.end())
+    if found is None:
+        raise origin.corrupt("the safetensors header's __metadata__ is not a table of texts")
+    return table, at
 
 
 def _tensor(name: str, entry: Any, data_nbytes: int, origin: Origin) -> HeaderTensor:
@@ -260,3 +329,8 @@ def _count(digits: str) -> int:
 
 def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"{quote(text)} is not a count")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_int=_count, parse_float=_refuse_number, parse_constant=_refuse_number
+)
