@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import xrank
 from xrank.errors import CorruptError
 from xrank.formats import json_text
-from xrank.formats.json_text import check_json_object
+from xrank.formats.json_text import check_json_object, parse_json
 
 VALUE = {
     "model": {"vocab": {'a"b\\': 0, "\u0120x": 1, "": 2}, "merges": [["a", "b"], []], "empty": {}},
@@ -78,3 +79,21 @@ def test_place_of_a_fault_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="is not a whole JSON object") as raised:
         check_json_object(str(path))
     assert raised.value.got == "'\"eos' after 20 characters"
+
+
+def test_parsing_is_within_a_budget() -> None:
+    """Thirty megabytes of brackets or commas would become 1.2 GB of objects."""
+    assert parse_json(json.dumps(VALUE).encode()) == VALUE
+    assert len(parse_json(b"[%s0]" % (b"0," * 1_000_000))) == 1_000_001
+    for text in (b"[%s0]" % (b"0," * 15_000_000), b"[" * 30_000_000, b'{"a":%s{}}' % (b'{"a":' * 5_000_000)):
+        with pytest.raises(ValueError, match="xrank parses at most 2,000,000"):
+            parse_json(text)
+
+
+def test_an_index_of_too_many_values_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors.index.json").write_bytes(b'{"weight_map":[%s0]}' % (b"{}," * 3_000_000))
+    (tmp_path / "model" / "model-00001-of-00001.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    with pytest.raises(CorruptError, match="is not an index") as caught:
+        xrank.gather_checkpoint(tmp_path / "model", tmp_path / "out")
+    assert "describes up to 6,000,002 values" in str(caught.value.got) and not (tmp_path / "out").exists()

@@ -20,7 +20,8 @@ from xrank.writers.companions import CompanionFile, find_hub_snapshot, list_base
 
 __all__ = ["BaseModel", "check_against", "open_base_model", "read_config"]
 
-_MAX_CONFIG_NBYTES = 64 << 20
+_MAX_CONFIG_NBYTES = 4 << 20
+"""As Python's objects up to 160 MB. The largest known have some hundred KB, lists of modules left unquantized."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ The index is ``huggingface_hub/serialization/_base.py: StateDictSplit``, for fil
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.faces import option
+from xrank.formats.json_text import parse_json
 from xrank.formats.regular_file import open_regular
 from xrank.words import likewise_text, list_text
 
@@ -89,7 +89,7 @@ def _parse_index(folder: str, name: str) -> WeightIndex | None:
         with open_regular(file) as content:
             if content.nbytes > _MAX_INDEX_NBYTES:
                 raise ValueError(f"too large: {content.nbytes:,} bytes")
-            index: Any = json.loads(content.read(0, content.nbytes))
+            index: Any = parse_json(content.read(0, content.nbytes))
         weight_map = index["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
             raise TypeError("weight_map is not a map of names")

@@ -6,7 +6,6 @@ folder: ``default``, ``items`` or a name of the trainer's (orbax/checkpoint/chec
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.faces import AGAIN, option
+from xrank.formats.json_text import parse_json
 from xrank.formats.ocdbt import MANIFEST
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.saved_keys import is_left_out
@@ -166,7 +166,7 @@ def read_leaves(folder: str) -> Sequence[TreeLeaf]:
             raise origin.corrupt("is too large", got=f"{file.nbytes:,} bytes", want=f"at most {_MAX_NBYTES:,}")
         text = file.read(0, file.nbytes)
     try:
-        leaves = [_read_leaf(entry) for entry in json.loads(text)["tree_metadata"].values()]
+        leaves = [_read_leaf(entry) for entry in parse_json(text)["tree_metadata"].values()]
     except XrankError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
