@@ -19,6 +19,7 @@ from tests.oracle.config_models import (
 )
 from xrank.conversion.gather import gather_checkpoint
 from xrank.decisions.config_proof import find_misfit
+from xrank.decisions.layer_holes import find_hole
 from xrank.errors import ContradictionError, XrankError
 
 NUM_PARTS = 8
@@ -39,10 +40,11 @@ def test_default_sizes_of_all_families(part: int) -> None:
         model = build(model_type, name, None, "meta")
         if model is None:
             continue
-        misfit = find_misfit(read_config(model, name), read_shapes(model))
+        config, shapes = read_config(model, name), read_shapes(model)
+        misfit, hole = find_misfit(config, shapes), find_hole(shapes, config)
         num_checked += 1
-        if misfit is not None:
-            refused.append((name, misfit[1]))
+        if misfit is not None or hole is not None:
+            refused.append((name, misfit and misfit[1], hole))
     assert not refused and num_checked > 30
 
 

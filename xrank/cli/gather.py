@@ -165,6 +165,7 @@ def _rows(report: Report, *, is_verbose: bool) -> list[tuple[str, str]]:
     resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
     companions = f"; with {', '.join(made.companions)}" if made.companions else ""
     companions += "; no config.json: see the note" if "no-config" in dict(report.notes) else ""
+    companions += "; a tensor may be missing: see the note" if "missing-tensor" in dict(report.notes) else ""
     memory = size_text(report.peak_rss_nbytes)
     rows.append(
         (

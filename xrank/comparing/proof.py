@@ -38,8 +38,8 @@ def plan_proof(
         )
     outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
     checked = check_source(base, model, found.config) if base is not None else None
-    prove_config(found, model, base=base)
-    notes = [*model.notes] if base is not None or layouts is not None else []
+    holes = prove_config(found, model, base=base)
+    notes = [*(model.notes if base is not None or layouts is not None else ()), *holes]
     if base is not None and checked is None:
         notes.append(describe_skipped_check(base, path))
     plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())

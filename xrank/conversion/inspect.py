@@ -132,7 +132,7 @@ def _prove(found: FoundSource, base: BaseModel | None, place: str, notes: list[t
     renamed = found.model if adapted is not None else decide(found, Request(Purpose.PROOF), base).source
     if base is not None and check_source(base, renamed, found.config) is None:
         notes.append(describe_skipped_check(base, place))
-    prove_config(found, renamed, base=base)
+    notes += prove_config(found, renamed, base=base)
     return renamed
 
 

@@ -12,14 +12,21 @@ from xrank.decisions.config_claims import Claim, make_claims
 from xrank.decisions.config_sections import Section, group_tensors, split_config
 from xrank.decisions.config_sizes import make_family_claims
 from xrank.decisions.found_source import FoundSource
-from xrank.errors import ContradictionError
+from xrank.decisions.layer_holes import find_hole
+from xrank.errors import ContradictionError, IncompleteError
 from xrank.faces import AGAIN, option
 from xrank.plan.source import StoredModel
+from xrank.recipes.conversion_table import is_known_type
 from xrank.recipes.shape_proof import prove_family
+from xrank.words import plural
 
-__all__ = ["find_misfit", "prove_config"]
+__all__ = ["MISSING_TENSOR", "find_misfit", "prove_config"]
+
+MISSING_TENSOR = "missing-tensor"
+"""Code of the note on a tensor that a model of no known family may lack."""
 
 _Shape = tuple[int, ...]
+_Notes = tuple[tuple[str, str], ...]
 
 _OTHER_MEANINGS = {
     "vocab_size": "csm_depth_decoder_model|kyutai_speech_to_text|marian|mllama_text_model|moshi",
@@ -59,11 +66,12 @@ def prove_config(
     config: Mapping[str, Any] | None = None,
     left_out: Collection[str] = (),
     apart: Collection[str] = (),
-) -> None:
-    """Check the config.json of a model against its tensors.
+) -> _Notes:
+    """Check the config.json of a model against its tensors, and that the model lacks none, as far as they show it.
 
     Only what tensors show is checked: sizes of dims, and lengths of lists of layers and experts. A rotary base, and
-    heads whose number changes no shape, are not visible. A model with code of its own (``auto_map``) is not checked.
+    heads whose number changes no shape, are not visible. Sizes of a model with code of its own (``auto_map``) are not
+    checked. A model that no recipe and no base model proves has its layers compared with one another.
 
     Args:
         found: the source with its config.
@@ -73,26 +81,36 @@ def prove_config(
         left_out: names that the user leaves out; the config may count them, or not.
         apart: names that are not the model's, such as those of an adapter.
 
+    Returns:
+        Notes: a tensor that a model of no known family seems to lack.
+
     Raises:
         ContradictionError: a size is not that of the tensors; the error names the tensor and the key.
+        IncompleteError: the model lacks a tensor.
     """
     config = found.config if config is None else config
-    is_foreign = model.format.startswith("megatron") and model.recipe is None
     # Without the shapes of tensors that save_pretrained leaves out, their absence would be taken for another config.
-    if config is None or "auto_map" in config or is_foreign or found.unsaved:
-        return
+    if found.unsaved:
+        return ()
+    own = {s.name: s.shape for s in model.shards if s.name not in apart and not _OF_ADAPTER.search(s.name)}
+    # A base model has shown all names, except those that the user leaves out.
+    is_shown = base is not None and bool(base.tensors)
+    is_foreign = model.format.startswith("megatron") and model.recipe is None
+    if config is None or "auto_map" in config or is_foreign:
+        return () if is_shown else _judge_holes(own, config, found)
     shapes = {
         shard.name: shard.shape
         for shard in model.shards
         # Payloads that pack several values into an integer have other shapes; an adapter may lie in a few layers.
-        if dtypes.dtype(shard.dtype).is_float and shard.name not in apart and not _OF_ADAPTER.search(shard.name)
+        if dtypes.dtype(shard.dtype).is_float and shard.name in own
     }
     misfit = find_misfit(config, {name: shape for name, shape in shapes.items() if name not in left_out})
     if misfit is None or (left_out and find_misfit(config, shapes) is None):
-        # A base model has shown all names, except those that the user leaves out. What the source lacks is a hole.
-        if base is None or not base.tensors or left_out:
-            prove_family([shard.name for shard in model.shards if shard.name not in apart], config)
-        return
+        if is_shown and not left_out:
+            return ()
+        # What the source lacks beside the names that the user leaves out is a hole.
+        is_proven = prove_family([shard.name for shard in model.shards if shard.name not in apart], config)
+        return () if is_proven or is_shown else _judge_holes(own, config, found)
     section, claim = misfit
     file = found.config_path or ("the model's config" if found.place is None else f"the config in {found.place}")
     hidden = section.size("hidden_size", "d_model", "n_embd")
@@ -106,6 +124,28 @@ def prove_config(
         got=f"{length} {place.text}",
         want=f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}",
         next_step=_advise(found, base),
+    )
+
+
+def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None, found: FoundSource) -> _Notes:
+    """Return a note on a tensor that the layers of a model show as missing.
+
+    Raises:
+        IncompleteError: transformers has this family, so that its layers are known to show it.
+    """
+    hole = find_hole(shapes, config)
+    if hole is None:
+        return ()
+    who = f"{plural(hole.num_others, 'equal module')} beside it, such as that of {hole.like}"
+    if config is None or "auto_map" in config or not is_known_type(config.get("model_type")):
+        return ((MISSING_TENSOR, f"{hole.name} may be missing: the model has {who}; a base model would show it"),)
+    raise IncompleteError(
+        f"{hole.name}: no file holds any of it",
+        tensor=hole.name,
+        file=found.place,
+        got=f"a model that has {who}",
+        want="the same tensors in equal layers",
+        next_step=f"bring the files of the missing ranks, then {AGAIN}; or give {option('base_model')} to compare with",
     )
 
 

@@ -177,9 +177,10 @@ def _plan_output(
     if base is not None:
         tied = {name for names in decision.selection.tied.values() for name in names}
         checked = check_against(base, list(outputs), set(decision.selection.excluded), tied)
+    proof_notes: tuple[tuple[str, str], ...] = ()
     if decision.is_model:
         text = decision.small.config_text
-        prove_config(
+        proof_notes = prove_config(
             decision.found,
             source,
             base=base,
@@ -192,7 +193,7 @@ def _plan_output(
         plan,
         selection,
         checked,
-        (*source.notes, *decision.found.notes, *selection.notes, *decision.small.notes, *more_notes),
+        (*source.notes, *decision.found.notes, *selection.notes, *decision.small.notes, *more_notes, *proof_notes),
         _make_own_texts(decision),
         transforms,
     )

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Operation", "Side", "Transform", "find_num_heads", "find_transforms", "is_known_size"]
+__all__ = ["Operation", "Side", "Transform", "find_num_heads", "find_transforms", "is_known_size", "is_known_type"]
 
 _PATH = Path(__file__).parent / "transformers.json"
 
@@ -109,6 +109,11 @@ def is_known_size(model_type: object, key: str) -> bool:
     """
     known = _read_table()["sizes"].get(model_type) if isinstance(model_type, str) else None
     return known is None or key in known
+
+
+def is_known_type(model_type: object) -> bool:
+    """Return whether transformers has this model type."""
+    return isinstance(model_type, str) and model_type in _read_table()["sizes"]
 
 
 def _is_inside(path: str, outer: list[str]) -> bool:

@@ -74,7 +74,7 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     return None
 
 
-def prove_family(names: Collection[str], config: Mapping[str, Any]) -> None:
+def prove_family(names: Collection[str], config: Mapping[str, Any]) -> bool:
     """Refuse a model that lacks tensors, if a recipe of config.json's ``model_type`` knows all of its names.
 
     For formats that record whole shapes: they record no list of a model's tensors, so a state dict from which some were
@@ -83,6 +83,9 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> None:
     Args:
         names: Hugging Face's names of all tensors of the model.
         config: the content of config.json.
+
+    Returns:
+        Whether a recipe proves that all are there; False: no recipe knows the names.
 
     Raises:
         IncompleteError, ContradictionError: tensors are missing, or there are more than config.json counts.
@@ -98,10 +101,11 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> None:
         except (IncompleteError, ContradictionError) as error:
             first = first or error
         else:
-            return
+            return True
     if first is not None:
         raise first
     _refuse_missing(own)
+    return False
 
 
 def _refuse_missing(own: list[Match]) -> None:

@@ -1,0 +1,157 @@
+"""Tensors that a model lacks, as its own layers show: a number that a list leaves out, a name that equal layers have.
+
+Formats that record whole tensors record no list of a model's names, and transformers gives random values to those that
+it does not find. Where no recipe and no base model knows all names, layers are still compared with one another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from xrank.recipes.sizes import list_model_types
+
+__all__ = ["Hole", "find_hole"]
+
+_Shape = tuple[int, ...]
+# A longer number is not the index of a layer, and would make a mask of as many bits.
+_INDEX = re.compile(r"\.(\d{1,5})(?=\.)")
+_OF_QUANTIZER = re.compile(r"[._:][^.]*(scale|absmax|quant|zero_?point|zeros|g_idx|blocks|packed|qdata|amax)[^.]*$")
+_UNEVEN = re.compile(".*modernv?bert.*|pp_doclayout_v3")
+"""Model types whose first layer lacks a norm, or whose lists leave out numbers."""
+_OF_LAYERS = re.compile("layer|dense|share|skip|period|interval|freq|step|every|pattern|stride|ratio|sparse")
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A tensor, or a module of a list, that a model lacks."""
+
+    name: str
+    """Of the tensor, or of the module."""
+    like: str
+    """Name of a tensor that the model has in its place in another module of the list."""
+    num_others: int
+    """Number of modules that have it, and are otherwise as the one that lacks it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """A list of modules: for each name in a module, the numbers of the modules that have it, as bits."""
+
+    path: str
+    masks: Mapping[str, int]
+
+    @property
+    def numbers(self) -> int:
+        """Bits of all modules that have any tensor."""
+        found = 0
+        for mask in self.masks.values():
+            found |= mask
+        return found
+
+
+_Kind = tuple[frozenset[tuple[str, _Shape]], list[int]]
+"""Names in a module with their shapes, and the numbers of the modules that have exactly these."""
+
+
+def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) -> Hole | None:
+    """Return the first tensor that a model lacks as far as its layers show; None: they show none.
+
+    A module of a list has a hole if it has only a part of the tensors of most others, in the same shapes, except where
+    config.json gives layers of that place another form: by a list with an entry for each layer, or by a number
+    (``num_kv_shared_layers``, ``layer_period``). Modules of several forms, such as stages of a vision tower, or layers
+    of attention and of Mamba, show nothing of each other.
+
+    Args:
+        shapes: shape of each tensor by name.
+        config: the content of config.json; None: unknown.
+    """
+    if any(map(_UNEVEN.fullmatch, list_model_types(config))):
+        return None
+    for modules in _collect_lists(shapes):
+        numbers = modules.numbers
+        is_numbered = numbers & (numbers + 1) == 0
+        if is_numbered and all(mask == numbers for mask in modules.masks.values()):
+            continue
+        kinds = _group(modules, shapes)
+        hole = (None if is_numbered else _find_gap(modules, kinds)) or _find_lack(modules, kinds, config)
+        if hole is not None:
+            return hole
+    return None
+
+
+def _collect_lists(shapes: Mapping[str, _Shape]) -> list[_Modules]:
+    """Return the lists of modules that have modules in them; a list of plain layers may have functions in between."""
+    lists: dict[str, dict[str, int]] = {}
+    for name in shapes:
+        for match in _INDEX.finditer(name):
+            masks = lists.setdefault(name[: match.start()], {})
+            inner = name[match.end() + 1 :]
+            masks[inner] = masks.get(inner, 0) | 1 << int(match[1])
+    return [_Modules(path, masks) for path, masks in lists.items() if any("." in inner for inner in masks)]
+
+
+def _group(modules: _Modules, shapes: Mapping[str, _Shape]) -> list[_Kind]:
+    found: dict[frozenset[tuple[str, _Shape]], list[int]] = {}
+    for number in _list_bits(modules.numbers):
+        names = (inner for inner, mask in modules.masks.items() if mask >> number & 1)
+        tensors = frozenset((inner, shapes[f"{modules.path}.{number}.{inner}"]) for inner in names)
+        found.setdefault(tensors, []).append(number)
+    return list(found.items())
+
+
+def _list_bits(mask: int) -> Iterator[int]:
+    while mask:
+        yield (mask & -mask).bit_length() - 1
+        mask &= mask - 1
+
+
+def _find_gap(modules: _Modules, kinds: Sequence[_Kind]) -> Hole | None:
+    """Return the first number that a list leaves out in which most modules are equal."""
+    tensors, numbers = max(kinds, key=lambda kind: len(kind[1]))
+    if len(numbers) < 2 or 2 * len(numbers) <= modules.numbers.bit_count():
+        return None
+    absent = next(_list_bits(~modules.numbers & (1 << modules.numbers.bit_length()) - 1))
+    like = f"{modules.path}.{numbers[0]}.{min(tensors)[0]}"
+    return Hole(f"{modules.path}.{absent}", like, len(numbers))
+
+
+def _find_lack(modules: _Modules, kinds: Sequence[_Kind], config: Mapping[str, Any] | None) -> Hole | None:
+    """Return the first name that a module lacks and that more modules, otherwise as this one, have."""
+    for tensors, numbers in kinds:
+        for more, others in kinds:
+            if len(others) > len(numbers) and tensors < more:
+                names = sorted(name for name, _ in more - tensors if not _OF_QUANTIZER.search(f".{name}"))
+                if names and not _is_explained(numbers, modules.numbers.bit_length(), config or {}):
+                    lacked, had = (f"{modules.path}.{number}.{names[0]}" for number in (numbers[0], others[0]))
+                    return Hole(lacked, had, len(others))
+    return None
+
+
+def _is_explained(numbers: Sequence[int], count: int, config: Mapping[str, Any]) -> bool:
+    """Return whether config.json gives some of a list's layers another form than the others.
+
+    Args:
+        numbers: the layers, by rising number.
+        count: number of all layers.
+        config: the content of config.json, or of an object in it.
+    """
+    is_run = numbers[-1] - numbers[0] + 1 == len(numbers) and (numbers[0] == 0 or numbers[-1] == count - 1)
+    steps = {second - first for first, second in pairwise(numbers)}
+    forms = {*steps} if len(steps) == 1 else set()
+    forms |= {len(numbers), count - len(numbers)} if is_run else set()
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            if _is_explained(numbers, count, value):
+                return True
+        elif isinstance(value, list):
+            own = [value[number] for number in numbers] if len(value) >= count else []
+            others = [each for number, each in enumerate(value[:count]) if number not in numbers]
+            if value == list(numbers) or (own and not any(each in others for each in own)):
+                return True
+        elif type(value) is int and value in forms and _OF_LAYERS.search(key):
+            return True
+    return False
