@@ -35,15 +35,17 @@ class Place:
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def place_of(rank: int, world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Place:
-    """Return a rank's place on a mesh; on all ranks at once."""
+def place_of(
+    rank: int, world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, connects: bool = True
+) -> Place:
+    """Return a rank's place on a mesh; on all ranks at once if it connects them by process groups."""
     views = megatron_views(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=1)
     found, place = MeshPlace(views, rank), Place(views, rank)
     for axis in ("pp", "dp", "cp", "tp", "ep"):
         place.ranks[axis] = found.ranks([axis], axis == "ep")
         place.places[axis] = place.ranks[axis].index(rank)
         place.lengths[axis] = len(place.ranks[axis])
-    if world_size > 1:
+    if world_size > 1 and connects:
         made = make_groups(place.ranks.values())
         place.groups = {axis: made[ranks] for axis, ranks in place.ranks.items()}
     return place

@@ -8,18 +8,23 @@ import importlib.abc
 import importlib.machinery
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import xrank.gradients
 
 __all__ = ["Mutant", "draw_mutants", "mutated_package"]
 
-_MODULES = ("plan_maker", "later_reductions", "marks", "mesh_places", "placed_parameters", "plan_entries", "plan")
+_MODULES = (
+    "plan_maker", "later_reductions", "marks", "mesh_places", "placed_parameters", "plan_entries", "plan",
+    "bucket_layout",
+)  # fmt: skip
 _FOLDER = Path(xrank.gradients.__file__).parent / "plans"
 _PACKAGE = "xrank.gradients"
 _LEFT_OUT = ("explain", "mark", "__reduce__", "__post_init__", "_check_axes", "_rename_axes")
@@ -35,6 +40,13 @@ _WORDS = {
     "sum": "average", "average": "sum", "dp": "tp", "tp": "dp", "cp": "dp", "pp": "dp", "ep": "edp", "edp": "ep",
     "etp": "tp", "tensor": "word", "word": "tensor", "conditional": "tensor",
 }  # fmt: skip
+_NAMES = {"min": "max", "max": "min", "all": "any", "any": "all", "sorted": "list", "reversed": "list"}
+_ATTRIBUTES = {
+    "shard_ranks": "across_ranks", "across_ranks": "shard_ranks", "ranks": "shard_ranks", "start": "stop",
+    "stop": "start", "dense": "expert", "sharded": "partial", "partial": "sharded", "shape": "ranks",
+    "numel_unpadded": "numel", "is_expert": "over_pp", "over_pp": "is_expert", "over_tp": "tied", "tied": "over_tp",
+}  # fmt: skip
+"""Names and attributes that one may take for each other."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +54,39 @@ class Mutant:
     """One module with one changed expression."""
 
     module: str
+    number: int
+    """Index among the mutants of its module."""
     line: int
     what: str
-    source: str
 
     def __str__(self) -> str:
         return f"{self.module}.py:{self.line}: {self.what}"
 
+    @property
+    def source(self) -> str:
+        """The module's text with the change."""
+        tree = _parse(self.module)
+        next(islice(_iter_changes(tree), self.number, None))
+        return ast.unparse(ast.fix_missing_locations(tree))
+
 
 def draw_mutants(seed: int, count: int) -> list[Mutant]:
     """Return so many mutants, each once, in an order that the seed defines."""
-    mutants = [mutant for module in _MODULES for mutant in _iter_mutants(module)]
+    mutants = [
+        Mutant(module, number, line, what)
+        for module in _MODULES
+        for number, (line, what) in enumerate(_iter_changes(_parse(module)))
+    ]
     return random.Random(seed).sample(mutants, min(count, len(mutants)))
 
 
 @contextmanager
-def mutated_package(mutant: Mutant | None) -> Iterator[ModuleType]:
-    """Import `xrank.gradients` anew with the mutant in it; the process has its own package back afterwards."""
+def mutated_package(mutant: Mutant, source: str) -> Iterator[ModuleType]:
+    """Import `xrank.gradients` anew with the mutant's source in it; the process has its own package back afterwards."""
     kept = {name: module for name, module in sys.modules.items() if name.split(".")[:2] == _PACKAGE.split(".")}
     for name in kept:
         del sys.modules[name]
-    finder = _Finder(mutant)
+    finder = _Finder(mutant, source)
     sys.meta_path.insert(0, finder)
     try:
         yield importlib.import_module(_PACKAGE)
@@ -81,29 +105,33 @@ def mutated_package(mutant: Mutant | None) -> Iterator[ModuleType]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, mutant: Mutant | None) -> None:
-        self._mutant = mutant
+    def __init__(self, mutant: Mutant, source: str) -> None:
+        self._mutant, self._source = mutant, source
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        mutant = self._mutant
-        if mutant is None or name != f"{_PACKAGE}.plans.{mutant.module}":
+        if name != f"{_PACKAGE}.plans.{self._mutant.module}":
             return None
-        return importlib.machinery.ModuleSpec(name, _Loader(mutant), origin=str(_FOLDER / f"{mutant.module}.py"))
+        loader = _Loader(compile(self._source, str(self._mutant), "exec"))
+        return importlib.machinery.ModuleSpec(name, loader, origin=str(_FOLDER / f"{self._mutant.module}.py"))
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
 
     def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._mutant.source, str(self._mutant), "exec"), module.__dict__)
+        exec(self._code, module.__dict__)
 
 
-def _iter_mutants(module: str) -> Iterator[Mutant]:
-    tree = ast.parse((_FOLDER / f"{module}.py").read_text())
+def _parse(module: str) -> ast.Module:
+    return ast.parse((_FOLDER / f"{module}.py").read_text())
+
+
+def _iter_changes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Change one expression of a module after another, and yield line and change while the tree has it."""
     for node in _iter_nodes(tree):
         for what, undo in _change(node):
-            yield Mutant(module, getattr(node, "lineno", 0), what, ast.unparse(ast.fix_missing_locations(tree)))
+            yield getattr(node, "lineno", 0), what
             undo()
 
 
@@ -139,6 +167,7 @@ def _change(node: Any) -> Iterator[tuple[str, Any]]:
     def describe() -> str:
         return f"{before[:60]} -> {ast.unparse(node)[:60]}"
 
+    yield from _change_names(node, describe)
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPPED:
         old = node.ops[0]
         node.ops[0] = _SWAPPED[type(old)]()
@@ -174,3 +203,35 @@ def _change(node: Any) -> Iterator[tuple[str, Any]]:
         for index in range(len(node.elts)):
             taken = node.elts.pop(index)
             yield describe(), lambda index=index, taken=taken: node.elts.insert(index, taken)
+
+
+def _change_names(node: Any, describe: Callable[[], str]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Change a name, an attribute, a filter, a negation, a keyword argument or a statement; as `_change`."""
+    if isinstance(node, ast.Name) and node.id in _NAMES and isinstance(node.ctx, ast.Load):
+        old = node.id
+        node.id = _NAMES[old]
+        yield describe(), lambda: setattr(node, "id", old)
+    elif isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES and isinstance(node.ctx, ast.Load):
+        old = node.attr
+        node.attr = _ATTRIBUTES[old]
+        yield describe(), lambda: setattr(node, "attr", old)
+    elif isinstance(node, ast.comprehension) and node.ifs:
+        filters, node.ifs = node.ifs, []
+        yield f"if {ast.unparse(filters[0])[:60]} -> without a filter", lambda: setattr(node, "ifs", filters)
+    elif isinstance(node, ast.Return | ast.keyword) and isinstance(node.value, ast.UnaryOp):
+        negated = node.value
+        node.value = negated.operand
+        yield f"{ast.unparse(negated)[:60]} -> {ast.unparse(node.value)[:60]}", lambda: setattr(node, "value", negated)
+    for field in ("body", "orelse"):
+        statements = getattr(node, field, None)
+        for index, statement in enumerate(statements if isinstance(statements, list) else ()):
+            if isinstance(statement, ast.AugAssign | ast.Expr) and not _is_text(statement):
+                statements[index] = ast.copy_location(ast.Pass(), statement)
+                yield (
+                    f"{ast.unparse(statement)[:60]} -> pass",
+                    partial(statements.__setitem__, index, statement),
+                )
+
+
+def _is_text(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
