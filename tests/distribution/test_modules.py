@@ -28,9 +28,11 @@ from xrank.distribution import (
     TensorLayout,
     distribute_tensor,
     list_devices,
+    placed,
     set_distribution,
 )
 from xrank.distribution import distribution as current_distribution
+from xrank.distribution.placed import GATHERS_PIECES, placements_for
 from xrank.errors import ContradictionError, LayoutError, UsageError
 
 
@@ -411,7 +413,12 @@ def test_uneven_parts_have_to_be_written():
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("rule", "rows"),
-    [("[f/~batch/~model, h]", 5), ("[f/~batch/~model, h]", 6), ("[f/model/batch, h]", 8), ("[2 f/model, h]", 8)],
+    [
+        ("[f/~batch/~model, h]", 5),
+        ("[f/~batch/~model, h]", 6),
+        ("[f/model/batch, h]", 8),
+        pytest.param("[2 f/model, h]", 8, marks=pytest.mark.skipif(not GATHERS_PIECES, reason="of torch 2.13")),
+    ],
 )
 def test_a_dim_cut_by_both_axes_or_in_pieces(rule, rows):
     """Over a flattened mesh, torch 2.13 gathers the first two layouts wrongly, and the third not at all.
@@ -431,6 +438,16 @@ def test_a_dim_cut_by_both_axes_or_in_pieces(rule, rows):
     output.square().mean().backward()
     whole(x).square().mean().backward()
     torch.testing.assert_close(model.weight.grad.full_tensor(), whole.weight.grad)
+
+
+def test_pieces_that_torch_does_not_gather_are_refused(monkeypatch):
+    """torch 2.10 stops at an assertion; all versions gather parts of one cut, in whatever order."""
+    monkeypatch.setattr(placed, "GATHERS_PIECES", False)
+    mesh = DeviceMesh((2, 2), ("batch", "model"))
+    with pytest.raises(LayoutError, match=r"does not gather dim 0 .* part of several pieces"):
+        placements_for(TensorLayout.parse("[2 f/model, h]", mesh), mesh, (8, 4))
+    for text in ("[f/model/batch, h]", "[f/~batch/~model, h]", "[f/model, h]"):
+        assert placements_for(TensorLayout.parse(text, mesh), mesh, (8, 4))
 
 
 @pytest.mark.ranks(2)

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import torch
+
 import xrank.gradients
 
 __all__ = ["Mutant", "draw_mutants", "mutated_package"]
@@ -88,6 +90,7 @@ def mutated_package(mutant: Mutant, source: str) -> Iterator[ModuleType]:
         del sys.modules[name]
     finder = _Finder(mutant, source)
     sys.meta_path.insert(0, finder)
+    add_param_group = torch.optim.Optimizer.add_param_group
     try:
         yield importlib.import_module(_PACKAGE)
     finally:
@@ -96,6 +99,7 @@ def mutated_package(mutant: Mutant, source: str) -> Iterator[ModuleType]:
         watch = sys.modules.get(f"{_PACKAGE}.step_watch")
         for handle in () if watch is None else watch._WATCH:
             handle.remove()
+        torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
         for name in [name for name in sys.modules if name.split(".")[:2] == _PACKAGE.split(".")]:
             del sys.modules[name]
         sys.modules.update(kept)

@@ -233,14 +233,22 @@ def test_optimizers_that_cannot_step_parts_are_refused_by_name(rank: int) -> Non
         mesh = DeviceMesh((2,), ("dp",))
         ddp = DistributedDataParallel(module, GradientPlan.from_module(module, mesh, config))
         shards = ParameterShards(ddp)
-        for optimizer in (torch.optim.LBFGS, torch.optim.SparseAdam):
-            with pytest.raises(UsageError, match=f"{optimizer.__name__} cannot step shards"):
-                shards.attach(optimizer(list(shards.parameters())))
-        adafactor = torch.optim.Adafactor(shards.parameters())
+        for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+            with pytest.raises(UsageError, match=f"{kind.__name__} cannot step shards"):
+                kind(list(shards.parameters()))
+        shards.attach(torch.optim.AdamW([{"params": shards.named_parameters()}], lr=0.0))  # a warm-up's first rate
+        shards.attach(_ByElement(shards.parameters(), lr=0.1))
+        scaled = _ByNorm(shards.parameters(), lr=0.1)
         if sharded:
-            with pytest.raises(UsageError, match="weight: Adafactor steps an element by the others of its parameter"):
-                shards.attach(adafactor)
+            refusal = "weight: {} steps an element by the others of its parameter"
+            for kind in (torch.optim.Adafactor, torch.optim.Muon):  # Muon's own error would not name the weight
+                with pytest.raises(UsageError, match=refusal.format(kind.__name__)):
+                    kind(shards.named_parameters())
+            with pytest.raises(UsageError, match=refusal.format("_ByNorm")):
+                shards.attach(scaled)
             continue
+        shards.attach(scaled)
+        adafactor = torch.optim.Adafactor(shards.parameters())
         shards.attach(adafactor)
         alone = nn.Linear(4, 4, bias=False)
         alone.load_state_dict(module.state_dict())
@@ -251,3 +259,24 @@ def test_optimizers_that_cannot_step_parts_are_refused_by_name(rank: int) -> Non
         alone(rows).sin().mean().backward()
         torch.optim.Adafactor(alone.parameters()).step()
         torch.testing.assert_close(module.weight, alone.weight)
+
+
+class _ByElement(torch.optim.Optimizer):
+    """An optimizer of another library, whose class is unknown."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= group["lr"] * self.scale(parameter.grad)
+
+    def scale(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / (gradient.abs() + 1)
+
+
+class _ByNorm(_ByElement):
+    def scale(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / (gradient.norm() + 1)

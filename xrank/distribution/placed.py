@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch.distributed import tensor as dtensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from xrank.dialects.placements import to_placements
 from xrank.distribution.devices import live_mesh
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 
-__all__ = ["distribute_tensor", "fit_layout", "placements_for"]
+__all__ = ["GATHERS_PIECES", "distribute_tensor", "fit_layout", "placements_for"]
 
 
 def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
@@ -98,4 +99,22 @@ def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int])
                 got=f"{shape[placement.dim]} positions",
                 want=f"a multiple of {factor}, or cuts in the order of the mesh {mesh.grid!r}",
             )
+        if not GATHERS_PIECES and _counts_pieces(placement, placements, mesh):
+            raise LayoutError(
+                f"torch {torch.__version__} does not gather dim {placement.dim} in the layout {layout}: each rank "
+                "holds a part of several pieces",
+                got=f"{placement.split_factor} pieces",
+                want="torch 2.13, or one part for each rank",
+            )
     return placements
+
+
+GATHERS_PIECES = "use_strided_shard_as_shard_order" in DTensorSpec.__dataclass_fields__
+"""Whether torch redistributes strided shards that no order of cuts explains; 2.10 stops at an assertion."""
+
+
+def _counts_pieces(placement: Any, placements: Sequence[Any], mesh: DeviceMesh) -> bool:
+    """Return whether a strided shard counts pieces of its dim, and not the parts of an axis that cut it before."""
+    dim = getattr(placement, "dim", None)
+    cutting = [axis for axis, at in zip(mesh.axis_names, placements, strict=True) if getattr(at, "dim", None) == dim]
+    return hasattr(placement, "split_factor") and sum(mesh.axis_length(axis) > 1 for axis in cutting) == 1

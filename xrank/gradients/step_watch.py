@@ -1,4 +1,4 @@
-"""Optimizers that would change nothing: found at their first step.
+"""Optimizers that cannot step shards, found when they are made; and those that would change nothing, at a first step.
 
 Gradients lie in ``main_grad``, so an optimizer over a wrapped module's own parameters finds none and skips them all. So
 does one over shards that are not attached. Both look like training.
@@ -6,6 +6,7 @@ does one over shards that are not attached. Both look like training.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -13,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xrank.errors import UsageError
+from xrank.gradients.optimizer_kinds import check_class
 
 __all__ = ["ATTACHED", "OWNED", "watch_optimizers"]
 
@@ -26,9 +28,31 @@ _WATCH: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """Check every optimizer of this process at its first step, from now on."""
+    """Check every optimizer of this process when it is made, and at its first step, from now on."""
     if not _WATCH:
         _WATCH.append(register_optimizer_step_pre_hook(_check))
+        _watch_constructors()
+
+
+def _watch_constructors() -> None:
+    """Check the class of each optimizer that gets shards, before its constructor looks at their shapes.
+
+    Muon's raises an error of its own about a flat tensor without a name. torch has no hook there; every constructor
+    calls `add_param_group`.
+    """
+    add_param_group = torch.optim.Optimizer.add_param_group
+
+    @wraps(add_param_group)
+    def add_checked(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        given = param_group.get("params")
+        entries = given if isinstance(given, list | tuple) else [given]
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        slices = [getattr(tensor, OWNED) for tensor in tensors if hasattr(tensor, OWNED)]
+        if slices:
+            check_class(self, slices)
+        add_param_group(self, param_group)
+
+    torch.optim.Optimizer.add_param_group = add_checked  # type: ignore[method-assign]
 
 
 def _check(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:

@@ -20,18 +20,12 @@ import torch
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.optimizer_kinds import check_optimizer
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan_entries import PlannedParameter
 from xrank.gradients.step_watch import ATTACHED, OWNED
 
 __all__ = ["OwnedSlice", "ParameterShards", "find_shards", "find_slice", "list_owned_slices"]
-
-_MIXING = frozenset({"Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "DistributedShampoo", "SOAP"})
-"""Classes whose step of an element depends on others of its parameter: norms, factored moments, orthogonal updates."""
-_UNFIT = {
-    "LBFGS": "it runs the backward inside its step, and those gradients would not be exchanged",
-    "SparseAdam": "it takes sparse gradients, and those in buffers are dense",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +190,8 @@ class ParameterShards:
             UsageError: the optimizer steps other parameters; or it mixes elements of a parameter, of which this rank
                 holds a part; or it needs a closure or sparse gradients.
         """
-        self._check_kind(optimizer)
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        check_optimizer(optimizer, [one for name, one in self.slices.items() if id(self._shards[name]) in stepped])
         own = {id(shard) for shard in self._shards.values()}
         for group in optimizer.param_groups:
             if any(id(parameter) not in own for parameter in group["params"]):
@@ -209,25 +204,6 @@ class ParameterShards:
         ATTACHED[optimizer] = self
         optimizer.register_step_pre_hook(self._run_before_step)
         optimizer.register_step_post_hook(self._run_after_step)
-
-    def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        for kind, why in _UNFIT.items():
-            if kind in kinds:
-                raise UsageError(f"{kind} cannot step shards: {why}", got=kind, want="an optimizer such as AdamW")
-        mixing = next(iter(kinds & _MIXING), None)
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        cut = [one for name, one in self.slices.items() if id(self._shards[name]) in stepped and one.is_part]
-        if mixing is not None and cut:
-            raise UsageError(
-                f"{cut[0].name}: {mixing} steps an element by the others of its parameter, and this rank holds a part",
-                tensor=cut[0].name,
-                rank=cut[0].model.plan.rank,
-                got=f"{mixing}, and a slice of shape {list(cut[0].shape)}",
-                want="an optimizer that works element by element, or whole parameters",
-                next_step="use AdamW for cut parameters; use_distributed_optimizer=False leaves those whole that tp "
-                "does not cut",
-            )
 
     @torch.no_grad()
     def give_gradients(self) -> None:

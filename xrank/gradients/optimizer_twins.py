@@ -1,15 +1,16 @@
-"""Shapes of the states that an optimizer will have after its first step, from a step on tensors without memory."""
+"""Twins of optimizers: their steps show the shapes of states, or how a step works, and change nothing else."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from xrank.gradients.plans.placed_parameters import local_of
 
-__all__ = ["find_state_shapes"]
+__all__ = ["find_state_shapes", "make_twin"]
 
 
 def find_state_shapes(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[str, torch.Tensor]]:
@@ -26,17 +27,11 @@ def find_state_shapes(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[
             twin = torch.nn.Parameter(torch.empty_like(local_of(parameter), device="meta"))
             twin.grad = torch.empty_like(twin)
             twins[id(parameter)] = twin
-        # The plain loop is the one kernel that every device has.
-        plain = dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)
-        groups.append({**group, **plain, "lr": 0.0, "params": [twins[id(parameter)] for parameter in fresh]})
+        groups.append({**group, "lr": 0.0, "params": [twins[id(parameter)] for parameter in fresh]})
     if not twins:
         return {}
-    twin_optimizer = object.__new__(type(optimizer))
     try:
-        # As unpickling makes an optimizer: without a constructor, whose arguments are unknown.
-        twin_optimizer.__setstate__(
-            {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups}
-        )
+        twin_optimizer = make_twin(optimizer, groups)
         twin_optimizer.step()
     except Exception:  # of an optimizer's own code, which may read values
         return {}
@@ -44,3 +39,15 @@ def find_state_shapes(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[
         number: {key: state for key, state in twin_optimizer.state[twin].items() if isinstance(state, torch.Tensor)}
         for number, twin in twins.items()
     }
+
+
+def make_twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and defaults over other groups, without states.
+
+    It is made as unpickling makes one: without a constructor, whose arguments are unknown.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    # The plain loop is the one kernel that every device has.
+    plain = [{**group, **dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)} for group in groups]
+    twin.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": plain})
+    return twin
