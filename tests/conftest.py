@@ -23,6 +23,7 @@ pytest_plugins = ["xrank.testing.plugin"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="try every seeded moment and repeat thousands of times")
+    parser.addoption("--sample", action="store_true", help="repeat as little as make test does, in slow tests too")
     parser.addoption("--seed", type=int, help="of the mixed gathers, to repeat what a soak found")
 
 
@@ -38,8 +39,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def runs_in_full(config: pytest.Config) -> bool:
-    """Return whether tests repeat all they can; where -m chooses tests, as in `make test`, they take a sample."""
-    return bool(config.option.soak or not config.option.markexpr)
+    """Return whether tests repeat all they can; with --sample or -m, as in `make test`, they take a sample."""
+    return bool(config.option.soak or not (config.option.sample or config.option.markexpr))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -96,12 +96,13 @@ class Output:
             say(printable("".join(trace.format()).rstrip("\n")), err=True)
         self._leave(error_text(error, self.face, _columns(sys.stderr)), error.exit_code, error, report)
 
-    def stop(self, how: str, exit_code: int) -> NoReturn:
-        """Report that a signal ended the command, and exit."""
+    def stop(self, how: str, exit_code: int, notes: Sequence[str] = ()) -> NoReturn:
+        """Report that a signal ended the command, with notes of the work that it interrupted, and exit."""
         resumes = self.command in _RESUMED
-        text = f"xrank: {how}; the same command {'goes on' if resumes else 'starts anew'} (exit {exit_code})"
+        what = notes[0] if notes else f"the same command {'goes on' if resumes else 'starts anew'}"
+        text = f"xrank: {how}; {what} (exit {exit_code})"
         effect = "which resumes" if resumes else "which starts anew"
-        error = XrankError(how, next_step=f"run the same command, {effect}")
+        error = XrankError(f"{how}; {notes[0]}" if notes else how, next_step=f"run the same command, {effect}")
         self._leave(text, exit_code, error)
 
     def _leave(self, text: str, exit_code: int, error: XrankError, report: Report | None = None) -> NoReturn:
@@ -245,7 +246,8 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
                 leave()  # torchrun may terminate this rank, after another one failed, while it prints its error
                 output.fail(error)
             except _StoppedError as stop:
-                output.stop("interrupted" if stop.number == signal.SIGINT else "terminated", 128 + stop.number)
+                how = "interrupted" if stop.number == signal.SIGINT else "terminated"
+                output.stop(how, 128 + stop.number, getattr(stop, "__notes__", ()))
             except (OSError, MemoryError) as error:
                 leave()
                 output.fail(_explain(error))

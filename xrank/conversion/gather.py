@@ -9,18 +9,19 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xrank.conversion.report import folder_report, plan_report
+from xrank.conversion.report import EARLIER_NOTE, folder_report, plan_report
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
 from xrank.layout import LayoutMap
-from xrank.making.folder_filling import make_output
+from xrank.making.earlier_output import find_together
+from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
-from xrank.plan.report import Report
+from xrank.plan.report import FileFacts, Report
 from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
-from xrank.writers.staging import check_room, plan_apart
+from xrank.writers.staging import check_output, check_room, plan_apart
 
 if TYPE_CHECKING:
     import torch
@@ -148,8 +149,17 @@ def _plan_only(plan_checked: Callable[[], FolderPlan], out: str) -> Report:
     """Return what a gather would write, without writing."""
     started = time.monotonic()
     planned = plan_checked()
+    if _find_earlier(planned, out, Team()) is None:
+        check_output(out, overwrite=planned.options.overwrite)
     check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
     return plan_report(planned, out, started)
+
+
+def _find_earlier(planned: FolderPlan, out: str, team: Team) -> tuple[FileFacts, ...] | None:
+    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
+    if planned.options.overwrite:
+        return None
+    return find_together(team, out, planned.digest, planned.decision.small.companions, small_texts(planned))
 
 
 def _gather_together(
@@ -164,7 +174,10 @@ def _gather_together(
             lambda planned: planned.digest,
             check_plans(team.ranks),
         )
+        earlier = _find_earlier(planned, out, team)
+        if earlier is not None:
+            return folder_report("gather", planned, WrittenOutput(earlier, notes=(EARLIER_NOTE,)), out, started)
         beside = os.path.dirname(os.path.abspath(out))
         with closing(open_source(planned.plan.source, beside)) as files:
-            written = make_output(planned, files, out, progress, team)
+            written = make_output(planned, files, out, progress, team, is_repeatable=True)
     return folder_report("gather", planned, written, out, started)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from xrank.making.folder_filling import WrittenOutput
 
 __all__ = [
+    "EARLIER_NOTE",
     "check_survey",
     "count_outputs",
     "count_rank_tensors",
@@ -45,6 +46,11 @@ __all__ = [
     "source_facts",
     "survey_facts",
 ]
+
+EARLIER_NOTE = (
+    "made-before",
+    "an earlier run of this command had made the output: nothing was written; `xrank verify` reads its bytes again",
+)
 
 
 def source_facts(source: StoredModel) -> SourceFacts:
@@ -160,7 +166,13 @@ def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
 
 
 def reshard_report(
-    reshard: Reshard, path: str, started: float, written: WrittenFiles | None, stage_notes: tuple[str, ...]
+    reshard: Reshard,
+    path: str,
+    started: float,
+    written: WrittenFiles | None,
+    stage_notes: tuple[str, ...],
+    *,
+    made_before: bool = False,
 ) -> Report:
     """Return the report of a reshard, or of its plan where nothing is written."""
     plan, proof = reshard.plan, ProofFacts(coverage="proven")
@@ -192,9 +204,14 @@ def reshard_report(
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(reshard.source),
         proof=proof,
-        output=None if written is None else facts,
-        plan=facts if written is None else None,
-        notes=(*reshard.notes, *(written.notes if written else ()), *(("stage", note) for note in stage_notes)),
+        output=facts if written is not None or made_before else None,
+        plan=None if written is not None or made_before else facts,
+        notes=(
+            *reshard.notes,
+            *((EARLIER_NOTE,) if made_before else ()),
+            *(written.notes if written else ()),
+            *(("stage", note) for note in stage_notes),
+        ),
     )
 
 

@@ -15,12 +15,14 @@ from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout import LayoutMap
-from xrank.making.states_filling import make_states
-from xrank.plan.report import Report
+from xrank.making.earlier_output import find_together
+from xrank.making.states_filling import make_states, own_texts
+from xrank.plan.report import FileFacts, Report
 from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
-from xrank.writers.staging import check_room, plan_apart
+from xrank.teams.team import Team
+from xrank.writers.staging import check_output, check_room, plan_apart
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +113,8 @@ def reshard_checkpoint(
 
     if dry_run:
         reshard = plan(socket.gethostname())
+        if _find_earlier(reshard, path, Team()) is None:
+            check_output(path, overwrite=overwrite, replaces_states=True)
         check_room(path, [file.output.nbytes for file in reshard.plan.files], reshard.source.path)
         return reshard_report(reshard, path, started, None, ())
     team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
@@ -123,8 +127,17 @@ def reshard_checkpoint(
             lambda reshard: reshard.digest,
             check_plans(team.ranks),
         )
+        if _find_earlier(reshard, path, team) is not None:
+            return reshard_report(reshard, path, started, None, (), made_before=True)
         written, notes = make_states(reshard, path, progress, team)
     return reshard_report(reshard, path, started, written, notes)
+
+
+def _find_earlier(reshard: Reshard, out: str, team: Team) -> tuple[FileFacts, ...] | None:
+    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
+    if reshard.options.overwrite:
+        return None
+    return find_together(team, out, reshard.digest, reshard.companions, own_texts(reshard))
 
 
 def _check_dtype(dtype: str | torch.dtype | None) -> DTypeChoice:

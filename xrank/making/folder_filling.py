@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.layout.nest_table import IntArray
+from xrank.making.earlier_output import identify_output
 from xrank.making.file_writing import WrittenFiles, write_files
 from xrank.making.rereading import FileDigests
 from xrank.making.work import Work
@@ -33,7 +34,7 @@ from xrank.writers.manifest import (
 from xrank.writers.stage import Stage
 from xrank.writers.staging import open_stage
 
-__all__ = ["WrittenOutput", "make_output"]
+__all__ = ["WrittenOutput", "make_output", "small_texts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ def make_output(
     progress: Callable[[int, int], None] | None,
     team: Team,
     holder: IntArray | None = None,
+    *,
+    is_repeatable: bool = False,
 ) -> WrittenOutput:
     """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
@@ -76,6 +79,7 @@ def make_output(
         progress: called, on the first rank, with (bytes written so far, bytes in all).
         team: the ranks.
         holder: the ranks that hold a live model's records, as in `Work`.
+        is_repeatable: whether the plan alone decides the output's bytes, so that the manifest records its digest.
 
     Returns:
         On the first rank the facts of the whole output; on the others the facts from the plan.
@@ -93,7 +97,7 @@ def make_output(
         help_to_write_files(team, work, out, gather.digest)
         return WrittenOutput(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
     with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
-        made = _fill_stage(gather, work, stage, progress or (lambda done, total: None), team)
+        made = _fill_stage(gather, work, stage, progress or (lambda done, total: None), team, is_repeatable)
         # The last moment to stop: after the commit the output is there, whichever rank has failed.
         team.check_failures()
         stage.commit()
@@ -102,14 +106,19 @@ def make_output(
 
 
 def _fill_stage(
-    gather: FolderPlan, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team
+    gather: FolderPlan,
+    work: Work,
+    stage: Stage,
+    progress: Callable[[int, int], None],
+    team: Team,
+    is_repeatable: bool,
 ) -> WrittenOutput:
     """Write all files of a gather into its stage, which is then ready for the commit."""
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
     written = write_files(work, stage, progress, team, verify=verify)
     return WrittenOutput(
-        tuple(_write_small_files(gather, stage, written.digests, written.notes)), written, written.notes
+        tuple(_write_small_files(gather, stage, written.digests, written.notes, is_repeatable)), written, written.notes
     )
 
 
@@ -120,7 +129,11 @@ def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Wo
 
 
 def _write_small_files(
-    gather: FolderPlan, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
+    gather: FolderPlan,
+    stage: Stage,
+    digests: dict[int, FileDigests],
+    notes: tuple[tuple[str, str], ...],
+    is_repeatable: bool,
 ) -> list[FileFacts]:
     """Write all but the weights, the manifest last; return the weights' files for the report."""
     plan = gather.plan
@@ -133,9 +146,7 @@ def _write_small_files(
         line = stage.write_file(index_name(model), index.encode())
         files.append(_small_file(line))
     lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
-    if gather.decision.small.config_text is not None:
-        lines.append(stage.write_file("config.json", gather.decision.small.config_text.encode()))
-    lines += [stage.write_file(name, text.encode()) for name, text in gather.texts.items()]
+    lines += [stage.write_file(name, text.encode()) for name, text in small_texts(gather).items()]
     source = gather.source
     text = manifest_text(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
@@ -153,10 +164,17 @@ def _write_small_files(
         transformed=gather.transforms.made_of if gather.transforms is not None else None,
         padding_dropped=gather.padding_dropped,
         notes=[list(note) for note in (*gather.notes, *notes)],
+        plan=identify_output(gather.digest, {line.file: line.digest for line in lines}) if is_repeatable else None,
     )
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, text.encode())
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
+
+
+def small_texts(gather: FolderPlan) -> dict[str, str]:
+    """Return name -> content of the small files that a plan itself decides, but the index and the manifest."""
+    config = gather.decision.small.config_text
+    return {**({} if config is None else {"config.json": config}), **gather.texts}
 
 
 def _small_file(line: JournalLine) -> ManifestFile:

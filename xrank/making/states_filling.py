@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from xrank.decisions.reshard_plan import Reshard
+from xrank.making.earlier_output import identify_output
 from xrank.making.file_writing import WrittenFiles, write_files
 from xrank.making.work import Work
 from xrank.plan.decoding import open_source
@@ -47,14 +48,17 @@ def make_states(
     return written, stage.notes
 
 
+def own_texts(reshard: Reshard) -> dict[str, str]:
+    """Return name -> content of the companions that a plan changes."""
+    changed = reshard.config_text
+    return {one.name: changed for one in reshard.companions if one.name == "config.json" and changed is not None}
+
+
 def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
     """Write the companions, then the manifest."""
-    lines = []
-    for companion in reshard.companions:
-        if companion.name == "config.json" and reshard.config_text is not None:
-            lines.append(stage.write_file(companion.name, reshard.config_text.encode()))
-        else:
-            lines.append(stage.copy_file(companion.name, companion.path))
+    texts = own_texts(reshard)
+    lines = [stage.copy_file(one.name, one.path) for one in reshard.companions if one.name not in texts]
+    lines += [stage.write_file(name, text.encode()) for name, text in texts.items()]
     source = reshard.source
     text = manifest_text(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
@@ -63,6 +67,7 @@ def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) ->
         companions=[ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}") for line in lines],
         cast=reshard.selection.cast,
         notes=[list(note) for note in (*reshard.notes, *written.notes)],
+        plan=identify_output(reshard.digest, {line.file: line.digest for line in lines}),
     )
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, text.encode())

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import xxhash
 
@@ -25,6 +26,7 @@ __all__ = [
     "is_in_memory",
     "may_share_blocks",
     "measure_free_nbytes",
+    "raise_after_commit",
     "reserve_room",
     "sync_folder",
     "write_all",
@@ -67,6 +69,17 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
         got=errno.errorcode.get(error.errno or 0, str(error.errno)),
         next_step=f"look at the disk or the server; then {AGAIN}, which goes on from the finished files",
     )
+
+
+def raise_after_commit(path: str, error: BaseException) -> NoReturn:
+    """Raise an error that came after the rename: it says that the output is there."""
+    if isinstance(error, OSError):
+        error = explain(error, path)
+    if isinstance(error, XrankError):
+        error.about(f"{path} is complete, but then", file=path)
+    elif not isinstance(error, Exception):  # a signal, whose handler prints the note
+        error.add_note(f"{path} is complete")
+    raise error
 
 
 @contextmanager

@@ -99,6 +99,7 @@ def manifest_text(
     transformed: Mapping[str, str] | None = None,
     padding_dropped: Mapping[str, Any] | None = None,
     notes: Iterable[Any] = (),
+    plan: str | None = None,
 ) -> str:
     """Return the manifest, one line for each file and tensor, sorted by name.
 
@@ -114,6 +115,7 @@ def manifest_text(
         transformed: name -> tensor that the caller's function made it of; the key is left out if empty.
         padding_dropped: name -> number of padding rows that were removed.
         notes: notes of the report.
+        plan: digest that the same command gives again; the key is left out if None.
     """
     sections = {
         "schema": str(_SCHEMA),
@@ -129,6 +131,7 @@ def manifest_text(
         **({"transformed": _table(transformed)} if transformed else {}),
         "padding_dropped": _table(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
+        **({"plan": _line(plan)} if plan is not None else {}),
     }
     return "{\n" + ",\n".join(f'"{key}": {text}' for key, text in sections.items()) + "\n}\n"
 
@@ -235,7 +238,8 @@ def _check_manifest(manifest: Any) -> None:
         _check_tensor(f"tensor {name!r}", tensor, files)
     for key in ("tied", "cast", "padding_dropped"):
         _check_kind(key, manifest[key], dict)
-    for key in _FURTHER_KEYS:
+    _check_kind("plan", manifest.get("plan", ""), str)
+    for key in _MADE_OF_KEYS:
         for name, text in _check_kind(key, manifest.get(key, {}), dict).items():
             _check_kind(key, text, str)
             if name not in manifest["tensors"]:
@@ -253,7 +257,8 @@ _KEYS = (
     *("schema", "digest", "source", "files", "companions", "tensors"),
     *("tied", "excluded", "cast", "padding_dropped", "notes"),
 )
-_FURTHER_KEYS = ("merged", "transformed")
+_MADE_OF_KEYS = ("merged", "transformed")
+_FURTHER_KEYS = (*_MADE_OF_KEYS, "plan")
 
 
 def _check_files(what: str, entries: Any) -> list[str]:

@@ -17,7 +17,7 @@ from xrank.faces import AGAIN
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
-from xrank.writers.disk import copy_bytes, describe, explain, reserve_room, sync_folder, write_all
+from xrank.writers.disk import copy_bytes, describe, explain, raise_after_commit, reserve_room, sync_folder, write_all
 from xrank.writers.journal import JOURNAL_NAME, JournalLine, encode_line
 from xrank.writers.output_place import (
     MANIFEST_NAME,
@@ -168,19 +168,25 @@ class Stage:
         """
         manifest = self._check_whole()
         try:
-            with self._explain_errors(self.path):
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self.path, JOURNAL_NAME))
-                # All names inside must be on disk before the rename makes them an output.
-                sync_folder(self.path)
-            with self._explain_errors(self._place.path):
-                replaced = self._take_output_name()
-        except BaseException:
-            # The journal was removed above; without it the next run could not resume.
+            self._publish(manifest)
+        except BaseException as error:
+            if rename.identity(self._place.path) == self._identity:
+                self._committed = True
+                raise_after_commit(self._place.path, error)
+            # The journal was removed; without it the next run could not resume.
             if rename.identity(self.path) == self._identity:
                 with suppress(OSError, XrankError):
                     write_journal(self.path, self._plan_digest, tuple(self._finished.values()))
             raise
+
+    def _publish(self, manifest: bytes) -> None:
+        with self._explain_errors(self.path):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, JOURNAL_NAME))
+            # All names inside must be on disk before the rename makes them an output.
+            sync_folder(self.path)
+        with self._explain_errors(self._place.path):
+            replaced = self._take_output_name()
         self._committed = True
         sync_folder(self._place.parent)
         self._read_back(manifest)

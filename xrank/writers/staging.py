@@ -18,6 +18,7 @@ from xrank.faces import option
 from xrank.plan.source import StoredModel
 from xrank.writers.abandoned import claim_stage, describe_owner, make_takeover_error, roll_forward, write_journal
 from xrank.writers.disk import explain, explain_errors
+from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace, check_output, check_room, make_parents
 from xrank.writers.stage import Stage
@@ -34,6 +35,13 @@ class HasSource(Protocol):
 
 
 Planned = TypeVar("Planned", bound=HasSource)
+
+
+def _records_plan(out: str) -> bool:
+    try:
+        return "plan" in read_manifest(os.path.join(out, MANIFEST_NAME))
+    except (OSError, XrankError):
+        return False
 
 
 @contextmanager
@@ -136,7 +144,8 @@ def plan_apart(
         UsageError: as `check_apart` and `check_output`; errors of `plan`.
     """
     check_apart(source, out)
-    if checks_output:
+    # Whether an output that records its plan is the one to make shows once this plan is made.
+    if checks_output and (overwrite or not _records_plan(out)):
         check_output(out, overwrite=overwrite, replaces_states=replaces_states)
     planned = plan()
     check_apart(planned.source.path, out)  # the source may have been found in a folder below the given one

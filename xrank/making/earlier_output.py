@@ -1,0 +1,73 @@
+"""Finds the output of an earlier run of the same command: complete, but the run did not end well.
+
+A signal or a failing disk after the rename leaves a whole output behind a command that has failed. Its manifest records
+the plan that made it, so that the same command finds its work done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import xxhash
+
+from xrank.errors import XrankError
+from xrank.plan.report import FileFacts
+from xrank.teams.team import Team
+from xrank.writers.companions import CompanionFile
+from xrank.writers.manifest import MANIFEST_NAME, read_manifest
+
+__all__ = ["find_earlier_output", "find_together", "identify_output"]
+
+
+def identify_output(plan_digest: str, small_files: Mapping[str, str]) -> str:
+    """Return the digest of an output's plan and of its small files, which are name -> XXH3-128."""
+    state = xxhash.xxh3_128(plan_digest.encode())
+    for one in sorted(small_files.items()):
+        state.update(repr(one).encode())
+    return state.hexdigest()
+
+
+def find_together(
+    team: Team, out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
+) -> tuple[FileFacts, ...] | None:
+    """Return the result of `find_earlier_output` on the first rank, and on the others whether there is one."""
+    found = find_earlier_output(out, plan_digest, companions, texts) if team.is_first else None
+    answer = ("to be made" if found is None else "made") if team.is_first else None
+    return (found or ()) if team.broadcast("whether the output is made", answer) == "made" else None
+
+
+def find_earlier_output(
+    out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
+) -> tuple[FileFacts, ...] | None:
+    """Return the weights' files of an output that this plan has made; None if there is no such output.
+
+    Sizes are compared with the manifest, contents are not read: `xrank verify` does.
+
+    Args:
+        out: the output.
+        plan_digest: digest of the plan.
+        companions: files to copy.
+        texts: name -> content of the small files that are written from the plan; they replace companions of that name.
+    """
+    try:
+        manifest = read_manifest(os.path.join(out, MANIFEST_NAME))
+        small = {one.name: _digest(one.path) for one in companions if one.name not in texts}
+        small |= {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
+        if manifest.get("plan") != identify_output(plan_digest, small):
+            return None
+        listed = (*manifest["files"], *manifest["companions"])
+        if any(os.path.getsize(os.path.join(out, one["name"])) != one["nbytes"] for one in listed):
+            return None
+    except (OSError, XrankError):
+        return None
+    weights = {tensor["file"] for tensor in manifest["tensors"].values()}
+    return tuple(FileFacts(**one) for one in manifest["files"] if not weights or one["name"] in weights)
+
+
+def _digest(path: str) -> str:
+    state = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            state.update(part)
+    return state.hexdigest()
