@@ -197,8 +197,8 @@ def _race(bench: Bench, options: dict[str, Any]) -> list[str]:
 def _run(bench: Bench, options: dict[str, Any], barrier: Barrier, results: Any) -> None:
     barrier.wait()
     try:
-        gather_checkpoint(bench.workspace, bench.out, **options)
-        results.put("done")
+        report = gather_checkpoint(bench.workspace, bench.out, **options)
+        results.put("found" if "made-before" in {code for code, _ in report.notes} else "done")
     except OutputExistsError:
         results.put("refused")
     except BaseException as error:
@@ -215,7 +215,8 @@ def raced(bench: Bench) -> Iterator[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_two_gathers_to_one_output(bench: Bench, raced: dict[str, torch.Tensor], workers: int, every: int) -> None:
     for _ in range(25 // every):
-        assert _race(bench, {**OPTIONS, "workers": workers}) == ["done", "refused"]
+        # The slower one is refused, or finds the faster one's output complete.
+        assert _race(bench, {**OPTIONS, "workers": workers}) in (["done", "found"], ["done", "refused"])
         assert_holds(bench.out, raced)
         shutil.rmtree(bench.out)
 
