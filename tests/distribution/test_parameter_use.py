@@ -1,6 +1,8 @@
 """Uses of laid out models beside plain steps: branches, recomputation, states, options that are refused."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -119,6 +121,42 @@ def test_autograd_keeps_no_gathered_parameter():
         model.weight.add_(1)
     with pytest.raises(UsageError, match="weight was changed in place between forward and backward"):
         output.sum().backward()
+
+
+class Exponential(nn.Module):
+    """Has an operation whose backward needs its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, changes: bool = False) -> torch.Tensor:
+        x = self.first(x).exp()
+        if changes:
+            with torch.no_grad():
+                x.add_(1)
+        return self.last(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_a_dropped_model_is_freed(shape):
+    for end in ("forward", "backward"):
+        model = model_parallel(shape, {"first.weight": ("model", None)}).distribute_module(Exponential())
+        held = [weakref.ref(parameter) for parameter in model.parameters()]
+        output = model(torch.ones(2, 4))
+        if end == "backward":
+            output.sum().backward()
+        del model, output
+        gc.collect()
+        assert [reference() for reference in held] == [None] * 4
+
+
+@pytest.mark.ranks(2)
+def test_a_change_of_a_saved_activation_is_refused():
+    model = model_parallel((1, 2), {"first.weight": ("model", None)}).distribute_module(Exponential())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.ones(2, 4), changes=True).sum().backward()
 
 
 @pytest.mark.ranks(2)

@@ -154,8 +154,8 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
     made = TorchMesh(
         _present_kind(kind), torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=tuple(mesh.axis_names)
     )
-    if known is not None:
-        _MESHES.clear()  # the others' group has ended too
+    for other in [other for other, (group, _) in _MESHES.items() if group is not world]:
+        del _MESHES[other]  # its group has ended; its mesh keeps the threads of its process groups
     _MESHES[mesh] = (world, made)
     return made
 

@@ -7,6 +7,7 @@ all ranks, so the average of the sum is right when gradients accumulate.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -48,27 +49,34 @@ def _is_cut(parameter: nn.Parameter, axis: int) -> bool:
 
 
 class _Average:
-    """Collects the gradients of a backward, and averages them at its end."""
+    """Collects the gradients of a backward, and averages them at its end.
+
+    Each parameter's hooks hold the average, and it holds the parameters weakly: Python's garbage collector cannot see
+    hooks, so a model whose hooks led back to it would stay in memory for ever, with its mesh's process groups.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, axis: int) -> None:
-        self._parameters = parameters
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._device = parameters[0].device
+        self._templates = [_local_part(parameter).detach().to("meta") for parameter in parameters]
         self._group = group
         self._axis = axis
         self._used: set[int] = set()
         self._tasks: set[int] = set()
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(parameters):
             setattr(parameter, _AVERAGED, True)
             is_trained = parameter.requires_grad
             parameter.requires_grad_()  # torch takes hooks only then; a frozen parameter may be trained later
             if isinstance(parameter, DTensor):
-                parameter.register_hook(partial(self._prepare, parameter))  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(self._prepare, index))  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(is_trained)
 
-    def _prepare(self, parameter: DTensor, gradient: torch.Tensor) -> None:
+    def _prepare(self, index: int, gradient: torch.Tensor) -> None:
         """Before a partial average is added: let an earlier gradient count as one, else torch averages the new one."""
         self._queue()
-        if parameter.grad is not None:
+        parameter = self._parameters[index]()
+        if parameter is not None and parameter.grad is not None:
             parameter.grad = self._with_placement(parameter.grad, Partial("avg"))  # type: ignore[arg-type]
 
     def _note(self, index: int, parameter: nn.Parameter) -> None:
@@ -86,26 +94,25 @@ class _Average:
         self._tasks.discard(task)
         used = torch.tensor([index in self._used for index in range(len(self._parameters))], dtype=torch.uint8)
         self._used.clear()
-        used = used.to(self._parameters[0].device)
+        used = used.to(self._device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         with torch.no_grad():
-            gradients = [
-                self._local_gradient(parameter)
-                for parameter, is_used in zip(self._parameters, used.tolist(), strict=True)
-                if is_used
-            ]
+            gradients = [self._local_gradient(index) for index, is_used in enumerate(used.tolist()) if is_used]
             for bucket in _make_buckets(gradients):
                 _average_bucket(bucket, self._group)
-            for parameter in self._parameters:
-                if isinstance(parameter.grad, DTensor):
+            for reference in self._parameters:
+                parameter = reference()
+                if parameter is not None and isinstance(parameter.grad, DTensor):
                     parameter.grad = self._with_placement(parameter.grad, Replicate())
 
-    def _local_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return this rank's gradient, which a rank that did not use the parameter makes of zeros."""
+    def _local_gradient(self, index: int) -> torch.Tensor:
+        """Return this rank's gradient, or zeros if the rank did not use the parameter or no longer has it."""
+        parameter = self._parameters[index]()
+        if parameter is None:
+            return torch.zeros_like(self._templates[index], device=self._device)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        return _local_part(parameter.grad)
 
     def _with_placement(self, gradient: DTensor, placement: Any) -> DTensor:
         """Return the gradient with another placement along the batch axis; its memory stays."""
@@ -117,6 +124,10 @@ class _Average:
             gradient._local_tensor, gradient.device_mesh, placements, run_check=False,
             shape=gradient.shape, stride=gradient.stride(),
         )  # fmt: skip
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _make_buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -116,6 +116,14 @@ class _Note:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that autograd saved. With hooks, torch itself does not check its version."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 @contextmanager
 def release_saved() -> Iterator[None]:
     """Let autograd save notes in place of gathered tensors."""
@@ -123,16 +131,24 @@ def release_saved() -> Iterator[None]:
         yield
 
 
-def _pack(tensor: torch.Tensor) -> torch.Tensor | _Note:
-    if tensor.layout != torch.strided or isinstance(tensor, DTensor):
-        return tensor
-    origin = getattr(tensor.untyped_storage(), "_xrank_gathered", None)
-    return tensor if origin is None else _Note(origin, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+def _pack(tensor: torch.Tensor) -> _Kept | _Note:
+    if tensor.layout == torch.strided and not isinstance(tensor, DTensor):
+        origin = getattr(tensor.untyped_storage(), "_xrank_gathered", None)
+        if origin is not None:
+            return _Note(origin, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    # A node that keeps its own output would keep itself: such a graph, and its model, would never be freed.
+    return _Kept(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
-def _unpack(saved: torch.Tensor | _Note) -> torch.Tensor:
-    if not isinstance(saved, _Note):
-        return saved
+def _unpack(saved: _Kept | _Note) -> torch.Tensor:
+    if isinstance(saved, _Kept):
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {tuple(saved.tensor.shape)} is at version {saved.tensor._version}; "
+                f"expected version {saved.version} instead"
+            )
+        return saved.tensor
     origin = saved.origin
     if origin.tensor._version != origin.version:
         name = getattr(origin.tensor, NAMES, ("a parameter",))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -159,11 +160,20 @@ def _failure(error: BaseException, joined: bool) -> Failure:
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches of the last world: their meshes name groups that have other names in the next world."""
-    if "torch.distributed.tensor" in sys.modules:
-        debug = importlib.import_module("torch.distributed.tensor.debug")
-        for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-            getattr(debug, clear, lambda: None)()
+    """Clear DTensor's caches of the last world, and free its meshes.
+
+    The meshes name groups that have other names in the next world, and keep these groups: each has three threads, one
+    of which polls a hundred times a second, until Python frees it.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(debug, clear, lambda: None)()
+    redistribute: Any = importlib.import_module("torch.distributed.tensor._redistribute")
+    redistribute._gen_transform_infos.cache_clear()
+    getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    gc.collect()  # models and their meshes are often in cycles
 
 
 def _die_with_parent(life_fd: int) -> None:
