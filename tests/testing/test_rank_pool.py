@@ -93,6 +93,24 @@ def test_meshes_of_one_world_are_unknown_to_the_next(rank_pool):
     assert [rank_pool.run(n, mesh_sum)[0] for n in (4, 2, 4)] == [28.0] * 3
 
 
+def keep_a_model_in_a_cycle(axis_name):
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=(axis_name, "b"))
+    tensor = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), Shard(0)])
+    module = torch.nn.Module()
+    module.itself, module.whole = [module], (tensor @ tensor).redistribute(mesh, [Shard(0), Replicate()])
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_meshes_of_earlier_worlds_leave_no_threads(rank_pool):
+    _, *counts = (rank_pool.run(2, keep_a_model_in_a_cycle, axis_name, timeout_seconds=150)[0] for axis_name in "vwxyz")
+    assert counts == counts[:1] * 4
+
+
 def test_an_exception_is_the_cause_with_its_traceback_and_the_pool_goes_on(rank_pool):
     pids = [pid for *_, pid in rank_pool.run(2, find_rank, 0)]
     with pytest.raises(RankFailedError, match=r"rank 1 failed: .*BoomError: no luck on 1") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -17,6 +18,7 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -170,9 +172,13 @@ def _forget_meshes() -> None:
     debug = importlib.import_module("torch.distributed.tensor.debug")
     for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         getattr(debug, clear, lambda: None)()
-    redistribute: Any = importlib.import_module("torch.distributed.tensor._redistribute")
-    redistribute._gen_transform_infos.cache_clear()
-    getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    for module, clear in (
+        ("_redistribute", "_gen_transform_infos.cache_clear"),
+        ("_redistribute", "clear_redistribute_planner_cache"),
+        ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ):
+        with contextlib.suppress(AttributeError):  # another version of torch, without that cache
+            attrgetter(clear)(importlib.import_module(f"torch.distributed.tensor.{module}"))()
     gc.collect()  # models and their meshes are often in cycles
 
 
