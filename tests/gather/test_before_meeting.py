@@ -238,8 +238,14 @@ def gather_in_two_threads(rank, groups):
     # Thread 0 belongs to the main group, or each to one of its own.
     made = [dist.new_group([0, 1]) for _ in range(2)] if groups == "two" else [None, None]
     results = []
+    both = threading.Barrier(2)
 
     def work(kind):
+        both.wait()
+        gather_often(kind)
+        both.wait()  # a thread that has ended leaves the group to the other
+
+    def gather_often(kind):
         for number in range(14):
             value = 1000 * kind + 10 * number
             result = attempt(lambda: gather(value + rank, [0, 1], group=made[kind], timeout_seconds=30))  # noqa: B023

@@ -151,7 +151,8 @@ class GroupGathers:
             next_step="make a group for each thread with torch.distributed.new_group, and give it as group=",
         )
         record = FailureRecord.from_error(error, self._rank, call)
-        for session in (self.session(ranks), *list(self._sessions.values())):
+        self.session(ranks)
+        for session in list(self._sessions.values()):
             if session.exchanges or session.ranks == ranks:
                 session.fail_from_thread(record)
         raise error

@@ -61,9 +61,13 @@ class Session:
         self.pending: FailureRecord | None = None
         """A failure of another thread, which fails the next call."""
         self._num_meetings = 0
-        self._has_failed_to_meet = False
+        self._is_meeting = False
+        """Whether the present call is in a meeting, or has failed there and is not reported yet."""
         self._waits_in: str | None = None
         """The medium of the meeting in which this rank waits for the others."""
+        self._turn = threading.RLock()
+        """Held while a call goes from one state to the next: none, in a meeting, met. A failure of another thread then
+        fails that state, on all ranks; if it failed two, the ranks would count their calls differently."""
 
     def exchange(self, path: str | None, deadline: Deadline, describe: Callable[[], str]) -> GatherExchange:
         """Return the exchange through a directory, memory or sockets; the first call for it makes a meeting.
@@ -78,7 +82,7 @@ class Session:
         while True:
             try:
                 if (exchange := self.exchanges.get(path)) is None:
-                    exchange = self.exchanges[path] = self._meet(path, deadline, describe())
+                    exchange = self._meet(path, deadline, describe())
                 else:
                     exchange.circle.check(exchange.num_calls + 1)
             except RankFailedError as error:
@@ -101,14 +105,21 @@ class Session:
 
     def _meet(self, path: str | None, deadline: Deadline, text: str) -> GatherExchange:
         way = _way_of(path)
-        self._around.check_around(False)
-        meeting = self._next_meeting(way, deadline, text)
-        number = self._num_meetings
-        self._waits_in = way
-        self._has_failed_to_meet = True
+        with self._turn:
+            self._is_meeting = False
+            self._around.check_around(False)
+            meeting = self._next_meeting(way, deadline, text)
+            number = self._num_meetings
+            self._waits_in = way
+            self._is_meeting = True
         try:
             circle = _meet_through(path, meeting)
-            self._has_failed_to_meet = False
+            with self._turn:
+                self._is_meeting = False
+                exchange = self.exchanges[path] = GatherExchange(circle, _make_messages(path, circle), number)
+                if self.pending is not None:  # it came after the last look
+                    exchange.fail_next(self.pending)
+                    self.pending = None
         except RankFailedError:
             # Ranks may have waited for each other, and another of them may have noticed it first.
             meeting.raise_if_confirmed()
@@ -116,7 +127,6 @@ class Session:
         finally:
             self._waits_in = None
             meeting.leave()
-        exchange = GatherExchange(circle, _make_messages(path, circle), number)
         circle.check_around = partial(self._around.check_around, True)
         circle.begin_long_wait = lambda call, awaits: self._begin_wait(
             number, call, way, exchange.describe(call), awaits
@@ -177,11 +187,12 @@ class Session:
             error: the reason.
             call: the call, for people.
         """
-        self.pending = None
-        self.fail_next(FailureRecord.from_error(error, self._around.rank, call))
-        if not self._has_failed_to_meet:  # else the others are in that meeting, which has failed
-            self.refuse(error)
-        self._has_failed_to_meet = False
+        with self._turn:
+            self.pending = None
+            self.fail_next(FailureRecord.from_error(error, self._around.rank, call))
+            if not self._is_meeting:  # else the others are in that meeting, which has failed
+                self.refuse(error)
+            self._is_meeting = False
 
     def refuse(self, error: BaseException, *, is_counted: bool = True) -> None:
         """Fail the next meeting: the other ranks are there, or will come there.
@@ -211,11 +222,13 @@ class Session:
 
     def fail_from_thread(self, record: FailureRecord) -> None:
         """Fail the present or next call from another thread than the one that uses the session."""
-        for exchange in list(self.exchanges.values()):
-            exchange.fail_next(record)
-        if not self.exchanges:
-            self.pending = record
-            self.refuse(record.to_error(), is_counted=False)
+        with self._turn:
+            for exchange in self.exchanges.values():
+                exchange.fail_next(record)
+            if not self.exchanges:
+                self.pending = record
+                if not self._is_meeting:  # else the call ends its meeting
+                    self.refuse(record.to_error(), is_counted=False)
 
     def close(self, path: str | None, exchange: GatherExchange) -> None:
         """Close an exchange and forget it: the next gather makes a meeting."""
