@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -47,11 +46,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def watch_of(process: subprocess.Popen[bytes], store: LocalStore) -> RankWatch:
     """Return rank 0's watch of a world of two; the process is rank 1's."""
-    watch = RankWatch(store, 0, 2, is_one_host=True)
-    peer = replace(Peer.from_this_process(1), pid=process.pid)
-    store.put("here/1", json.dumps(peer.to_dict()))
-    watch.begin()
-    return watch
+    return RankWatch(store, 0, [Peer.from_this_process(0), replace(Peer.from_this_process(1), pid=process.pid)])
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])

@@ -38,6 +38,7 @@ class Membership:
         rank: this rank.
         signs: further signs, for ranks that have published no process yet.
         beats: whether this rank counts up its number: ranks of other hosts may wait for it.
+        peers: processes that the caller knows; others are read from the store.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class Membership:
         signs: Iterable[SignOfDeath] = (),
         *,
         beats: bool = True,
+        peers: Iterable[Peer] = (),
         period_seconds: float = PERIOD_SECONDS,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._store, self._rank, self._signs = store, rank, tuple(signs)
         self._period_seconds, self._clock = period_seconds, clock
-        self._peers: dict[int, Peer] = {}
+        self._peers = {peer.rank: peer for peer in peers}
         self._lives: dict[int, int] = {}
         self._counts: dict[int, _Count] = {}
         self._deaths: dict[int, str] = {}

@@ -103,9 +103,9 @@ def check_gradients(
 
 def _check_views(given: GivenGradients, plan: GradientPlan, wire: GradientWire) -> None:
     """Raise on all ranks the error of the first rank that has gradients in a buffer with unknown slices."""
-    error = find_foreign_view(given, plan)
     if not plan.config.use_distributed_optimizer:
         return
+    error = find_foreign_view(given, plan)
     texts = wire.exchange("" if error is None else error.message, tuple(sorted(plan.views.main.ranks)))
     if error is not None:
         raise error

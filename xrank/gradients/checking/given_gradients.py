@@ -97,10 +97,9 @@ def take_slices(plan: GradientPlan, given: GivenGradients) -> GradientPlan:
 def find_foreign_view(given: GivenGradients, plan: GradientPlan) -> UsageError | None:
     """Return the error of a gradient that lies in a buffer at another place than the plan's; None without one.
 
-    The buffer's own slices are then unknown: the plan's would compare elements that other ranks own.
+    The buffer's own slices are then unknown: the plan's would compare elements that other ranks own. Call it for plans
+    with the distributed optimizer.
     """
-    if not plan.config.use_distributed_optimizer:
-        return None
     for planned in plan.parameters:
         gradient = given.named.get(planned.name)
         if gradient is None or planned.name in given.slices or len(plan.buffers[planned.buffer].shard_ranks) == 1:

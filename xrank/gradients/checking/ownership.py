@@ -15,7 +15,9 @@ def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding
     """Return a finding for each parameter with elements that no rank owns; on all ranks together."""
     sets: dict[tuple[int, ...], list[str]] = {}
     for planned in plan.parameters:
-        sets.setdefault(plan.buffers[planned.buffer].shard_ranks, []).append(planned.name)
+        # Without the distributed optimizer each rank has to own whole parameters, and need not ask the others.
+        ranks = plan.buffers[planned.buffer].shard_ranks if plan.config.use_distributed_optimizer else (plan.rank,)
+        sets.setdefault(ranks, []).append(planned.name)
     findings = []
     for ranks, names in sorted(sets.items()):
         texts = wire.exchange(json.dumps([plan[name].owned for name in names]), ranks)

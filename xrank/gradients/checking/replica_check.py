@@ -10,7 +10,7 @@ from xxhash import xxh128_hexdigest
 
 from xrank.gradients.checking.findings import FindingKind, GradientFinding
 from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import LATER_KINDS
+from xrank.gradients.plans.plan_entries import list_later
 from xrank.gradients.wires.wire import GradientWire
 from xrank.words import join_words, ranks_text
 from xrank.workspace.plain_memory import row_major_bytes
@@ -72,13 +72,9 @@ def _sets(plan: GradientPlan) -> Iterator[tuple[str, tuple[int, ...], FindingKin
         same = buffer.across_ranks if plan.config.use_distributed_optimizer else planned.ranks
         if len(same) > 1:
             yield planned.name, same, "replicas", planned.axes
-    # In one order: stages have other names for tables, and may register them in another order.
-    for expected in LATER_KINDS:
-        for planned in plan.parameters:
-            for later in planned.later:
-                if later.kind == expected:
-                    kind: FindingKind = "tied" if expected in ("word", "position") else "replicas"
-                    yield planned.name, later.ranks, kind, later.axes
+    for planned, later in list_later(plan.parameters):
+        kind: FindingKind = "tied" if later.kind in ("word", "position") else "replicas"
+        yield planned.name, later.ranks, kind, later.axes
 
 
 def _digest(tensor: torch.Tensor | None) -> str:

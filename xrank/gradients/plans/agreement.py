@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from xrank.errors import GradientError
 from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import LATER_KINDS, PlannedBuffer, PlannedParameter
+from xrank.gradients.plans.plan_entries import PlannedBuffer, PlannedParameter, list_later
 
 __all__ = ["agreement_lines", "buffer_lines", "check_lines"]
 
@@ -35,12 +35,7 @@ def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]
         # A buffer on one rank is not exchanged, so nothing has to agree.
         if len(buffer.ranks) > 1:
             lines.setdefault(buffer.ranks, [str(plan.config)]).extend(buffer_lines(plan, buffer))
-    # In the order of execution: stages may register their tables in another order.
-    later_reductions = sorted(
-        ((parameter, later) for parameter in plan.parameters for later in parameter.later),
-        key=lambda pair: LATER_KINDS.index(pair[1].kind),
-    )
-    for parameter, later in later_reductions:
+    for parameter, later in list_later(plan.parameters):
         name = parameter.name if later.kind == "tensor" else f"a {later.kind} parameter"
         elements = _describe_elements(parameter)
         lines.setdefault(later.ranks, []).append(f"{name}, {later.operation} over {later.axes}: {elements}")

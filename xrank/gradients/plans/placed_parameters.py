@@ -82,11 +82,10 @@ def _find_axes(name: str, mesh: DeviceMesh, axis: str, place: MeshPlace) -> tupl
         alias = AXIS_ALIASES.get(axis, axis)
         return (axis,) if named else (alias,) if any(alias in known.axis_names for known in plans) else ()
     along = {*ranks_along(mesh, place.rank, [axis])}
-    if any({*ranks_along(known, place.rank, [axis])} == along for known in named):
-        return (axis,)
-    for known in [] if named else plans:
-        inside = [one for one in known.axis_names if along.issuperset(ranks_along(known, place.rank, [one]))]
-        axes = tuple(one for one in inside if known.axis_length(one) > 1)
+    for known in named or plans:
+        longer = [one for one in known.axis_names if known.axis_length(one) > 1]
+        inside = [one for one in longer if along.issuperset(ranks_along(known, place.rank, [one]))]
+        axes = (axis,) if named else tuple(inside)
         if {*ranks_along(known, place.rank, axes)} == along:
             return axes
     if named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -9,7 +10,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LATER_KINDS", "LaterReduction", "Operation", "PlannedBucket", "PlannedBuffer", "PlannedParameter"]
+__all__ = [
+    "LATER_KINDS",
+    "LaterReduction",
+    "Operation",
+    "PlannedBucket",
+    "PlannedBuffer",
+    "PlannedParameter",
+    "list_later",
+]
 
 Operation: TypeAlias = Literal["sum", "average"]
 LaterKind: TypeAlias = Literal["conditional", "tensor", "word", "position"]
@@ -80,6 +89,12 @@ class PlannedParameter:
     def prescale(self) -> float:
         """Factor of the gradient before its collective."""
         return _compute_prescale(self.operation, self.divisor, len(self.ranks))
+
+
+def list_later(parameters: Iterable[PlannedParameter]) -> list[tuple[PlannedParameter, LaterReduction]]:
+    """Return all later reductions in one order on all ranks: by kind, since stages register tables in other orders."""
+    pairs = [(parameter, later) for parameter in parameters for later in parameter.later]
+    return sorted(pairs, key=lambda pair: LATER_KINDS.index(pair[1].kind))
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,8 @@ def export_optimizer_shards(
     for name, one, parameter in _find_stepped(optimizer, slices):
         found[name] = _check_shape(name, local_of(parameter).detach(), one)
         places.add(name, name, one)
-        states = optimizer.state.get(parameter) or fresh.get(id(parameter), {})
-        for key, state in states.items():
+        stepped = optimizer.state.get(parameter)
+        for key, state in (stepped or fresh.get(id(parameter), {})).items():
             if state is None:
                 continue
             full, value = f"state.{name}.{key}", _tensor(state)
@@ -101,13 +101,12 @@ def export_optimizer_shards(
             if full in slices:
                 raise _make_clash_error(full)
             if value.ndim:
-                _check_shape(full, value, one)
-            if states is not fresh.get(id(parameter)):
-                found[full] = value
-            if value.ndim:
                 places.add(full, name, one)
+                _check_shape(full, value, one)
             else:
                 places.add_scalar(full, one)
+            if stepped:
+                found[full] = value
     return found, places.finish()
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from xrank import environment
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.wires.rank_watch import RankWatch
-from xrank.ranks.peer import process_space
+from xrank.ranks.peer import Peer
 from xrank.ranks.store import find_store
 
 __all__ = ["ProcessGroups", "exchange_texts", "make_groups", "world_device"]
@@ -99,12 +100,9 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
 def _find_watch(world: dist.ProcessGroup, rank: int, world_size: int) -> RankWatch | None:
     """Return the world's watch, which the first call makes; collective over the world."""
     if world_size > 1 and world not in _watches:
-        is_one_host = len({*exchange_texts(process_space())}) == 1
+        texts = exchange_texts(json.dumps(Peer.from_this_process(rank).to_dict()))
         store = find_store(world, environment.environ()).with_prefix("gradients")
-        watch = RankWatch(store, rank, world_size, is_one_host=is_one_host)
-        exchange_texts("published")
-        watch.begin()
-        _watches[world] = watch
+        _watches[world] = RankWatch(store, rank, [Peer.from_dict(json.loads(text)) for text in texts])
     return _watches.get(world)
 
 
@@ -123,17 +121,22 @@ def world_device() -> torch.device:
 def exchange_texts(text: str, group: dist.ProcessGroup | None = None, watch: RankWatch | None = None) -> list[str]:
     """Return the text of each rank in the order of a group, the world if None; collective over the group.
 
+    Args:
+        text: this rank's text.
+        group: the ranks.
+        watch: names a rank that ends meanwhile; None before the watch is made.
+
     Raises:
-        RankFailedError: a rank has ended; if `watch` is given.
+        RankFailedError: a rank has ended.
     """
     device, own = world_device(), text.encode()
 
     def gather(parts: list[torch.Tensor], part: torch.Tensor) -> None:
-        work = dist.all_gather(parts, part, group=group, async_op=True)
+        start = partial(dist.all_gather, parts, part, group=group, async_op=True)
         if watch is None:
-            work.wait()
+            start().wait()
         else:
-            watch.wait(work, is_on_host=device.type == "cpu")
+            watch.wait(watch.run(start), is_on_host=device.type == "cpu")
 
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     gather(sizes, torch.tensor([len(own)], device=device))

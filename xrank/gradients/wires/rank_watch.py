@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ from xxhash import xxh128_hexdigest
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.membership import Membership
+from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
 
 __all__ = ["RankWatch"]
@@ -29,8 +30,8 @@ __all__ = ["RankWatch"]
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 0.001
 _GRACE_SECONDS = 1.0
-"""Time for the sign of a death to follow the error of a collective: connections close a little before a process ends,
-and a rank that raises itself ends later."""
+"""Time between the error of a collective and the end of the process that caused it: connections close a little before
+a process ends, and a rank that raises an error ends later."""
 _CALL = "a step's collectives"
 
 _T = TypeVar("_T")
@@ -42,24 +43,19 @@ class RankWatch:
     Args:
         store: a part of the world's store.
         rank: this rank.
-        world_size: number of ranks.
-        is_one_host: whether all ranks run on this host.
+        peers: the processes of all ranks, this one among them.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, is_one_host: bool) -> None:
+    def __init__(self, store: Store, rank: int, peers: Sequence[Peer]) -> None:
         self._store, self._rank, self._pid = store, rank, os.getpid()
-        self._others = tuple(other for other in range(world_size) if other != rank)
-        self._membership = Membership(store, rank, beats=not is_one_host)
-        self._name = ""
-
-    def begin(self) -> None:
-        """Find the processes of all ranks, all of which have made their watches; before this, no death is named."""
-        peers = [self._membership.find_peer(other) for other in self._others]
-        self._membership.find_death(self._others, _CALL)  # opens what a look needs later, when the store may be gone
-        known = sorted([peer.rank, peer.host, peer.pid] for peer in peers if peer is not None)
-        # Of these processes: ranks that are started again in the same store have failures of their own.
-        names = json.dumps(sorted([*known, [self._rank, os.uname().nodename, self._pid]]))
-        self._name = f"died/{xxh128_hexdigest(names.encode())}"
+        self._others = tuple(peer.rank for peer in peers if peer.rank != rank)
+        is_one_host = len({peer.space for peer in peers}) == 1
+        self._membership = Membership(store, rank, beats=not is_one_host, peers=peers)
+        # Opens the processes' descriptors, which a look needs when the store may be gone.
+        self._membership.find_death(self._others, _CALL)
+        # The name holds the processes: ranks that restart in the same store have failures of their own.
+        processes = json.dumps(sorted([peer.rank, peer.host, peer.pid] for peer in peers))
+        self._name = f"died/{xxh128_hexdigest(processes.encode())}"
 
     def wait(self, work: Any, *, is_on_host: bool) -> None:
         """Wait for a collective.
@@ -74,7 +70,7 @@ class RankWatch:
         """
         while not (work.is_completed() if is_on_host else self._is_soon(work)):
             if is_on_host:
-                with suppress(RuntimeError):  # of this wait's own timeout; a failed collective is completed
+                with suppress(RuntimeError):  # this wait's own timeout; a failed collective counts as completed
                     work.wait(timedelta(seconds=_LOOK_SECONDS))
                     return
             self._look()
@@ -99,10 +95,10 @@ class RankWatch:
 
     def _look(self) -> None:
         """Raise if a rank has ended."""
-        if not self._name or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         record = None
-        with suppress(RankFailedError):  # the store's process may be the one that has ended
+        with suppress(RankFailedError):  # the rank that serves the store may have ended
             record = self._membership.find_death(self._others, _CALL)
         if record is None:
             return
@@ -112,7 +108,7 @@ class RankWatch:
         raise replace(record, id="").to_error()
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise an error that names a rank, if one has ended; or that it took too long."""
+        """Raise an error that names the rank that has ended, or an error of a timeout; else return."""
         end = monotonic() + _GRACE_SECONDS
         while monotonic() < end:
             try:

@@ -110,19 +110,17 @@ class TorchWire:
         """Return each rank's text."""
         if len(ranks) == 1:
             return {ranks[0]: text}
-        watch = self._groups.watch
-        call = partial(exchange_texts, text, self._groups[ranks], watch)
-        return dict(zip(ranks, call() if watch is None else watch.run(call), strict=True))
+        return dict(zip(ranks, exchange_texts(text, self._groups[ranks], self._groups.watch), strict=True))
 
     def _start(self, ranks: tuple[int, ...], collective: Callable[..., Any], *tensors: Any, **options: Any) -> Handle:
         if len(ranks) == 1:
             return Done()
         watch = self._groups.watch
-        call = partial(collective, *tensors, group=self._groups[ranks], async_op=True, **options)
-        work = call() if watch is None else watch.run(call)
+        assert watch is not None  # a world of several ranks has one
+        work = watch.run(partial(collective, *tensors, group=self._groups[ranks], async_op=True, **options))
         if work is None:  # this rank is not in the group
             return Done()
-        return work if watch is None else _WatchedWork(work, watch, tensors[0].device.type == "cpu")
+        return _WatchedWork(work, watch, tensors[0].device.type == "cpu")
 
 
 @dataclass(frozen=True, slots=True)
