@@ -63,7 +63,8 @@ soak: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest --soak -s tests/gather tests/conversion/test_shared_gather.py \
 	  tests/conversion/test_gather_killed.py tests/conversion/test_export_killed.py \
 	  tests/virtual/test_device_failures.py tests/gradients/test_dead_ranks.py tests/gradients/test_right_runs.py \
-	  tests/gradients/test_plan_mutants.py $(ARGS)
+	  tests/gradients/test_plan_mutants.py tests/distribution/test_model_kinds.py tests/distribution/test_every_module.py \
+	  $(ARGS)
 
 $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'

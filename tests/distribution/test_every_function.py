@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from tests.distribution.every_function import FUNCTIONAL, OPERATIONS
 from tests.distribution.test_every_module import EXAMPLES as CLASSES
@@ -24,6 +25,7 @@ def test_on_two_by_two_ranks():
     check_all(EXAMPLES, (2, 2), "model/~batch")
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="the page counts the classes of torch 2.13")
 @pytest.mark.filterwarnings("ignore")
 def test_page_gives_the_counts_of_the_examples():
     page = (Path(__file__).parents[2] / "docs" / "keras-distribution.md").read_text()

@@ -21,8 +21,14 @@ def test_on_two_ranks(shape, axis):
     check_all(EXAMPLES, shape, axis)
 
 
+def pytest_generate_tests(metafunc):
+    """Give the axes of two by two ranks: all in `make soak`, else both at once, which cuts along either."""
+    if metafunc.function is test_on_two_by_two_ranks:
+        alone = ["model", "batch"] if metafunc.config.getoption("soak") else []
+        metafunc.parametrize("axis", [*alone, "model/~batch"])
+
+
 @pytest.mark.ranks(4, timeout_seconds=120)
-@pytest.mark.parametrize("axis", ["model", "batch", "model/~batch"])
 @pytest.mark.filterwarnings("ignore")
 def test_on_two_by_two_ranks(axis):
     check_all(EXAMPLES, (2, 2), axis)

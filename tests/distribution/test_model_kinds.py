@@ -52,14 +52,21 @@ def train_both(kind: str, shape: tuple[int, int] | None) -> None:
     assert_same_state(model, whole)
 
 
-CASES = [
-    pytest.param(kind, shape, marks=() if kind in ("llama", "resnet") and shape == (2, 2) else pytest.mark.slow)
-    for kind in KINDS
-    for shape in ((2, 2), (1, 4), (4, 1), None)
-]
+SHAPES = ((2, 2), (1, 4), (4, 1), None)
+QUICK = (("llama", (2, 2)), ("resnet", (2, 2)))
+
+
+def pytest_generate_tests(metafunc):
+    """Give all kinds: each on all meshes in `make soak`, else on one, in turn."""
+    if "kind" in metafunc.fixturenames:
+        cases = [(kind, shape) for kind in KINDS for shape in SHAPES]
+        if not metafunc.config.getoption("soak"):
+            in_turn = [(kind, SHAPES[i % len(SHAPES)]) for i, kind in enumerate(KINDS)]
+            cases = [case for case in cases if case in in_turn or case in QUICK]
+        marked = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in cases]
+        metafunc.parametrize(("kind", "shape"), marked, ids=str)
 
 
 @pytest.mark.ranks(4, timeout_seconds=150)
-@pytest.mark.parametrize(("kind", "shape"), CASES)
 def test_a_kind_trains_as_in_one_process(kind, shape):
     train_both(kind, shape)

@@ -480,7 +480,7 @@ def test_a_mesh_has_the_ranks_of_the_group():
     for mesh, message in (
         (DeviceMesh((2, 4), ("batch", "model")), "Shape does not match the number of devices"),
         (DeviceMesh((2,), ("model",), [0, 2]), "Device not found: rank 2"),
-        (DeviceMesh((2,), ("model",), [1, 0]), "do not rise"),
+        (DeviceMesh((2,), ("model",), [1, 0]), "the ranks along 'model' descend"),
     ):
         layout_map = LayoutMap(mesh)
         layout_map["weight"] = ("model",)

@@ -11,6 +11,7 @@ from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
+from xrank.virtual.costs.link_model import LinkModel
 from xrank.virtual.costs.planning import plan
 from xrank.virtual.operations.choice import cheapest
 from xrank.virtual.operations.feed_forward import FeedForward, FeedForwardSharding
@@ -386,6 +387,16 @@ def test_the_algorithm_decides_too():
     push, ring = (cheapest(candidates, MESH, algorithm=name, **shapes) for name in ("push", "ring"))
     assert [nbytes for _, nbytes, _ in push.costs] == [P * 4 * 3 * 256, P * 4 * 7 * 32]
     assert [nbytes for _, nbytes, _ in ring.costs] == [P * 4 * 1.5 * 256, P * 4 * 7 * 32]
+
+
+def test_seconds_of_a_link_model_decide_where_it_is_given():
+    along_x, along_y = (MatMulSharding((f"[m, k/{axis}]", f"[k/{axis}, n]")) for axis in "xy")
+    shapes = {"activations": ((16, 16),), "parameters": ((16, 16),)}
+    candidates = [MatMul(along_y), MatMul(along_x)]
+    assert cheapest(candidates, MESH, **shapes).operation == MatMul(along_x)  # fewer ranks, so fewer bytes
+    slow = LinkModel(latency_seconds=1e-6, bandwidth_nbytes_per_second=1e9, axes={"x": (1e-6, 1e6)})
+    choice = cheapest(candidates, MESH, links=slow, **shapes)
+    assert choice.operation == MatMul(along_y) and choice.seconds[0] < choice.seconds[1]
 
 
 def test_an_impossible_candidate_is_not_chosen():

@@ -185,7 +185,9 @@ def _check_ranks(mesh: DeviceMesh) -> None:
         # torch sorts its groups by rank, which would contradict the mesh's order.
         if any(list(group) != sorted(group) for group in mesh.groups(axis)):
             raise LayoutError(
-                f"the ranks along {axis!r} do not rise, and torch sorts the parts by rank",
+                f"the ranks along {axis!r} descend: torch orders the parts of a dim by rank, so that they would lie on "
+                "other devices than the mesh defines",
                 got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
-                want=f"rising ranks along {axis!r}",
+                want=f"ranks that ascend along {axis!r}",
+                next_step="give the mesh its devices in ascending order, as list_devices() returns them",
             )

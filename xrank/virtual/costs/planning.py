@@ -18,7 +18,7 @@ from xrank.virtual.programs.program import Communicate, Compute, Program, Receiv
 from xrank.virtual.programs.registers import peak_nbytes
 from xrank.virtual.statistics import DeviceStatistics, Statistics, Traffic
 
-__all__ = ["compile_programs", "count", "plan"]
+__all__ = ["compile_operation", "compile_programs", "count", "plan"]
 
 
 def plan(
@@ -48,6 +48,17 @@ def plan(
     >>> plan(product, 4, activations=[(64, 8)], parameters=[(8, 64)]).nbytes
     196608
     """
+    check_algorithm(algorithm)
+    return count(compile_operation(operation, mesh, activations, parameters), algorithm)
+
+
+def compile_operation(
+    operation: Operation | Callable[..., Any],
+    mesh: MeshLike,
+    activations: Sequence[Array | ArraySpec | Sequence[int]],
+    parameters: Sequence[Array | ArraySpec | Sequence[int]],
+) -> tuple[Program, ...]:
+    """Compile an operation on a mesh to one program per device; arguments and errors as in `plan`."""
     if not isinstance(operation, Operation):
         raise UsageError(
             "a function cannot be planned: its work is known only after a run",
@@ -56,9 +67,8 @@ def plan(
             want="an Operation, which compiles to programs",
             next_step='run it: VirtualCluster(mesh, engine="in-process").run(function, ...).statistics',
         )
-    check_algorithm(algorithm)
     specs = [tuple(map(_spec, arrays)) for arrays in (activations, parameters)]
-    return count(compile_programs(operation, as_device_mesh(mesh), specs[0], specs[1]), algorithm)
+    return compile_programs(operation, as_device_mesh(mesh), specs[0], specs[1])
 
 
 def compile_programs(

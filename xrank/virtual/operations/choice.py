@@ -1,4 +1,4 @@
-"""The choice among several operations: the one that sends the fewest bytes on a mesh."""
+"""The choice among several operations: the one that sends the fewest bytes on a mesh, or takes the least time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from xrank.errors import LayoutError, UsageError
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import Array
-from xrank.virtual.costs.planning import plan
+from xrank.virtual.collectives import check_algorithm
+from xrank.virtual.costs.link_model import LinkModel
+from xrank.virtual.costs.planning import compile_operation, count
 from xrank.virtual.mesh import MeshLike
 from xrank.virtual.operations.feed_forward import FeedForward, FeedForwardSharding
 from xrank.virtual.operations.matmul import MatMul, MatMulSharding
@@ -29,6 +31,8 @@ class Choice:
     """(operation, bytes sent, flops) of each possible operation, in the order of the candidates."""
     refused: tuple[tuple[Operation, LayoutError], ...] = ()
     """Operations that do not fit this mesh and these sizes, with the reason."""
+    seconds: tuple[float, ...] = ()
+    """Seconds of each operation of `costs` by the link model; empty without one."""
 
 
 def cheapest(
@@ -38,8 +42,11 @@ def cheapest(
     activations: Sequence[Array | ArraySpec | Sequence[int]] = (),
     parameters: Sequence[Array | ArraySpec | Sequence[int]] = (),
     algorithm: str = "push",
+    links: LinkModel | None = None,
 ) -> Choice:
-    """Choose the candidate that sends the fewest bytes between devices; ties go to fewer flops, then to the first.
+    """Choose the candidate that sends the fewest bytes between devices, or takes the fewest seconds by a link model.
+
+    Ties go to fewer bytes, then to fewer flops, then to the first.
 
     Args:
         candidates: operations; a `MatMulSharding` means its product by each policy, a `FeedForwardSharding` its layer
@@ -47,6 +54,7 @@ def cheapest(
         activations: as for `plan`; the same for all candidates.
         parameters: as for `plan`; the same for all candidates.
         algorithm: ``"push"`` or ``"ring"``.
+        links: speed of devices and links; bytes decide when None.
 
     Raises:
         LayoutError: no candidate fits this mesh and these sizes; the first candidate's error.
@@ -56,23 +64,26 @@ def cheapest(
     >>> choice.operation.policy.name, choice.statistics.nbytes
     ('UnmatchedInnerSharding', 12288)
     """
+    check_algorithm(algorithm)
     given = [candidates] if isinstance(candidates, MatMulSharding) else candidates
-    planned: list[tuple[Operation, Statistics]] = []
+    planned: list[tuple[Operation, Statistics, float]] = []
     refused: list[tuple[Operation, LayoutError]] = []
     for operation in (each for one in given for each in _operations(one)):
         try:
-            statistics = plan(operation, mesh, activations=activations, parameters=parameters, algorithm=algorithm)
+            programs = compile_operation(operation, mesh, activations, parameters)
         except LayoutError as error:
             refused.append((operation, error))
         else:
-            planned.append((operation, statistics))
+            seconds = 0.0 if links is None else links.seconds(programs, algorithm)
+            planned.append((operation, count(programs, algorithm), seconds))
     if not planned:
         if refused:
             raise refused[0][1]
         raise UsageError("there is nothing to choose from", got="no candidate", want="one or more")
-    costs = tuple((operation, statistics.nbytes, statistics.flops) for operation, statistics in planned)
-    operation, statistics = min(planned, key=lambda each: (each[1].nbytes, each[1].flops))
-    return Choice(operation, statistics, costs, tuple(refused))
+    costs = tuple((operation, statistics.nbytes, statistics.flops) for operation, statistics, _ in planned)
+    operation, statistics, _ = min(planned, key=lambda each: (each[2], each[1].nbytes, each[1].flops))
+    times = () if links is None else tuple(seconds for _, _, seconds in planned)
+    return Choice(operation, statistics, costs, tuple(refused), times)
 
 
 def _operations(candidate: Operation | MatMulSharding | FeedForwardSharding) -> list[Operation]:
