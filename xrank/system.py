@@ -28,6 +28,7 @@ __all__ = [
     "UPDATE",
     "after_fork_in_child",
     "anonymous_memory",
+    "available_memory_nbytes",
     "c_function",
     "c_library",
     "descriptor_limit",
@@ -189,6 +190,23 @@ def free_nbytes(folder: str) -> int | None:
     except OSError:
         return None
     return status.f_bavail * status.f_frsize
+
+
+def available_memory_nbytes() -> int | None:
+    """Return the memory in bytes that this machine and the container still have; None if it is not known."""
+    found: list[int] = []
+    with suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
+        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    # cgroups(7), version 2; what files occupy is given back on demand, and memory.current counts it.
+    with suppress(OSError, ValueError, StopIteration):
+        amounts = []
+        for name in ("max", "current"):
+            with open(f"/sys/fs/cgroup/memory.{name}", encoding="ascii") as file:
+                amounts.append(int(file.read()))
+        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as lines:
+            of_files = next(int(line.split()[1]) for line in lines if line.startswith("file "))
+        found.append(max(0, amounts[0] - amounts[1] + of_files))
+    return min(found, default=None)
 
 
 def anonymous_memory(nbytes: int) -> mmap.mmap:

@@ -54,7 +54,8 @@ class ForkedExports:
                 it can tell; ``act``: (rank, what befalls it, when), see `befall`; ``raises``: a rank whose call
                 raises; ``elsewhere``: (rank, folder): to that rank the output is in that folder; ``differs``: a rank
                 whose replica of norm.weight is another; ``absent``: a rank that makes no call; ``again``: call a second
-                time after a failure; ``strike``: see `arm`; ``watch``: the first rank answers with what it saw at the
+                time after a failure; ``leaves_group``: end torch's process group while an export runs in the
+                background; ``strike``: see `arm`; ``watch``: the first rank answers with what it saw at the
             folder, see `watch`; ``task``: "load" that folder or "iterate" instead, which
                 answer with digests of what each rank has then.
         """
@@ -72,6 +73,8 @@ def forked_exports() -> Iterator[ForkedExports]:
 
 
 def _export(job: dict[str, Any], parts: dict[str, torch.Tensor], layouts: LayoutMap) -> dict[str, Any]:
+    import torch.distributed as dist
+
     import xrank
 
     options = {"timeout_seconds": 20, **job.get("options", {})}
@@ -83,6 +86,12 @@ def _export(job: dict[str, Any], parts: dict[str, torch.Tensor], layouts: Layout
         with xrank.iter_model(parts, layouts=layouts, **options) as tensors:
             return {"digests": digests(tensors)}
     report = xrank.export_model(parts, job["out"], layouts=layouts, **{"max_shard_size": "60KB", **options})
+    if options.get("background"):
+        for part in parts.values():  # the next step of a training
+            part.zero_()
+        if job.get("leaves_group"):
+            dist.destroy_process_group()
+        report = report.result()
     return {"report": report.to_dict()}
 
 
@@ -142,7 +151,8 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
             said[-1]["seconds_after"] = time.monotonic() - board.struck
     gc.collect()  # what an error's frames held
     left = [name for name in open_files().values() if "xrank" in name]
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     gc.collect()
     # A rank that had to wait for another watches it by a pidfd for as long as their group lives.
     left += [name for name in open_files().values() if "pidfd" in name]

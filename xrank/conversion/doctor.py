@@ -101,8 +101,8 @@ def _machine() -> Iterator[Check]:
     yield "machine", "system", None, f"{platform.system()} {platform.release()}, {platform.machine()}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield "machine", "cores", None, f"{cores}, of which a gather uses {default_workers()} by default"
-    with suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    free = system.available_memory_nbytes()
+    if free is not None:
         yield "machine", "memory", None, f"{size_text(free)} available"
     yield "machine", "open files", None, f"{system.descriptor_limit():,} at most (ulimit -n)"
     cards = _count_cards()

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from xrank.conversion.report import folder_report, read_report, report_text
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice
+from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size
 from xrank.decisions.transforms import Transform
 from xrank.extras import require_torch
 from xrank.layout import LayoutMap
-from xrank.lending.lent_model import ModelRequest, lend_model
+from xrank.lending.copied_part import copy_part
+from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
 from xrank.making.folder_filling import make_output
 from xrank.plan.report import Report
-from xrank.public_calls import names_own_arguments
+from xrank.public_calls import errors_of, names_own_arguments
 from xrank.system import require_linux
 from xrank.teams.agreement import check_alike
+from xrank.teams.background import await_background, raise_background_failure, run_in_background
 from xrank.teams.launches import find_group_team
 from xrank.teams.team import Team
 from xrank.writers.staging import check_output
@@ -30,6 +35,55 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["export_model"]
+
+_BUFFERS_NBYTES = 64_000_000
+"""Bytes of a rank's buffers by default."""
+
+
+@overload
+def export_model(
+    model_or_state_dict: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
+    out: str | os.PathLike[str],
+    *,
+    layouts: LayoutMap | None = None,
+    mesh: Any = None,
+    recipe: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    max_shard_size: str | int = "5GB",
+    transform: Transform | None = None,
+    adapter: AdapterChoice | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    max_memory: str | int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    group: ProcessGroup | None = None,
+    timeout_seconds: float = 1800,
+    background: Literal[False] = False,
+) -> Report: ...
+
+
+@overload
+def export_model(
+    model_or_state_dict: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
+    out: str | os.PathLike[str],
+    *,
+    layouts: LayoutMap | None = None,
+    mesh: Any = None,
+    recipe: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    max_shard_size: str | int = "5GB",
+    transform: Transform | None = None,
+    adapter: AdapterChoice | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    max_memory: str | int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    group: ProcessGroup | None = None,
+    timeout_seconds: float = 1800,
+    background: Literal[True],
+) -> Future[Report]: ...
 
 
 @names_own_arguments
@@ -46,18 +100,19 @@ def export_model(
     transform: Transform | None = None,
     adapter: AdapterChoice | None = None,
     config_overrides: Mapping[str, Any] | None = None,
-    max_memory: str | int = "64MB",
+    max_memory: str | int | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800,
-) -> Report:
+    background: bool = False,
+) -> Report | Future[Report]:
     """Write a model in the memory of many ranks as a Hugging Face folder; every rank makes this call.
 
     The ranks exchange descriptions of their parts once. Every rank proves the same plan from them: each element of
     each tensor exactly once. Arguments must agree, and replicas are compared. Each rank writes its share of the files,
     its own parts where possible, and the first rank publishes the folder by one rename. The model must not change
-    meanwhile.
+    meanwhile, except with `background`, which copies it.
 
     With a known recipe, names, experts and ties are those of `save_pretrained`. Else names are those in memory, with a
     note where transformers would change them.
@@ -70,7 +125,7 @@ def export_model(
             it. Layouts are trusted: one that cuts a whole tensor describes a larger tensor.
         mesh: xrank's ``DeviceMesh`` or torch's, for layouts without a mesh and for Megatron's modules
             (`xrank.dialects.megatron.mesh`).
-        recipe: as `xrank.gather_checkpoint`; so are `dtype`, `base_model`, `max_shard_size` and `max_memory`.
+        recipe: as `xrank.gather_checkpoint`; so are `dtype`, `base_model` and `max_shard_size`.
         dtype: element type of floating-point tensors. A recipe may keep routers in fp32, with a note.
         base_model: a model folder, or the ID of one in the local Hugging Face cache.
         max_shard_size: bytes of tensors in a file.
@@ -82,17 +137,23 @@ def export_model(
         adapter: ``"separate"`` writes LoRA adapters as a PEFT folder beside the model, ``"merge"`` adds them to it;
             None: ``"separate"``. A `PeftModel` brings their configuration.
         config_overrides: additional or replaced content of config.json.
-        max_memory: bytes of each rank's buffers.
+        max_memory: bytes of each rank's buffers; None: ``"64MB"``. With `background`, bytes of the buffers and the
+            copy; None: the copy may take this rank's share of the memory that its host has left.
         overwrite: whether an existing model may be replaced; unknown folders in it, and states of ranks, are refused.
         progress: called with (bytes written so far, bytes in all), on the first rank alone; an exception that it
             raises ends the call on all ranks.
         group: the ranks; None: all of the world. Only their store is used, no collective.
         timeout_seconds: how long ranks may take to arrive. After that a death is noticed in seconds.
+        background: return as soon as each rank has copied its part to the host's memory. A thread does the rest, and
+            training may go on: what is written is the model at the time of the call. One export at a time: the next
+            waits for the last. The interpreter waits at its end for a running export.
 
     Returns:
-        The same report on every rank.
+        The same report on every rank; with `background`, a `concurrent.futures.Future` of it. `result()` raises what
+        the call would raise, on all ranks. A failure that was not read so is raised by the next call on all ranks.
 
     Raises:
+        NoSpaceError: with `background`, the host has too little memory left for the copies.
         IncompleteError: the ranks do not hold all of a tensor.
         ContradictionError: ranks disagree: about names, shapes, layouts, or the values of replicas.
         XrankError: as `xrank.gather_checkpoint`.
@@ -106,17 +167,20 @@ def export_model(
     require_torch("export_model")
     require_linux("export_model")
     path = os.fspath(out)
+    name = f"the export of {path}"
     check_meeting(group, timeout_seconds)
+    await_background(name)
     team = find_group_team(group, path, timeout_seconds=timeout_seconds)
 
     def read_arguments() -> ModelRequest:
+        raise_background_failure()
         check_types(layouts, mesh, config_overrides)
         return ModelRequest(
             model_or_state_dict,
             GatherOptions(
                 dtype=dtype_choice(dtype),
                 max_shard_size=max_shard_size,
-                max_memory=max_memory,
+                max_memory=_buffers(max_memory, background=background),
                 # Ranks of one host share its cores.
                 workers=None if team.size == 1 else max(1, default_workers() // team.num_here),
                 adapter=adapter,
@@ -130,19 +194,54 @@ def export_model(
             transform,
             timeout_seconds,
             place=path,
+            background=background,
         )
 
     # Other ranks read this rank's parts until all of them have left `together`, so the loan ends after it.
     with ExitStack() as loan, team.together():
         request, _ = team.agree("the arguments", read_arguments, ModelRequest.describe, check_alike(team.ranks))
-        return _export(request, path, team, loan, progress)
+        if not background:
+            return _export(request, None, path, team, loan, progress)
+        part = _copy_part(request, path, team, max_memory)
+        behind = team.make_background()
+
+    def export_copy() -> Report:
+        with errors_of(export_model), ExitStack() as loan, behind.together():
+            return _export(request, part, path, behind, loan, progress)
+
+    request = replace(request, model={})  # the copy replaces it
+    return run_in_background(name, export_copy)
+
+
+def _buffers(max_memory: str | int | None, *, background: bool) -> str | int:
+    """Return the size of a rank's buffers: all of `max_memory`, or the default beside a copy."""
+    if max_memory is None:
+        return _BUFFERS_NBYTES
+    return min(_BUFFERS_NBYTES, parse_size(max_memory, "max_memory")) if background else max_memory
+
+
+def _copy_part(request: ModelRequest, out: str, team: Team, max_memory: str | int | None) -> ModelPart:
+    """Copy this rank's part, once the first rank has checked the place of the output for all."""
+    overwrite = request.options.overwrite
+    team.agree(
+        "the place of the output", lambda: None, lambda _: None, lambda *_: check_output(out, overwrite=overwrite)
+    )
+    room = None if max_memory is None else parse_size(max_memory, "max_memory") - request.options.max_memory_nbytes
+    view = partial(copy_part, rank=team.rank, num_here=team.num_here, room_nbytes=room)
+    return locate_part(request, team, view)
 
 
 def _export(
-    request: ModelRequest, out: str, team: Team, loan: ExitStack, progress: Callable[[int, int], None] | None
+    request: ModelRequest,
+    part: ModelPart | None,
+    out: str,
+    team: Team,
+    loan: ExitStack,
+    progress: Callable[[int, int], None] | None,
 ) -> Report:
     started = time.monotonic()
-    model = lend_model(request, team, loan, check=lambda: check_output(out, overwrite=request.options.overwrite))
+    overwrite = request.options.overwrite
+    model = lend_model(request, team, loan, part=part, check=lambda: check_output(out, overwrite=overwrite))
     with closing(model.source):
         written = make_output(model.gather, model.source, out, progress, team, model.holder)
         if not team.is_first:

@@ -227,6 +227,8 @@ _last_place: list[Any] = [lambda: None, 0, 1]
 
 def find_world(group: Any) -> World:
     """Return the world of a group."""
+    if isinstance(group, LaunchedRanks) and group.place is not None:
+        return World(group, *group.place)  # torch's groups may end before its work does
     distributed = sys.modules.get("torch.distributed")
     owner = getattr(getattr(distributed, "group", None), "WORLD", None)
     if owner is not None:

@@ -19,12 +19,12 @@ from xrank.errors import ContradictionError, IncompleteError, RankFailedError, U
 from xrank.faces import AGAIN
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
-from xrank.lending.local_bytes import local_bytes
+from xrank.lending.local_bytes import LocalBytes, local_bytes
 from xrank.lending.peer_source import MemoryOffer, PeerSource
 from xrank.plan.faults import difference_error
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import digest_twins, find_different_twin
-from xrank.readers.live.local_model import LocalModel, local_model
+from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
 from xrank.teams.launches import find_world
@@ -33,7 +33,7 @@ from xrank.teams.team import Team
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LentModel", "ModelRequest", "lend_model"]
+__all__ = ["LentModel", "ModelPart", "ModelRequest", "lend_model", "locate_part"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,8 @@ class ModelRequest:
     call: str = "export_model"
     place: str | None = None
     """Path of the output, if there is one."""
+    background: bool = False
+    """Whether the ranks copy their parts and convert the copies while their callers go on."""
     takers: str | None = None
     """Ranks that get tensors: ``"first"`` or ``"all"``; None: the output is a folder."""
 
@@ -75,8 +77,21 @@ class ModelRequest:
             "config_overrides": None if self.config_overrides is None else value_text(dict(self.config_overrides)),
             "transform": None if self.transform is None else "a function",
             "layouts.aliases": value_text(aliases),
+            "background": str(self.background),
             "ranks": self.takers,
         }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelPart:
+    """One rank's part of a model, ready to be lent."""
+
+    description: str
+    """Its tensors and their places, for `xrank.readers.live.ranks`."""
+    views: Sequence[LocalBytes]
+    """Bytes of its tensors, in place or copied."""
+    config: OwnConfig
+    """The config of its module."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +110,39 @@ _Parts = Sequence[dict[str, Any]]
 """By position in the team: the rank's model, its offer, and the config of its module."""
 
 
+def locate_part(
+    request: ModelRequest, team: Team, view: Callable[[Sequence[torch.Tensor]], Sequence[LocalBytes]] | None = None
+) -> ModelPart:
+    """Return this rank's part of the model. Each rank raises its own error, and others name it.
+
+    Args:
+        request: the arguments of the call.
+        team: the ranks, together.
+        view: returns the bytes of tensors; None: in place.
+
+    Raises:
+        XrankError: as `xrank.readers.live.local_model.local_model`, or of `view`.
+    """
+
+    def make() -> ModelPart:
+        # A mesh may have ranks of the world that are not in the group. With the world's size they can be named.
+        world_size = max(max(team.ranks) + 1, find_world()[1] if team.size > 1 else 0)
+        local = local_model(
+            request.model, layouts=request.layouts, mesh=request.mesh, rank=team.rank, world_size=world_size
+        )
+        views = [local_bytes(one) for one in local.views] if view is None else view(local.views)
+        return ModelPart(local.describe(), views, read_own_config(request.model))
+
+    return team.agree("this rank's part", make, lambda _: None, lambda _, __: None)[0]
+
+
 def lend_model(
-    request: ModelRequest, team: Team, loan: ExitStack, *, check: Callable[[], None] = lambda: None
+    request: ModelRequest,
+    team: Team,
+    loan: ExitStack,
+    *,
+    part: ModelPart | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> LentModel:
     """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
 
@@ -104,19 +150,18 @@ def lend_model(
         request: the arguments of the call; the same on all ranks.
         team: the ranks, together.
         loan: ends the loan; to be closed when all ranks have ended.
+        part: this rank's part; None: that of the request, in place.
         check: called on the first rank once all ranks have described their parts; all ranks raise its error.
 
     Raises:
         XrankError: as `xrank.conversion.export.export_model`, before anything is written or handed out.
     """
     # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
-    (local, config), _ = team.agree(
-        "this rank's part", partial(_locate_part, request, team), lambda _: None, lambda _, __: None
-    )
-    offer = MemoryOffer([local_bytes(view) for view in local.views], across_hosts=not team.is_one_host)
+    part = locate_part(request, team) if part is None else part
+    offer = MemoryOffer(part.views, across_hosts=not team.is_one_host)
     loan.callback(offer.close)
     loan.push(partial(_raise_own, team.rank, offer))
-    own = json.dumps({"model": local.describe(), "offer": offer.describe(), "own": asdict(config)})
+    own = json.dumps({"model": part.description, "offer": offer.describe(), "own": asdict(part.config)})
     _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, partial(_collect_parts, check))
     parts = [json.loads(text) for text in texts]
     (gather, live), _ = team.agree(
@@ -140,16 +185,6 @@ def lend_model(
             source.close()
             raise
     return LentModel(gather, source, holder)
-
-
-def _locate_part(request: ModelRequest, team: Team) -> tuple[LocalModel, OwnConfig]:
-    """Return this rank's tensors and their layouts, and the config of its module."""
-    # A mesh may have ranks of the world that are not in the group. With the world's size they can be named.
-    world_size = max(max(team.ranks) + 1, find_world()[1] if team.size > 1 else 0)
-    local = local_model(
-        request.model, layouts=request.layouts, mesh=request.mesh, rank=team.rank, world_size=world_size
-    )
-    return local, read_own_config(request.model)
 
 
 def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -> list[str]:

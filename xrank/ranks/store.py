@@ -48,6 +48,11 @@ class GroupStore:
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self._kept: GroupStore | None = None
+
+    def keep(self, other: GroupStore) -> None:
+        """Keep another store open as long as this one: rank 0's may be the server that this one is connected to."""
+        self._kept = other
 
     def put(self, name: str, value: str) -> None:
         """Set a value that all ranks then see."""
@@ -126,12 +131,35 @@ class LaunchedRanks:
         store: shared by all of them.
         is_own: whether rank 0's process keeps the store, which then ends with it.
         on_end: called on the first of them when their work has ended.
+        place: this rank's number and the number of ranks, for work that outlives the process groups; None: those of
+            torch's world, or of the launcher.
     """
 
-    def __init__(self, store: GroupStore, *, is_own: bool, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        store: GroupStore,
+        *,
+        is_own: bool,
+        on_end: Callable[[], None] = lambda: None,
+        place: tuple[int, int] | None = None,
+    ) -> None:
         self.store = store
         self.is_own = is_own
+        self.place = place
         self._on_end = on_end
+
+    def make_background(self, rank: int, world_size: int) -> LaunchedRanks:
+        """Return the same ranks for work of another thread, with names and a connection of their own.
+
+        Nothing of torch's process groups is used. Each of the ranks makes this call once.
+
+        Args:
+            rank: this rank.
+            world_size: the number of ranks in the world.
+        """
+        store = self.store.clone().with_prefix("background")
+        store.keep(self.store)
+        return LaunchedRanks(store, is_own=self.is_own, place=(rank, world_size))
 
     def end(self, *, is_first: bool) -> None:
         """End this rank's part of the work."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from xrank.errors import RankFailedError, XrankError
 from xrank.gather.gather import Gather
-from xrank.gather.groups import failure_check, forget
+from xrank.gather.groups import failure_check, find_world, forget
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import LaunchedRanks
 from xrank.teams.team import Team
@@ -146,6 +146,17 @@ class SharedTeam(Team):
             return False
 
         return look
+
+    def make_background(self) -> Team:
+        """Return the same ranks as a team for another thread, as `Team.make_background`."""
+        return SharedTeam(
+            self._group.make_background(self.rank, max(max(self.ranks) + 1, find_world(self._group).size)),
+            self.ranks,
+            self.rank,
+            self._directory,
+            num_here=self.num_here,
+            timeout_seconds=self._timeout_seconds,
+        )
 
     def mark_committed(self) -> None:
         """Record that the output is in place, as `Team.mark_committed`."""

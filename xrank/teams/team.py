@@ -100,5 +100,12 @@ class Team:
         """
         return lambda: False
 
+    def make_background(self) -> Team:
+        """Return the same ranks as a team for another thread, while this one is together.
+
+        It uses nothing of torch's process groups, which may end meanwhile. All ranks make this call.
+        """
+        return self
+
     def mark_committed(self) -> None:
         """Record, on the first rank, that the output is in place: later failures of other ranks do not matter."""
