@@ -118,8 +118,8 @@ def export_model(
     note where transformers would change them.
 
     Args:
-        model_or_state_dict: a module, Megatron's chunks of one, or tensors by name: DTensors, plain tensors, or both,
-            on any device.
+        model_or_state_dict: a module, also one that FSDP1 or ZeRO-3 has cut; Megatron's chunks of one; or tensors by
+            name: DTensors, plain tensors, or both, on any device.
         out: the folder to make, on a file system that all ranks see. Without `overwrite` it must not exist.
         layouts: the layouts of plain tensors. A plain tensor without a layout counts as whole on every rank that has
             it. Layouts are trusted: one that cuts a whole tensor describes a larger tensor.

@@ -128,7 +128,12 @@ def locate_part(
         # A mesh may have ranks of the world that are not in the group. With the world's size they can be named.
         world_size = max(max(team.ranks) + 1, find_world()[1] if team.size > 1 else 0)
         local = local_model(
-            request.model, layouts=request.layouts, mesh=request.mesh, rank=team.rank, world_size=world_size
+            request.model,
+            layouts=request.layouts,
+            mesh=request.mesh,
+            rank=team.rank,
+            world_size=world_size,
+            is_read=True,
         )
         views = [local_bytes(one) for one in local.views] if view is None else view(local.views)
         return ModelPart(local.describe(), views, read_own_config(request.model))

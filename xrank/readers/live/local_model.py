@@ -6,11 +6,12 @@ import json
 import socket
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import RankRecord
+from xrank.readers.live.flat_modules import read_flat_module
 from xrank.readers.live.module_tensors import check_model, is_extra_state
 from xrank.workspace.tensor_places import LocatedTensors, locate_tensors, view_key
 
@@ -34,12 +35,15 @@ class LocalModel:
     """Name -> index in `views`."""
     record: RankRecord
     """The rank, and the places of its parts."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name -> name, of parameters inside flat buffers; others are tied by a common view."""
 
     def describe(self) -> str:
         """Return everything except the values, as text for `xrank.readers.live.ranks`."""
         return json.dumps(
             {
                 "record": self.record.to_json(),
+                "aliases": dict(self.aliases),
                 "views": [view.numel() * view.element_size() for view in self.views],
                 "tensors": {
                     name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.view_of[name]]
@@ -57,6 +61,7 @@ def local_model(
     mesh: Any = None,
     rank: int,
     world_size: int,
+    is_read: bool = False,
 ) -> LocalModel:
     """Return this rank's part of a module, or of a state dict.
 
@@ -70,6 +75,8 @@ def local_model(
         mesh: the layout of a Megatron module's ranks (`xrank.dialects.megatron.mesh`); other models do not need it.
         rank: this rank.
         world_size: the number of ranks.
+        is_read: whether the tensors are read, not filled. Parameters that ZeRO-3 or FSDP1 has flattened are then read
+            where they are; a module that is filled must not have them, as an optimizer holds further copies.
 
     Raises:
         UsageError: a tensor without bytes to read (meta, sparse, quantised), or a module that gathers itself.
@@ -79,8 +86,13 @@ def local_model(
 
     model = _unwrap_engine(model)
     check_model(model)
-    _check_zero3(model)
-    located = _megatron_tensors(model, layouts, mesh, rank, world_size)
+    flat = read_flat_module(model, world_size) if is_read else None
+    located: LocatedTensors | None
+    if flat is not None:
+        located = locate_tensors(flat.tensors, flat.layouts, rank)
+    else:
+        _check_zero3(model)
+        located = _megatron_tensors(model, layouts, mesh, rank, world_size)
     if located is None:
         named = _state_dict(model) if isinstance(model, torch.nn.Module) else model
         if isinstance(named, Mapping):
@@ -106,7 +118,8 @@ def local_model(
         meshes=located.meshes,
         tensors=located.records,
     )
-    return LocalModel({name: views[view_of[name]] for name in located.local}, tuple(views), view_of, record)
+    tensors = {name: views[view_of[name]] for name in located.local}
+    return LocalModel(tensors, tuple(views), view_of, record, {} if flat is None else flat.aliases)
 
 
 def _megatron_tensors(
@@ -160,8 +173,8 @@ def _check_zero3(model: Any) -> None:
                     tensor=name,
                     got=f"shape {tuple(tensor.shape)}",
                     want=f"shape {tuple(whole)}",
-                    next_step="make the call within deepspeed.zero.GatheredParameters(list(module.parameters())), "
-                    "or save a checkpoint and gather that: xrank gather",
+                    next_step="give the module itself to export_model or iter_model; for other calls, make them within "
+                    "deepspeed.zero.GatheredParameters(list(module.parameters()))",
                 )
 
 

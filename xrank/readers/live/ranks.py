@@ -7,7 +7,7 @@ rank's view, and each file stands for one rank's memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.layout.nests import row_major
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
+from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor, replicate
 from xrank.readers.placement import place_all
@@ -76,6 +76,7 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
         for name, (dtype, shape, view) in one["tensors"].items():
             known = record.tensors.get(name, TensorRecord())
             held.setdefault(name, []).append(make_held_tensor(rank, first + view, dtype, tuple(shape), known, meshes))
+    flat_ties = {name: target for one in parsed for name, target in one["aliases"].items()}
     placement = place_all(_add_replicas(held), Hints(), world_size=len(parsed))
     sizes = [sum(one["views"]) for one in parsed]
     files = tuple(SourceFile(_memory(r), size, inode=r, mtime_ns=0) for r, size in zip(ranks, sizes, strict=True))
@@ -87,15 +88,26 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
             path="memory",
             files=files,
             records=RecordTable(file, np.zeros(count, np.int64), int_array(nbytes), np.full(count, NO_CHECKSUM)),
-            shards=placement.shards,
+            shards=(*placement.shards, *_tie(placement.shards, flat_ties)),
             absent=placement.absent,
-            aliases=_aliases([one["tensors"] for one in parsed], {shard.name for shard in placement.shards}),
+            aliases={
+                **_aliases([one["tensors"] for one in parsed], {shard.name for shard in placement.shards}),
+                **flat_ties,
+            },
             world_size=len(parsed),
             nbytes=sum(nbytes),
         ),
         int_array(rank_of),
         int_array(view_of),
     )
+
+
+def _tie(shards: Sequence[StoredShard], ties: Mapping[str, str]) -> Iterator[StoredShard]:
+    """Yield the tied tensors of flat buffers: the pieces of their targets under their own names."""
+    by_name = {shard.name: shard for shard in shards}
+    for name, target in ties.items():
+        if target in by_name and name not in by_name:
+            yield replace(by_name[target], name=name)
 
 
 def _memory(rank: int) -> str:
