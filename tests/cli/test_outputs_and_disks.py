@@ -550,3 +550,25 @@ def test_no_room_from_the_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
         says = ["no space left, 5240 bytes needed, 100 bytes free"]
         bench.refused("NoSpaceError", says=says, got="100 bytes free", want="5240 bytes")
     bench.succeeds(model)
+
+
+# ---- the page of --report
+
+
+def test_a_report_page_is_written_after_success_and_failure(bench: Bench) -> None:
+    leave_plain(bench.workspace, 0, {"up.weight": torch.ones(4)})
+    page = bench.folder / "report.html"
+    ended = run("gather", bench.workspace, "--out", bench.folder / "model", "--recipe", "none", "--report", page)
+    assert ended.exit_code == 0 and f"\nreport  {page}\n" in ended.stdout, ended.stderr
+    assert "every element exactly once" in page.read_text() and "model.safetensors" in page.read_text()
+    refusal(
+        run("gather", bench.workspace, "--out", bench.folder / "model", "--report", page, "--json"), "OutputExistsError"
+    )
+    assert "OutputExistsError" in page.read_text() and "--overwrite" in page.read_text()
+    missing = bench.folder / "no" / "report.html"
+    refusal(
+        run("gather", bench.workspace, "--out", bench.folder / "other", "--report", missing, "--json"),
+        "UsageError",
+        says=["cannot be written", "existing folder"],
+    )
+    assert not (bench.folder / "other").exists()

@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.pictures import layout_html
+from xrank.pictures.stylesheet import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH
 
-VOID = {"meta"}
+VOID = {"meta", "input"}
 CLOSED_BY_OTHERS = {"td", "th", "tr", "li"}
 
 
@@ -21,6 +22,7 @@ class Page(HTMLParser):
         self.opened: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words = ""
+        self.scripts: list[str] = []
         self.feed(page)
         self.close()
         assert not self.opened
@@ -34,6 +36,8 @@ class Page(HTMLParser):
         assert self.opened.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        if self.opened and self.opened[-1] == "script":
+            self.scripts.append(data)
         self.words += data
 
 
@@ -54,7 +58,8 @@ def test_a_page_has_mesh_rules_parts_and_bytes() -> None:
     page = Page(layout_html(layouts, shapes, dtypes=dict.fromkeys(shapes, "BF16")))
     for text in ("dp=2 tp=2", "[f/tp/~dp, h]", "q: rows 0-3", "unused.*", "Tensors that no rule decides for", "odd"):
         assert text in page.words, text
-    assert re.search(r"Each rank holds\s*0[0-9]+ B", page.words)
+    assert re.search(r"Each rank holds\s*ranks? 0", page.words)
+    assert "dim 0 by tp and dp" in page.words and "whole on each rank" not in page.words
     # up: 4 parts; qkv: 2 x 2 parts of 3 nests; conv: 4; bias: 1 + 2 ranges of elements or less; norm: 1.
     assert len([tag for tag, _ in page.tags if tag == "rect"]) >= 4 + 12 + 4 + 2
 
@@ -75,9 +80,14 @@ def test_nothing_comes_from_elsewhere() -> None:
     layouts, shapes = make_page()
     page = layout_html(layouts, shapes)
     assert "://" not in page and "url(" not in page and "@import" not in page
-    for tag, attrs in Page(page).tags:
-        assert tag not in {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
-        assert not {"src", "href", "srcset", "action", "data"} & attrs.keys()
+    read = Page(page)
+    assert read.scripts == [SEARCH_SCRIPT], "one script, the same in each page, which the policy names by its hash"
+    policy = next(attrs["content"] for tag, attrs in read.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{SEARCH_SCRIPT_HASH}'"
+    for tag, attrs in read.tags:
+        assert (attrs.get("href") or "#").startswith("#")
+        assert tag not in {"link", "img", "iframe", "object", "embed", "base", "form"}
+        assert not {"src", "srcset", "action", "data"} & attrs.keys()
         assert not [name for name in attrs if name.startswith("on")]
 
 
@@ -90,7 +100,8 @@ def test_hostile_names_are_text() -> None:
     page.encode("utf-8")
     assert "\x1b" not in page
     read = Page(page)
-    assert not {"script", "a", "img", "b", "i"} & {tag for tag, _ in read.tags}
+    assert read.scripts == [SEARCH_SCRIPT]
+    assert not {"a", "img", "i"} & {tag for tag, _ in read.tags}
     assert "<script>alert(1)</script>" in read.words
     assert "<img src=x>" in read.words
 

@@ -111,17 +111,17 @@ class Output:
             text = json_line("error", parts["message"], exit_code=exit_code, error=parts)
         say(text, err=True)
         if self.as_json:
-            self._print_json(report or self._failure_report(exit_code, error))
+            self._print_json(report or self.failure_report(error, exit_code))
         sys.exit(exit_code)
 
-    def _failure_report(self, exit_code: int, error: XrankError) -> Report:
+    def failure_report(self, error: XrankError, exit_code: int | None = None) -> Report:
+        """Return the report of a command that an error ended; its exit code is the error's unless another is given."""
         from xrank.plan.report import Report
         from xrank.system import peak_rss_nbytes
 
         seconds, peak = monotonic() - self._started, peak_rss_nbytes()
-        return Report(
-            self.command, status="failed", exit_code=exit_code, seconds=seconds, peak_rss_nbytes=peak, fault=error
-        )
+        code = error.exit_code if exit_code is None else exit_code
+        return Report(self.command, status="failed", exit_code=code, seconds=seconds, peak_rss_nbytes=peak, fault=error)
 
     def _print_json(self, report: Report) -> None:
         say(json.dumps(render_all(report.to_dict(), self.face), indent=2, ensure_ascii=True))

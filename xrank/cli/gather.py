@@ -75,11 +75,18 @@ __all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
 @click.option(
     "--strict-pickles", is_flag=True, help="Refuse pickles that name code of no known framework, also in unread parts."
 )
+@click.option("--report", "page", type=PATH, metavar="FILE", help="Write a page with source, proof, notes and rates.")
 @options.dry_run
 @sharing
 @reporting
 def gather_command(
-    output: Output, source: str | None, workspace: str | None, timeout: float, distributed: bool, **arguments: Any
+    output: Output,
+    source: str | None,
+    workspace: str | None,
+    timeout: float,
+    distributed: bool,
+    page: str | None,
+    **arguments: Any,
 ) -> None:
     """Merge SRC, a workspace or a sharded checkpoint, into one Hugging Face folder.
 
@@ -105,9 +112,8 @@ def gather_command(
         )
     arguments["layouts"] = arguments.pop("layout")
     convert = partial(gather_checkpoint, path, arguments.pop("out"), workspace=source is None, **arguments)
-    report_shared(
-        output, convert, partial(_rows, is_verbose=output.verbose > 0), timeout=timeout, distributed=distributed
-    )
+    rows = partial(_rows, is_verbose=output.verbose > 0)
+    report_shared(output, convert, rows, timeout=timeout, distributed=distributed, page=page)
 
 
 def source_row(report: Report) -> tuple[str, str]:

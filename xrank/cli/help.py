@@ -11,7 +11,18 @@ __all__ = ["Command", "Group"]
 
 _SECTIONS = {
     "Source": ("workspace", "layout", "format", "format_name", "part", "world_size", "strict_pickles"),
-    "Output": ("out", "layouts", "max_shard_size", "overwrite", "resume", "verify", "dry_run"),
+    "Output": (
+        "out",
+        "layouts",
+        "max_shard_size",
+        "overwrite",
+        "resume",
+        "verify",
+        "dry_run",
+        "page",
+        "sign",
+        "attest",
+    ),
     "Names and values": (
         *("base_model", "recipe", "dtype", "keep_fp32", "include", "exclude", "adapter", "adapter_config", "replicas"),
     ),

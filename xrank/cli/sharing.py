@@ -10,7 +10,9 @@ import click
 
 from xrank.cli.command import Output
 from xrank.cli.progress import following_progress
+from xrank.cli.report_file import ReportFile
 from xrank.environment import environ
+from xrank.errors import XrankError
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report
@@ -48,16 +50,29 @@ def report_shared(
     *,
     timeout: float,
     distributed: bool,
+    page: str | None = None,
 ) -> None:
-    """Run a conversion, alone or with all ranks of the launcher. Rank 0 prints the report."""
+    """Run a conversion, alone or with all ranks of the launcher. Rank 0 prints the report, and writes it to `page`."""
     from xrank.teams.launches import find_launch
 
     launch, notes = find_launch(environ(), distributed=distributed)
     is_reporting = launch is None or launch.rank == 0
     if not is_reporting:
         output.follow()
+    file = ReportFile(page) if page is not None and is_reporting else None
     with following_progress(output) as progress:
-        report = convert(progress=progress, distributed=launch is not None, timeout_seconds=timeout)
-    if is_reporting:
-        report = replace(report, notes=(*report.notes, *((code, output.face.render(text)) for code, text in notes)))
-        output.report(report, rows(report))
+        progress = progress if file is None else file.recording(progress)
+        try:
+            report = convert(progress=progress, distributed=launch is not None, timeout_seconds=timeout)
+        except XrankError as error:
+            if file is not None:
+                error.face = output.face
+                file.write(output.failure_report(error))
+            raise
+    if not is_reporting:
+        return
+    texts = ((code, output.face.render(text)) for code, text in (*report.notes, *notes))
+    report = replace(report, notes=tuple(texts))
+    if file is not None:
+        file.write(report)
+    output.report(report, [*rows(report), *([] if page is None else [("report", page)])])

@@ -1,6 +1,7 @@
-"""Pictures of meshes and layouts, as text for a terminal and as HTML pages. Nothing here prints or writes."""
+"""Pictures of meshes, layouts, reports and schedules: text for a terminal, HTML for notebooks and pages."""
 
 from xrank.pictures.html_page import layout_html, survey_html
+from xrank.pictures.picture import Picture, show
 from xrank.pictures.text_picture import layout_text, survey_text
 
-__all__ = ["layout_html", "layout_text", "survey_html", "survey_text"]
+__all__ = ["Picture", "layout_html", "layout_text", "show", "survey_html", "survey_text"]

@@ -1,31 +1,43 @@
-"""An HTML page in one file without scripts, fonts or addresses, and the elements that several pages share."""
+"""HTML in one file without fonts or addresses: whole pages, and fragments for notebooks and docs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from xrank.pictures.stylesheet import PAGE_STYLE, SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, STYLE
 from xrank.words import one_line
 
-__all__ = ["colour", "page", "page_text"]
-
-_STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color:#222}
-code,td.code{font-family:ui-monospace,monospace} h2{margin:1.6em 0 .4em;font-size:1.1em}
-table{border-collapse:collapse;margin:.4em 0} td,th{border:1px solid #ccc;padding:.15em .5em;text-align:left}
-.bad{color:#b00020;font-weight:bold} .note{color:#666} svg{display:block;margin:.5em 0;background:#f3f3f3}
-.bar{background:#4878a8;height:.8em} .mesh td{text-align:center;min-width:2em} td.number{text-align:right}
-"""
+__all__ = ["draw_facts", "draw_rows", "fragment", "page", "page_text"]
 
 
-def page(title: str, body: Iterable[str]) -> str:
-    """Return the page with a title and a body of HTML lines."""
+def page(title: str, body: Iterable[str], *, is_searchable: bool = False) -> str:
+    """Return a page with a title and a body of HTML lines.
+
+    Args:
+        title: any text.
+        body: lines of HTML.
+        is_searchable: whether the body has a field of the id "search", which a script of the page serves.
+    """
     lines = "\n".join(body)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    script = ""
+    if is_searchable:
+        policy += f"; script-src 'sha256-{SEARCH_SCRIPT_HASH}'"
+        script = f"<script>{SEARCH_SCRIPT}</script>"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{page_text(title)}</title><style>{_STYLE}</style></head><body>\n{lines}\n</body></html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{page_text(title)}</title><style>{STYLE}{PAGE_STYLE}</style></head>"
+        f'<body><main class="xrank">\n{lines}\n</main>{script}</body></html>\n'
     )
+
+
+def fragment(body: Iterable[str]) -> str:
+    """Return HTML lines with their style, for a notebook or another page, whose colours they take."""
+    lines = "\n".join(body)
+    return f'<div class="xrank"><style>{STYLE}</style>\n{lines}\n</div>\n'
 
 
 def page_text(text: str) -> str:
@@ -33,7 +45,17 @@ def page_text(text: str) -> str:
     return escape(one_line(text))
 
 
-def colour(number: int) -> str:
-    """Return the colour of the n-th of many things."""
-    # Steps of the golden angle make neighbours differ.
-    return f"hsl({number * 137.5 % 360:.0f} 55% {62 if number % 2 else 50}%)"
+def draw_facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield figures in large letters, each above what it counts."""
+    yield '<div class="facts">'
+    for figure, words in facts:
+        yield f"<div><b>{page_text(figure)}</b><span>{page_text(words)}</span></div>"
+    yield "</div>"
+
+
+def draw_rows(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a table of labels and texts."""
+    yield "<table>"
+    for label, text in rows:
+        yield f"<tr><th>{page_text(label)}<td>{page_text(text)}"
+    yield "</table>"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 from xrank.errors import LayoutError
 from xrank.layout.binding import bind, global_size
@@ -16,9 +17,10 @@ from xrank.plan.coverage import range_text
 from xrank.plan.holdings import Holdings
 from xrank.words import runs_text
 
-__all__ = ["Region", "cut_dims", "part_names", "region_of", "region_words", "strip"]
+__all__ = ["Band", "Region", "cut_dims", "find_bands", "part_names", "region_of", "region_words", "strip"]
 
 _MAX_RUNS = 4096
+_MAX_BANDS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,15 @@ class Region:
     last: int
     num_elements: int
     dims: tuple[tuple[tuple[int, int], ...], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The indices of a dim that a fused part covers, both ends included."""
+
+    name: str
+    first: int
+    last: int
 
 
 @lru_cache(maxsize=16_384)
@@ -202,3 +213,41 @@ def _find_touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -
                     low, high = 0, length - 1
                 yield from _find_touched(factor, low % length, high % length, sizes)
                 inner *= length
+
+
+def find_bands(holdings: Holdings, dim: int) -> list[Band]:
+    """Return the named parts of a dim by rising index; empty if it has none, or too many to be drawn."""
+    if holdings.layout is None or len(holdings.layout.dims) != len(holdings.shape):
+        return []
+    node = holdings.layout.dims[dim]
+    bound = _bind_sizes(holdings) if "<" in render_dim(node) else None
+    bands = [] if bound is None else list(islice(_walk_bands(node, bound), _MAX_BANDS + 1))
+    return bands if len(bands) <= _MAX_BANDS else []
+
+
+def _walk_bands(node: Node, sizes: Mapping[str, int]) -> Iterator[Band]:
+    match node:
+        case Split(of) | Pad(of):
+            yield from _walk_bands(of, sizes)
+        case Parts(parts):
+            start = 0
+            for part in parts:
+                length = global_size(part.of, sizes)
+                within = list(islice(_walk_bands(part.of, sizes), _MAX_BANDS + 1))
+                if part.name and length and not within:
+                    yield Band(part.name, start, start + length - 1)
+                for band in within:
+                    name = f"{part.name}.{band.name}" if part.name else band.name
+                    yield Band(name, start + band.first, start + band.last)
+                start += length
+        # Factors are digits of the index, the last one fastest: parts of one digit repeat for each value of those
+        # before it, and each of their indices is as many as the digits after it count.
+        case Product(factors):
+            lengths = [global_size(factor, sizes) for factor in factors]
+            for i, factor in enumerate(factors):
+                within = list(islice(_walk_bands(factor, sizes), _MAX_BANDS + 1))
+                inner = math.prod(lengths[i + 1 :])
+                for outer in range(math.prod(lengths[:i]) if within else 0):
+                    for band in within:
+                        start = (outer * lengths[i] + band.first) * inner
+                        yield Band(band.name, start, (outer * lengths[i] + band.last + 1) * inner - 1)

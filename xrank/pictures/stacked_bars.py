@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from xrank.pictures.page import colour, page_text
+from xrank.pictures.page import page_text
+from xrank.pictures.stylesheet import colour, swatch
 
 __all__ = ["Bar", "draw_stacked_bars"]
 
@@ -31,11 +32,8 @@ def draw_stacked_bars(names: Sequence[str], bars: Sequence[Bar]) -> Iterator[str
         bars: bars from top to bottom.
     """
     longest = max((sum(bar.parts) for bar in bars), default=0.0) or 1.0
-    keys = "".join(
-        f'<span style="background:{colour(number)}">&emsp;</span> {page_text(name)}&emsp;'
-        for number, name in enumerate(names)
-    )
-    yield f"<p>{keys}</p><table>"
+    keys = " ".join(swatch(number, page_text(name)) for number, name in enumerate(names))
+    yield f'<p class="legend">{keys}</p><div class="wide"><table>'
     for bar in bars:
         yield f'<tr><th>{page_text(bar.label)}<td class="number">{page_text(bar.words)}<td>'
         yield f'<svg width="{_WIDTH}" height="14" viewBox="0 0 {_WIDTH} 14" role="img">'
@@ -43,7 +41,7 @@ def draw_stacked_bars(names: Sequence[str], bars: Sequence[Bar]) -> Iterator[str
         for number, part in enumerate(bar.parts):
             width = part * _WIDTH / longest
             title = f"<title>{page_text(names[number])}</title>"
-            yield f'<rect x="{start:.2f}" y="0" width="{width:.2f}" height="14" fill="{colour(number)}">{title}</rect>'
+            yield f'<rect x="{start:.2f}" width="{width:.2f}" height="14" fill="{colour(number).fill}">{title}</rect>'
             start += width
         yield "</svg>"
-    yield "</table>"
+    yield "</table></div>"

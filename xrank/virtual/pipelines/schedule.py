@@ -19,9 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from xrank.errors import UsageError
+
+if TYPE_CHECKING:
+    from xrank.pictures.picture import Picture
 
 __all__ = ["SCHEDULES", "Schedule", "StageWork", "make_1f1b", "make_gpipe", "make_interleaved", "make_schedule"]
 
@@ -131,6 +134,21 @@ class Schedule:
         """Yield (stage, work) cycle by cycle; a work comes after the works that it needs."""
         everything = ((work.cycle, stage, work) for stage, works in enumerate(self.stages) for work in works)
         return ((stage, work) for _, stage, work in sorted(everything, key=lambda one: one[:2]))
+
+    def picture(self) -> Picture:
+        """Return the timeline of the stages, for a terminal, a notebook or a page.
+
+        >>> make_schedule("1f1b", num_runs=2, num_stages=2).picture()
+        1f1b: 2 runs, 2 stages; 6 cycles, 33.3% idle; at most 2 live activations a stage
+        stage 0  F0 F1 .. B0 .. B1
+        stage 1  .. F0 B0 F1 B1 ..
+        """
+        from xrank.virtual.pipelines.schedule_picture import picture_schedule
+
+        return picture_schedule(self)
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
 
     def _refuse(self, got: str, want: str) -> NoReturn:
         raise UsageError(f"the schedule {self.name!r} is impossible", got=got, want=want)

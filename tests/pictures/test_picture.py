@@ -1,0 +1,111 @@
+"""`show`, timelines and reports: what they draw of what, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.pictures.test_html_page import Page
+from xrank.errors import CorruptError, UsageError
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.pictures import layout_html, show
+from xrank.pictures.regions import Band, find_bands
+from xrank.pictures.report_page import report_page
+from xrank.pictures.stylesheet import colour
+from xrank.plan.report import Report
+from xrank.plan.survey import survey
+from xrank.virtual.pipelines.schedule import make_schedule
+
+
+class Shard:
+    """Stands for torch's placement, which is recognised by its methods."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def is_shard(self) -> bool:
+        return True
+
+
+def make_dtensor(shape: tuple[int, ...], dim: int) -> Any:
+    mesh = SimpleNamespace(mesh=SimpleNamespace(shape=(2,), tolist=lambda: [0, 1]), mesh_dim_names=("tp",))
+    return SimpleNamespace(shape=shape, dtype="torch.bfloat16", device_mesh=mesh, placements=(Shard(dim),))
+
+
+def test_show_draws_tensors_and_state_dicts(tmp_path: Path) -> None:
+    one = show(make_dtensor((8, 4), 0))
+    assert "rows 4-7  local [4, 4], 32 B" in repr(one)
+    two = show({"up": make_dtensor((8, 4), 0), "down": make_dtensor((4, 8), 1), "step": 3})
+    assert "down BF16 [4, 8]" in repr(two) and "up BF16 [8, 4]" in repr(two)
+    cell = Page(two._repr_html_())
+    assert "dim 1 by tp" in cell.words and not cell.scripts
+    two.save(tmp_path / "page.html")
+    assert Page((tmp_path / "page.html").read_text()).words.count("64 B") >= 2
+
+
+@pytest.mark.parametrize(
+    ("what", "shape", "says"),
+    [
+        (3, None, "no layout that can be drawn"),
+        ({"a": 3}, None, "no layout that can be drawn"),
+        (TensorLayout.parse("[f/tp]", DeviceMesh((2,), ("tp",))), None, "none is given"),
+        (TensorLayout.parse("[f]"), (4,), "without a mesh"),
+        (LayoutMap(DeviceMesh((2,), ("tp",))), (4,), "none is given"),
+    ],
+)
+def test_show_refuses(what: object, shape: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        show(what, shape)
+
+
+def test_boxes_have_ranks_and_parts_have_names() -> None:
+    layouts = LayoutMap(DeviceMesh.parse_grid("dp=2 tp=2"))
+    layouts.sizes.update(g=2, r=2, d=2)
+    layouts["qkv"] = "[g/tp <q: r d | k: d | v: d>, h/dp]"
+    (one,) = survey(layouts, {"qkv": (16, 4)}).tensors
+    names = [(band.name, band.first, band.last) for band in find_bands(one, 0)]
+    assert names == [("q", 0, 3), ("k", 4, 5), ("v", 6, 7), ("q", 8, 11), ("k", 12, 13), ("v", 14, 15)]
+    assert find_bands(one, 1) == []
+    words = Page(show(layouts, {"qkv": (16, 4)}).to_html()).words
+    assert all(f"rank {rank}" in words for rank in range(4))
+    svg = layout_html(layouts, {"qkv": (16, 4)}).split("<svg")[1]
+    assert [svg.count(f">{name}</text>") for name in "qkv"] == [2, 2, 2]
+
+
+def test_interleaved_parts_are_bands_of_their_own() -> None:
+    layouts = LayoutMap(DeviceMesh.parse_grid("tp=2"))
+    layouts["w"] = "[<gate: 4/tp | up: 4/tp> 2]"
+    (one,) = survey(layouts, {"w": (16,)}).tensors
+    assert find_bands(one, 0) == [Band("gate", 0, 7), Band("up", 8, 15)]
+
+
+def test_three_cut_dims_are_a_drawing_for_each_part_of_the_first() -> None:
+    layouts = LayoutMap(DeviceMesh.parse_grid("ep=2 tp=2 dp=2"))
+    layouts["w"] = "[e/ep, f/tp, h/dp]"
+    page = Page(layout_html(layouts, {"w": (4, 8, 6)}))
+    captions = [f"dim 0: {run}; dim 1 downwards, dim 2 to the right" for run in ("0-1", "2-3")]
+    assert all(caption in page.words for caption in captions)
+    fills = [attrs["fill"] for tag, attrs in page.tags if tag == "rect"]
+    swatches = [str(attrs["style"])[-7:] for _, attrs in page.tags if attrs.get("class") == "swatch"]
+    assert fills == swatches == [colour(number).fill for number in range(8)], "each box as in the legend"
+
+
+def test_a_timeline_has_each_work_in_its_cycle() -> None:
+    made = make_schedule("interleaved", num_runs=4, num_stages=2, num_chunks=2)
+    page = Page(made._repr_html_())
+    titles = [f"{work.direction} of run {work.run}, chunk {work.chunk}, in cycle" for _, work in made.iterate_works()]
+    assert all(page.words.count(title) == 2 for title in titles), "once on each stage"
+    assert len([tag for tag, attrs in page.tags if tag == "rect" and attrs["class"] == "box"]) == 32
+
+
+def test_a_report_has_its_rate_over_time_and_its_fault() -> None:
+    samples = [(second / 10, second * 1_000_000) for second in range(11)]
+    page = Page(report_page(Report("gather", path="model", seconds=1.0), samples))
+    assert "1.0 s from left to right, at most 10.0 MB/s" in page.words
+    assert len([tag for tag, _ in page.tags if tag == "rect"]) == 64
+    fault = CorruptError("up: <b>bad</b>", got="1", want="2", next_step="look")
+    page = Page(report_page(Report("gather", status="failed", exit_code=4, fault=fault)))
+    assert "CorruptErrorup: <b>bad</b>" in page.words
