@@ -110,7 +110,9 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> bool:
 
 def _refuse_missing(own: list[Match]) -> None:
     """Refuse a model that lacks tensors of the recipe of its type, if that recipe knows all of its names."""
-    found = next((found for found in own if found.knows_layers and not found.unknown and found.missing), None)
+    # A few of Hugging Face's own names suffice; those of a trainer, such as norm.weight, may be another one's.
+    near = (found for found in own if found.knows_layers or (found.is_reversed and found.used))
+    found = next((found for found in near if not found.unknown and found.missing), None)
     if found is not None:
         # A lost file may have held what lies in the model once, but not one kind of all layers.
         is_in_layers = "{" in found.missing[0].partition(" ")[0]

@@ -99,7 +99,15 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, si
         try:
             expert_in(name)
         except ValueError:
-            raise _unknown(name, file, "experts without a number in their name") from None
+            raise LayoutError(
+                f"{quote(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
+                tensor=name,
+                rank=file.origin.rank,
+                file=file.origin.path,
+                got="experts without a number in their name",
+                want="an expert's number in the name, or all experts of a layer as GroupedMLP has them",
+                next_step="save with --ckpt-format torch_dist, which records it",
+            ) from None
     try:
         held = count_experts(chunk)
     except ValueError as error:
@@ -116,19 +124,6 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, si
             next_step="check that the files come from one run; if experts are cut in another way, save as torch_dist",
         )
     return held
-
-
-def _unknown(name: str, file: MegatronRankFile, got: str) -> LayoutError:
-    return LayoutError(
-        f"{quote(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
-        tensor=name,
-        rank=file.origin.rank,
-        file=file.origin.path,
-        got=got,
-        want=f"a name in xrank's table, or a rule of {option('layouts')}",
-        next_step="save with --ckpt-format torch_dist, which records it, or give "
-        f"{option('layouts', metavar='FILE')} with this tensor's rule",
-    )
 
 
 def _part_of(

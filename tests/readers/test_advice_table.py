@@ -1,0 +1,203 @@
+"""Every next step of a reader, by what the user does who follows it, and the test that does so mechanically.
+
+Words that the table does not know fail: whoever writes a new advice names the test that follows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import xrank
+from tests.test_error_texts import texts, tree_of
+
+pytestmark = pytest.mark.quick
+
+READERS = Path(xrank.__file__).parent / "readers"
+TESTS = Path(__file__).parents[1]
+
+COPIED = "xrank/testing/reader_contract.py::TestFaults"
+"""The files are again those of the save; the contract of readers gathers them, and every damaged copy is refused."""
+SAVED = "another checkpoint, which its framework makes; the tests of its reader gather it"
+CALLED = "a Python call on a live model is changed"
+NOTHING = "the user looks, and changes nothing"
+
+PART = "a text within another one"
+
+FOLLOWED: Mapping[str, str] = {
+    # files
+    r"(copy|bring|fetch) .*": COPIED,
+    r"rank {}'s, again from where it was saved|nodes without a shared disk keep their own( files)?": COPIED,
+    r"all files must come from one save( of one run)?": COPIED,
+    r"if a save into this folder was interrupted, take another checkpoint|else copy it whole again": COPIED,
+    r"take (another|an earlier) (step|checkpoint)|take a checkpoint whose save finished": COPIED,
+    r"in this one a pipeline stage wrote nothing|run as its owner, let this user read it": COPIED,
+    r"let all ranks save into an empty folder": "readers/test_next_steps.py::test_whatever_is_moved_away",
+    r"move .*|runs with MiCS, whose partitions repeat, are not read": (
+        "readers/test_next_steps.py::test_every_advice_to_move_files_has_a_case"
+    ),
+    r"put (the config\.json of this model into the folder|the model's config\.json into {}|{}|it into {}, then {})": (
+        "readers/test_layout_advice.py::test_a_config_that_is_put_beside"
+    ),
+    # paths
+    r"(if each file is a whole model, |gather each component by itself: )?give ({} as the path|the path (of|to) .*)": (
+        "readers/test_next_steps.py::test_a_path_that_is_advised"
+    ),
+    r"name ({} itself|the checkpoint's own folder)|this marker was tampered with": (
+        "readers/test_next_steps.py::test_a_path_that_is_advised"
+    ),
+    r"(if they are the parts of ranks, )?(gather|give) the (checkpoint|model|Hugging Face folder|ZeRO checkpoint).*": (
+        "readers/test_foreign_kinds.py::test_other_formats_beside_a_model_are_no_hindrance"
+    ),
+    r"(give the model's safetensors files|give another step's folder|the folder of an item|transformers 4 makes).*": (
+        "readers/test_foreign_kinds.py::test_other_formats_beside_a_model_are_no_hindrance"
+    ),
+    r"gather a checkpoint that a ZeRO optimizer saved": COPIED,
+    # options
+    r"choose one(: {}| of them with {part}|: {part})": "readers/test_next_steps.py::test_a_part_that_is_advised",
+    r"choose one with {format}": "readers/test_next_steps.py::test_a_format_that_is_advised",
+    r"leave {(format|part)} out(: formats are recognised)?": (
+        "readers/test_layout_advice.py::test_an_option_that_is_left_out"
+    ),
+    r"correct {world_size}": "readers/test_next_steps.py::test_a_number_of_ranks_that_is_advised",
+    r"leave it out with {exclude}": "readers/test_layout_advice.py::test_a_value_that_is_left_out",
+    r"if you trust its writer, leave out {strict_pickles}": (
+        "readers/test_foreign_names.py::test_class_of_the_user_is_refused_if_asked_for"
+    ),
+    r"give {layouts}( with (this tensor's layout|its layout))?": (
+        "readers/test_layout_advice.py::test_a_layout_file_that_is_given"
+    ),
+    r'give a rule like "{}" = "flat\(a \[7, 10\], b \[7\]\)/~fsdp" by {layouts}': (
+        "readers/test_layout_advice.py::test_numbers_of_a_flat_buffer"
+    ),
+    r"give ({base_model}|the base model that was trained)(, whose shapes decide)?|if shards of two saves lie.*": (
+        "readers/test_layout_advice.py::test_a_base_model_that_is_given"
+    ),
+    r"give {base_model}, whose config\.json wins": (
+        "readers/test_layout_advice.py::test_a_base_model_whose_config_wins"
+    ),
+    # layout files
+    r"write numbers into the layout|write one rule per buffer name|save only one of the two": (
+        "readers/test_layout_advice.py::test_numbers_of_a_flat_buffer"
+    ),
+    r"correct the (layout file|mesh of the layout file)|its axes are tp and etp|add a table like \[mesh\] .*": (
+        "readers/test_layout_advice.py::test_a_layout_file_that_is_given"
+    ),
+    r"write rules for that tensor and for this one that match their names only|keep one of them"
+    r"|write patterns into the layout file of which only one matches each name": (
+        "readers/test_layout_advice.py::test_rules_that_match_too_much"
+    ),
+    r"take the tensor's rule out of the layout file": "readers/test_layout_advice.py::test_a_rule_that_is_taken_out",
+    # other programs
+    r"let (the training run|all ranks|the ranks?|rank {}|{}) (save|write)( .*)?": SAVED,
+    r"(save|load|write|convert|run|reduce|redistribute|have) .*|make the module with .*": SAVED,
+    r"give (the layers tensors|each layer a key) .*|tie the tensor .*": SAVED,
+    r"stage 3 saves no others|all ranks must come from one run( and step)?|leave one of them out": SAVED,
+    r"with a stage of ZeRO|their layouts beside them": SAVED,
+    r"(check that the files come from one run|if experts are cut in another way, save as torch_dist)": SAVED,
+    # live models
+    r"give (a state dict of DTensors|all ranks|each chunk|mesh=|the mesh|the module).*|none if Megatron's .*": CALLED,
+    r"(set num_local_experts|materialise|export|make (it|FSDP|the call)) .*|its state dict|on its final device": CALLED,
+    # looks
+    r"check .*|do not use this .*|report it to the authors of .*|nothing was written|if all are there, {}": NOTHING,
+    r"if the rank had no piece for it, {}|where it was written|the node of rank {}|ranks? {}|{}, pickled whole": PART,
+    r"{}, then {}|{}": PART,
+}
+"""Expression for a clause of advice, and the test that follows it, or why none does."""
+
+
+class _Advice(ast.NodeVisitor):
+    """Collects the texts of next steps in a module."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.names: dict[str, list[ast.expr]] = {}
+        self.found: list[ast.expr] = []
+        self.places: dict[str, int] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        self.names.setdefault(target.id, []).append(node.value)
+            if isinstance(node, ast.ClassDef):
+                fields = [part.target.id for part in node.body if isinstance(part, ast.AnnAssign)]  # type: ignore[union-attr]
+                if "next_step" in fields:
+                    self.places[node.name] = fields.index("next_step")
+        self.visit(tree)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        self.found += [keyword.value for keyword in node.keywords if keyword.arg == "next_step"]
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if name == "advise":
+            self.found += node.args[:1]
+        if name in self.places and len(node.args) > self.places[name]:
+            self.found.append(node.args[self.places[name]])
+
+
+def with_options(node: ast.expr) -> ast.expr:
+    """Return an expression in which ``option("name")`` is the text ``{name}``."""
+
+    class Named(ast.NodeTransformer):
+        def visit_FormattedValue(self, part: ast.FormattedValue) -> ast.AST:
+            call = part.value
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "option":
+                return ast.Constant(f"{{{ast.literal_eval(call.args[0])}}}")
+            return part
+
+    return Named().visit(ast.parse(ast.unparse(node), mode="eval")).body  # type: ignore[no-any-return]
+
+
+@cache
+def list_advice() -> dict[str, str]:
+    """Return the texts of all next steps of readers, each with the module that has it."""
+    trees = {path: _Advice(tree_of(path)) for path in sorted(READERS.rglob("*.py"))}
+    shared = {name: values for each in trees.values() for name, values in each.names.items() if name.isupper()}
+    found: dict[str, str] = {}
+    for path, each in trees.items():
+        for step in each.found:
+            names = [node.id for node in ast.walk(step) if isinstance(node, ast.Name)]
+            values = [value for name in names for value in each.names.get(name, shared.get(name, []))]
+            for text in _texts([step, *values]):
+                found.setdefault(text, str(path.relative_to(READERS)))
+    return found
+
+
+def _texts(expressions: list[ast.expr]) -> Iterator[str]:
+    for expression in expressions:
+        for text in texts(ast.Module([ast.Assign([], with_options(expression))], [])):
+            if " " in text.strip():
+                yield text
+
+
+def list_clauses(advice: str) -> list[str]:
+    return [clause.strip(" ,") for clause in re.split(r"; (?:or )?|, or\b", advice) if clause.strip(" ,")]
+
+
+def test_every_advice_is_in_the_table() -> None:
+    advice = list_advice()
+    assert len(advice) > 150
+    unknown = {
+        clause: place
+        for text, place in advice.items()
+        for clause in list_clauses(text)
+        if not any(re.fullmatch(one, clause) for one in FOLLOWED)
+    }
+    assert unknown == {}
+
+
+def test_every_line_of_the_table_is_used() -> None:
+    clauses = [clause for text in list_advice() for clause in list_clauses(text)]
+    assert [one for one in FOLLOWED if not any(re.fullmatch(one, clause) for clause in clauses)] == []
+
+
+def test_every_test_of_the_table_exists() -> None:
+    for place in FOLLOWED.values():
+        file, _, name = place.partition("::")
+        if name and place != COPIED:
+            assert re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE), place
