@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,21 @@ def refusal(bench: Bench, kind: type[XrankError], match: str, **options: Any) ->
         gather_checkpoint(bench.workspace, bench.out, **options)
     assert type(caught.value) is kind and bench.names() == before
     assert caught.value.next_step and caught.value.got
+    if 'adapter="separate"' in str(caught.value.next_step):
+        follow_separate(bench, options)
     return caught.value
+
+
+def follow_separate(bench: Bench, options: dict[str, Any]) -> None:
+    """Follow the advice to keep the adapter apart: each tensor of the source is copied, or it is refused again."""
+    out = bench.folder / "as-advised"
+    try:
+        gather_checkpoint(bench.workspace, out, **{**options, **SEPARATE})
+    except XrankError:
+        assert not out.exists()
+        return
+    assert verify_model(out, against=bench.workspace).ok
+    shutil.rmtree(out)
 
 
 class TestChoice:

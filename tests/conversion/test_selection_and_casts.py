@@ -97,6 +97,14 @@ def test_the_base_models_dtypes(bench: Bench) -> None:
         "give --base-model a folder with weights",
     ]
     bench.refused("UsageError", "--dtype", "base", says=says, tensor="embed.weight")
+    # A quantised base model has no type for the values; each half of the advice gives the model.
+    save_file({**want, "up.weight": torch.ones(want["up.weight"].shape, dtype=torch.int8)}, base / "model.safetensors")
+    says = ["--dtype base: up.weight cannot be cast to I8", "choose another --dtype, or a base model that is not"]
+    bench.refused("UsageError", "--dtype", "base", "--base-model", base, says=says, tensor="up.weight")
+    bench.succeeds(cast(model, torch.float32), "--dtype", "fp32", "--base-model", base)
+    shutil.rmtree(bench.out)
+    save_file(want, base / "model.safetensors")
+    bench.succeeds(want, "--dtype", "base", "--base-model", base)
 
 
 def test_the_config_of_a_base_model_follows_the_cast(bench: Bench) -> None:
