@@ -79,6 +79,10 @@ RIGHT: dict[str, tuple[Shapes, dict[str, Any]]] = {
         | renamed(layers(1, 4), "layers.0", "layers.2"),
         {},
     ),
+    "a first layer without a norm, as ModernBERT's": (
+        without("layers.0.norm"),
+        {"model_type": "pe_audio", "text_config": {"model_type": "modernbert"}},
+    ),
     "a sequence with activations": ({f"net.{number}.weight": (4, 4) for number in (0, 2, 4, 6)}, {}),
     "a number beyond those of layers": ({"layers.999999999.a.weight": (4,), "layers.1.a.weight": (4,)}, {}),
 }

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from xrank.recipes.sizes import list_model_types
-
 __all__ = ["Hole", "find_hole"]
 
 _Shape = tuple[int, ...]
 # A longer number is not the index of a layer, and would make a mask of as many bits.
 _INDEX = re.compile(r"\.(\d{1,5})(?=\.)")
 _OF_QUANTIZER = re.compile(r"[._:][^.]*(scale|absmax|quant|zero_?point|zeros|g_idx|blocks|packed|qdata|amax)[^.]*$")
-_UNEVEN = re.compile(".*modernv?bert.*|pp_doclayout_v3")
-"""Model types whose first layer lacks a norm, or whose lists leave out numbers."""
+_UNEVEN = re.compile(".*modernv?bert.*|longcat_flash|pp_doclayout_v3|udop")
+"""Model types whose first layer lacks a norm, or whose lists hold modules without tensors, or with tied ones."""
 _OF_LAYERS = re.compile("layer|dense|share|skip|period|interval|freq|step|every|pattern|stride|ratio|sparse")
 
 
@@ -69,7 +67,7 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
         shapes: shape of each tensor by name.
         config: the content of config.json; None: unknown.
     """
-    if any(map(_UNEVEN.fullmatch, list_model_types(config))):
+    if any(map(_UNEVEN.fullmatch, _list_types(config or {}))):
         return None
     for modules in _collect_lists(shapes):
         numbers = modules.numbers
@@ -81,6 +79,14 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
         if hole is not None:
             return hole
     return None
+
+
+def _list_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the model types in a config, of models within the model, too."""
+    yield str(config.get("model_type"))
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _list_types(value)
 
 
 def _collect_lists(shapes: Mapping[str, _Shape]) -> list[_Modules]:

@@ -58,7 +58,7 @@ def _gather(cell: Cell, root: Path) -> subprocess.CompletedProcess[str]:
     checkpoint, base = root / cell.name / cell.checkpoint, root / "base" / cell.base_model
     command = [sys.executable, "-m", "xrank", "gather", str(checkpoint), "--out", str(out)]
     command += [] if any(checkpoint.rglob("config.json")) else ["--base-model", str(base)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=900)
 
 
 def _compare(cell: Cell, root: Path, ended: subprocess.CompletedProcess[str]) -> Result:
@@ -157,15 +157,16 @@ def main() -> int:
     _silence()
     results: list[Result] = []
     root = arguments.root.resolve()
+    record = root / "results.json"
+    earlier = json.loads(record.read_text()) if record.exists() else []
+    found = {fields["name"]: Result(**fields) for fields in earlier}
     cells = [cell for cell in choose_cells(arguments.texts) if (root / cell.name / "reference").exists()]
     with ThreadPoolExecutor(2) as pool:  # gathers run ahead; transformers itself is not safe in threads
         for cell, ended in zip(cells, pool.map(_gather, cells, [root] * len(cells)), strict=True):
             results.append(result := _compare(cell, root, ended))
+            found[result.name] = result  # a run that is cut short leaves what it found
+            record.write_text(json.dumps([vars(each) for each in found.values()], indent=1))
             print(f"{result.name}  {f'exit {result.exit_code}  ' if result.fault else 'ok'}{result.fault}", flush=True)
-    record = root / "results.json"
-    earlier = json.loads(record.read_text()) if record.exists() else []
-    found = {fields["name"]: Result(**fields) for fields in earlier} | {result.name: result for result in results}
-    record.write_text(json.dumps([vars(result) for result in found.values()], indent=1))
     if arguments.table:
         arguments.table.write_text(write_table(found[name] for name in CELLS if name in found))
     print(f"{sum(not result.fault for result in results)} of {len(results)} cells are right")
