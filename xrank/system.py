@@ -31,6 +31,7 @@ __all__ = [
     "available_memory_nbytes",
     "c_function",
     "c_library",
+    "count_cores",
     "descriptor_limit",
     "free_nbytes",
     "peak_rss_nbytes",
@@ -152,6 +153,11 @@ def c_function(name: str) -> Any:
 def user_id() -> int:
     """Return this process's user, as files record their owner."""
     return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def descriptor_limit() -> int:

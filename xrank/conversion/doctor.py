@@ -99,8 +99,7 @@ def _version_of(package: str) -> str | None:
 
 def _machine() -> Iterator[Check]:
     yield "machine", "system", None, f"{platform.system()} {platform.release()}, {platform.machine()}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield "machine", "cores", None, f"{cores}, of which a gather uses {default_workers()} by default"
+    yield "machine", "cores", None, f"{system.count_cores()}, of which a gather uses {default_workers()} by default"
     free = system.available_memory_nbytes()
     if free is not None:
         yield "machine", "memory", None, f"{size_text(free)} available"

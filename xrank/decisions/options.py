@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.plan.executor import Budget
+from xrank.system import count_cores
 
 __all__ = [
     "AdapterChoice",
@@ -61,7 +62,7 @@ def dtype_choice(dtype: Any) -> DTypeChoice:
 
 def default_workers() -> int:
     """Return the default number of threads of a process: NFS servers choke on more than a few."""
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(4, count_cores())
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from xrank.ranks.link import Link
 from xrank.ranks.meeting import CALL, Meeting
 from xrank.ranks.peer import Peer, process_space
 from xrank.ranks.wire import Message
+from xrank.system import count_cores
 
 __all__ = ["RanksApartError", "meet"]
 
@@ -263,7 +264,7 @@ def _circle(
     meeting: Meeting, board: Board, bells: Bells, links: Mapping[int, Link], peers: Mapping[int, Peer]
 ) -> Circle:
     wire = HostWire(meeting.ranks, meeting.rank, board, bells, links, peers)
-    has_own_processor = len(meeting.ranks) <= len(os.sched_getaffinity(0))
+    has_own_processor = len(meeting.ranks) <= count_cores()
     spin_seconds = _SPIN_SECONDS if has_own_processor else 0.0
     return Circle(meeting.ranks, meeting.rank, wire, peers, spin_seconds=spin_seconds)
 
