@@ -35,7 +35,7 @@ from xrank.layout import DeviceMesh
 
 NUM_RANKS = 4
 _MOMENT_SECONDS = 0.3
-_WAIT_SECONDS = 60
+_WAIT_SECONDS = 100
 
 
 def train(rank: int, seed: int, ready: int) -> None:

@@ -1,7 +1,7 @@
 """Silent faults of Megatron-core, found by `check_gradients`: ``megatron_faults.py RANK WORLD FOLDER`` is one rank.
 
-The faults are findings 1, 2, 10 and 11 of NVIDIA/Megatron-LM#7452, which reports each with a script of its own; these
-are the ones whose gradients two CPU ranks show with the installed version. Megatron's own functions, wrapper and
+The faults are findings 1, 2, 9, 10 and 11 of NVIDIA/Megatron-LM#7452, which reports each with a script of its own. Two
+CPU ranks show their gradients with the installed version. Megatron's own functions, wrapper and
 finalizer run; the check gets the wrapper, and gradients of one process. The rank leaves its findings in
 ``FOLDER/<rank>.json``.
 """
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -66,6 +67,18 @@ class Heads(torch.nn.Module):
         return mappings.reduce_from_tensor_model_parallel_region((heads * self.out_norm).sin().sum(1)) * self.other
 
 
+class Scale(torch.nn.Module):
+    """A scale, and a loss of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(1 + draw(WIDTH, seed=9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token."""
+        return (x * self.scale).sin().sum(-1)
+
+
 def smoothed_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the loss that Megatron documents, of whole logits (cross_entropy.py)."""
     logs = torch.log_softmax(logits, -1)
@@ -86,14 +99,16 @@ def check(
     reference: dict[str, Any],
     config: TransformerConfig,
     num_tokens: int | None = None,
+    *,
+    along: str = "tp",
 ) -> list[dict[str, Any]]:
     """Train a step with Megatron's wrapper and finalizer, and return what the check finds."""
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), module)
     loss(ddp).backward()
     finalize_model_grads([ddp], None if num_tokens is None else torch.tensor(num_tokens))
     ours = GradientConfig(sequence_parallel=config.sequence_parallel, calculate_per_token_loss=num_tokens is not None)
-    world = config.tensor_model_parallel_size
-    plan = GradientPlan.from_module(module, megatron_views(world, tp=world, etp=1), ours)
+    world = dist.get_world_size()
+    plan = GradientPlan.from_module(module, megatron_views(world, **{"tp": 1, "etp": 1, along: world}), ours)
     found = check_gradients(ddp, plan, reference=reference).findings
     return [
         {"kind": one.kind, "name": one.name, "ranks": one.ranks, "factor": one.factor, "message": one.message}
@@ -186,6 +201,28 @@ def check_router(rank: int, world: int, *, masked: bool) -> list[dict[str, Any]]
     return check(Routed().train(), lambda module: module(masked), reference, config, num_tokens)
 
 
+def check_parts(rank: int, world: int, *, masked: bool) -> list[dict[str, Any]]:
+    """Return the findings of a loss of parts of a sequence along cp, with unequal numbers of tokens or not (finding 9).
+
+    The schedule divides the sum of each rank by that rank's own number of tokens.
+    """
+    config = TransformerConfig(
+        num_layers=2, hidden_size=WIDTH, num_attention_heads=2, use_cpu_initialization=True, context_parallel_size=world
+    )
+    tokens = draw(_TOKENS * world, WIDTH, seed=10)
+    is_counted = torch.arange(len(tokens)) < len(tokens) - (_TOKENS - 1 if masked else 0)
+    own, counted = tokens.chunk(world)[rank], is_counted.chunk(world)[rank]
+
+    def loss(module: Any) -> torch.Tensor:
+        total = (module(own) * counted).sum()
+        return forward_step_calc_loss(
+            module, total, lambda total: (total, counted.sum().int(), {}), config, None, False, 1, []
+        )[0]
+
+    whole = gradients_alone(Scale(), lambda module: (module(tokens) * is_counted).sum() / is_counted.sum())
+    return check(Scale(), loss, whole, config, along="cp")
+
+
 def main(rank: int, world: int, folder: str) -> None:
     """Check all faults, and the same steps without them."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -200,6 +237,12 @@ def main(rank: int, world: int, folder: str) -> None:
         "norm of heads": check_heads(rank, world),
         "right router": check_router(rank, world, masked=False),
         "masked router": check_router(rank, world, masked=True),
+    }
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1, 1, context_parallel_size=world)
+    found |= {
+        "right parts": check_parts(rank, world, masked=False),
+        "masked parts": check_parts(rank, world, masked=True),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

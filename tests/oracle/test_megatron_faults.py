@@ -42,6 +42,8 @@ def test_reported_faults_are_named_with_their_factor(tmp_path: Path) -> None:
         "norm of heads": {("reference", "out_norm")},
         "right router": set(),
         "masked router": {("scale", "router.weight")},
+        "right parts": set(),
+        "masked parts": {("reference", "scale")},
     }
     (router,) = first["masked router"]
     assert router["factor"] == pytest.approx(2, rel=1e-4)
