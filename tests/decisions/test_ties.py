@@ -136,7 +136,9 @@ def test_a_head_keeps_its_name_among_names_of_the_hub(tmp_path: Path) -> None:
         "model.norm.weight": torch.rand(4),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN_VL, **TIED}))
+    # A family without a recipe, which would miss the layers.
+    family = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_VL, **TIED, **family}))
     gather_checkpoint(tmp_path, tmp_path / "out")
     assert load_file(tmp_path / "out/model.safetensors").keys() == tensors.keys() - {"lm_head.weight"}
 
