@@ -224,7 +224,7 @@ class GatherExchange:
         self.circle.end_body()
         self.is_leaving = True
         if self.circle.rank == self.circle.first:
-            if self.circle.has_open_bodies:
+            if self.circle.find_open_bodies():
                 # Bodies get the timeout anew: they may take as long as the ranks' arrival may.
                 self.circle.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
             self.circle.release()

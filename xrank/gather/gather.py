@@ -152,7 +152,7 @@ class Gather(AbstractContextManager[list[Any]]):
         self._close(opened)
 
     def _fail(self, error: BaseException) -> None:
-        """Report the error, and bring this rank to where the others will make their next call."""
+        """Report the error, and leave the call as the other ranks do: their next calls meet."""
         opened = self._open
         assert opened is not None
         if opened.pid == os.getpid():
@@ -203,7 +203,7 @@ class _Open:
 
 
 def _report(report: Callable[[], None], error: BaseException) -> None:
-    """Report an error to the other ranks, whatever happens meanwhile: the error itself is what the user gets."""
+    """Report an error to the other ranks, whatever happens meanwhile: the user gets the error itself."""
     for _ in range(_NUM_REPORTS):
         try:
             report()
@@ -224,7 +224,7 @@ def _copy_own(value: object) -> Any:
 
 
 def _plain_values(tensor: Any) -> Any:
-    """Return a tensor whose elements lie each in a place of its own, as those of the other ranks do."""
+    """Return a tensor whose elements do not share memory, like those of the other ranks."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if 0 in tensor.stride() and tensor.numel() > 1:

@@ -208,19 +208,14 @@ class Circle:
             RankTimeoutError: the deadline passed; `waiting_for` names the ranks whose bodies have not ended.
         """
         if self.rank == self.first:
-            have_ended = lambda: not self._find_open_bodies()  # noqa: E731
-            self._wait(have_ended, self.others, call, deadline, self._find_open_bodies, sleep=Sleep.UNTIL_ALL)
+            have_ended = lambda: not self.find_open_bodies()  # noqa: E731
+            self._wait(have_ended, self.others, call, deadline, self.find_open_bodies, sleep=Sleep.UNTIL_ALL)
         else:
             first, get_status, num_ended = self.first, self.wire.get_status, self._num_ended
             self._wait(lambda: get_status(first, Status.ENDED) >= num_ended, (first,), call, deadline)
 
-    @property
-    def has_open_bodies(self) -> bool:
-        """Whether another rank is known to have ended fewer bodies than this one."""
-        return bool(self._find_open_bodies())
-
-    def _find_open_bodies(self) -> tuple[int, ...]:
-        """Return the other ranks that have ended fewer bodies than this one."""
+    def find_open_bodies(self) -> tuple[int, ...]:
+        """Return the other ranks that are known to have ended fewer bodies than this one."""
         return tuple([r for r in self.others if self.wire.get_status(r, Status.ENDED) < self._num_ended])
 
     def await_arrival(self, rank: int, call: int, deadline: Deadline) -> None:

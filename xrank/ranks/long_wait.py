@@ -2,7 +2,7 @@
 
 It looks for ranks that have ended, and for failures of calls whose ranks are not known. It publishes the ranks that it
 waits for, and finds ranks that wait for each other in different gathers: none of them would ever go on. Ranks of such a
-circle of waits each confirm the part that they know, and raise when all have. After ten seconds it logs what it knows.
+circle of waits each confirm their own part, and raise when all have. After ten seconds a rank logs the absent ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Wait:
 
 
 def parties_of(error: BaseException) -> tuple[Wait, ...]:
-    """Return the waits of ranks that waited for each other, if that is what an error of `LongWait` reports."""
+    """Return the waits of ranks that waited for each other, if an error of `LongWait` reports them."""
     return tuple(getattr(error, "_xrank_parties", ()))
 
 
@@ -151,7 +151,7 @@ class LongWait:
             self._log(awaited, now - self._began)
 
     def end(self) -> None:
-        """Withdraw what was published."""
+        """Withdraw the published wait."""
         if self._published:
             self._published = ""
             with suppress(RankFailedError):  # the store may be gone

@@ -138,14 +138,12 @@ class Meeting:
 
     def _await_announcement(self) -> dict[str, Any]:
         first, pause = self.ranks[0], _PAUSE_SECONDS[0]
-        while (text := self.store.peek(self.name)) is None:
+        while (announced := self.find_announcement()) is None:
             if self.deadline.has_passed:
                 raise self.make_timeout_error((first,))
             self.check([rank for rank in self.ranks if rank != self.rank])
             sleep(min(pause, self.deadline.remaining_seconds))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
-        self.raise_end()
-        announced: dict[str, Any] = json.loads(text)
         if announced["way"] != self.way:
             raise ContradictionError(
                 f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}",
@@ -197,7 +195,7 @@ class Meeting:
 
     def find_end(self) -> FailureRecord | None:
         """Return the failure with which this meeting has ended, if it has."""
-        return self._read_end() or self._read_any_refusal()
+        return _end_of(self._read_announcement()) or self._read_any_refusal()
 
     def end(self, error: BaseException) -> None:
         """On the first rank: leave the reason for the end in the store, for ranks that come later."""
@@ -206,17 +204,23 @@ class Meeting:
             self.announce(ended=record.to_bytes().decode())
 
     def raise_end(self) -> None:
-        """Raise if the first rank has ended the meeting.
+        """Raise if the first rank has ended the meeting, as `find_announcement` does."""
+        self.find_announcement()
+
+    def find_announcement(self) -> dict[str, Any] | None:
+        """Return the first rank's announcement; None before it came.
 
         Raises:
-            RankFailedError: it has; with its reason.
+            RankFailedError: the first rank has ended the meeting; with its reason.
         """
-        if (end := self._read_end()) is not None:
+        announced = self._read_announcement()
+        if (end := _end_of(announced)) is not None:
             raise end.to_error()
+        return announced or None
 
-    def _read_end(self) -> FailureRecord | None:
-        ended = json.loads(self.store.peek(self.name) or "{}").get("ended")
-        return None if ended is None else FailureRecord.from_bytes(ended.encode())
+    def _read_announcement(self) -> dict[str, Any]:
+        announced: dict[str, Any] = json.loads(self.store.peek(self.name) or "{}")
+        return announced
 
     def make_timeout_error(self, absent: Sequence[int]) -> RankTimeoutError:
         """Return the error that names the ranks that did not come."""
@@ -227,6 +231,11 @@ class Meeting:
             want=f"all of {ranks_text(self.ranks)}",
             next_step=f"let all of these ranks {AGAIN}; raise {option('timeout_seconds')} if they are slow",
         )
+
+
+def _end_of(announced: dict[str, Any]) -> FailureRecord | None:
+    ended = announced.get("ended")
+    return None if ended is None else FailureRecord.from_bytes(ended.encode())
 
 
 class _LookOut:

@@ -2,10 +2,10 @@
 
 Each rank publishes its process in the world's store with its first gather. From then on every rank of its host can
 watch it by a pidfd, and the ranks of other hosts by a number that it counts up in the store, whether or not the two
-have met. The connections of the process group and the launcher's other children tell of ranks that have not come yet.
+have met. The connections of the process group, and the launcher's other children, show ends of ranks before they come.
 
-A failed call whose ranks are not known, because they were the error, is published here too: the ranks that wait for
-this one may be in that very call.
+If the list of ranks is itself the error, the ranks of the failed call are not known. Such a failure "at large" is
+published here too: the ranks that wait for this one may be in that call.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from xrank.ranks.store import Store
 __all__ = ["Membership"]
 
 SignOfDeath = Callable[[int], str | None]
-"""Returns why a rank that has not come is known to have ended; None if it is not known."""
+"""Returns the reason why an absent rank has ended; None if the sign does not show its end."""
 
 
 class Membership:
-    """This rank's view of its world; threads may share it.
+    """The processes of a world, as one of its ranks sees them; threads may share it.
 
     Args:
         store: the world's store.
@@ -136,7 +136,7 @@ class Membership:
         return f"its host was not heard from for {now - count.since:.0f} s" if is_over else None
 
     def describe(self, rank: int) -> str:
-        """Return what is known of a rank that is awaited, as a phrase."""
+        """Return the place of an awaited rank's process, as a phrase."""
         peer = self.find_peer(rank)
         if peer is None:
             return "it has not called xrank in this process group"
@@ -146,11 +146,11 @@ class Membership:
 
     @property
     def num_at_large(self) -> int:
-        """Number of such failures of this rank."""
+        """Number of this rank's failures at large."""
         return len(self._at_large)
 
     def report_at_large(self, error: BaseException, call: str) -> FailureRecord:
-        """Publish the failure of a call of this rank, and return its record."""
+        """Publish this rank's failure in a call whose ranks are not known, and return its record."""
         record = replace(FailureRecord.from_error(error, self._rank, call), is_at_large=True)
         self._at_large.append(record.id)
         self.known_failures.add(record.id)
@@ -159,10 +159,10 @@ class Membership:
         return record
 
     def find_at_large(self, ranks: Iterable[int], claim: str) -> FailureRecord | None:
-        """Return the first of such failures of these ranks that is the failure of a call of this rank.
+        """Return the first failure at large of these ranks that belongs to a call of this rank.
 
-        Where this rank failed as well, the two failed the same call. Of several calls that wait for a rank, the first
-        to claim its failure is taken for the one that failed.
+        If this rank failed as well, the two failed the same call. If several calls wait for a rank, its failure belongs
+        to the first that claims it.
 
         Args:
             ranks: awaited ranks.
@@ -182,9 +182,9 @@ class Membership:
         return None
 
     def _pair(self, rank: int) -> bool:
-        """Return whether a rank's failure is taken for that of a call in which this rank failed as well.
+        """Return whether a rank's failure belongs to a call in which this rank failed as well.
 
-        A failure of this rank that another rank has claimed has failed a call there: the two failed different calls.
+        If another rank has claimed this rank's failure, that failed a call there: the two failed different calls.
         """
         paired = self._paired.setdefault(rank, set())
         for failure_id in self._at_large:
@@ -194,9 +194,9 @@ class Membership:
         return False
 
     def is_settled(self, error: RankFailedError, ranks: Sequence[int], claim: str) -> bool:
-        """Return whether a failure is that of another call than the one of these ranks that meets it now.
+        """Return whether a failure belongs to another call than the present one of these ranks.
 
-        It is, if it has failed a call of this rank already, or another list of ranks has claimed it.
+        It does if it has failed a call of this rank already, or if another list of ranks has claimed it.
         """
         failure_id, is_at_large = failure_of(error)
         if error.rank == self._rank and is_at_large:

@@ -6,7 +6,6 @@ into the store. The others connect, which is possible on the same host only, wha
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import select
@@ -281,9 +280,8 @@ def _report_apart(meeting: Meeting) -> RanksApartError:
 
 def _raise_end(meeting: Meeting) -> None:
     """Raise if the first rank has ended the meeting, or found that a rank is apart."""
-    meeting.raise_end()
-    if (text := meeting.store.peek(meeting.name)) is not None:
-        _check_address(json.loads(text))
+    if (announced := meeting.find_announcement()) is not None:
+        _check_address(announced)
 
 
 def _check_address(announced: dict[str, Any]) -> None:
