@@ -1,7 +1,7 @@
 """A rank in one of two pods: it gathers, is intruded on, dies or names the one that died, and writes what it saw.
 
-python -m tests.gather.pod_rank MOMENT FOLDER, by torchrun.
-`MOMENT` is when rank 3 dies: "before" its first gather, or "after".
+python -m tests.gather.pod_rank MOMENT FOLDER VICTIM, by torchrun.
+`VICTIM` is the rank that dies, and `MOMENT` the time: "before" its first gather, or "after".
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def intrude(rank: int) -> dict[str, Any]:
     return got
 
 
-def main(moment: str, folder: str) -> None:
-    """Write what this rank saw."""
+def main(moment: str, folder: str, victim: str) -> None:
+    """Write this rank's results."""
     faulthandler.dump_traceback_later(_WAIT_SECONDS, exit=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends a pod in which a rank died; this one names it first
     dist.init_process_group("gloo")
@@ -86,14 +86,14 @@ def main(moment: str, folder: str) -> None:
     if moment == "after":
         result |= {"right": gather_on_all(rank), "sent": measure_traffic(rank), "intruder": intrude(rank)}
     dist.barrier()
-    if rank == 3:
+    if rank == int(victim):
         kill_self()
     result["death"] = attempt(lambda: gather(rank, ALL))
     Path(folder, f"{rank}.part").write_text(json.dumps(result))
     os.rename(Path(folder, f"{rank}.part"), Path(folder, f"{rank}.json"))
-    # Rank 0's pod has the store: it stays until the others have written.
+    # The first pod has the store: it stays until the others have written.
     end = time.monotonic() + 60
-    while rank == 0 and len(list(Path(folder).glob("*.json"))) < 3 and time.monotonic() < end:
+    while rank < 2 and len(list(Path(folder).glob("*.json"))) < 3 and time.monotonic() < end:
         time.sleep(0.05)
     os._exit(0)
 

@@ -21,27 +21,34 @@ def pods():
         pytest.skip(f"needs root and network namespaces: {why}")
 
 
-def run(moment, folder):
-    def names():
-        return sorted(file.stem for file in folder.glob("*.json"))
+def run(moment, folder, victim=3):
+    others = [rank for rank in range(4) if rank != victim]
+
+    def ranks():
+        return sorted(int(file.stem) for file in folder.glob("*.json"))
 
     written = run_pods(
-        "tests.gather.pod_rank", moment, str(folder),
-        folder=folder, is_over=lambda: names() == ["0", "1", "2"], timeout_seconds=400,
+        "tests.gather.pod_rank", moment, str(folder), str(victim),
+        folder=folder, is_over=lambda: ranks() == others, timeout_seconds=400,
     )  # fmt: skip
-    assert names() == ["0", "1", "2"], written[-6000:]
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
-    assert [result["host"] for result in results] == ["pod0", "pod0", "pod1"]
+    assert ranks() == others, written[-6000:]
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in others]
+    assert [result["host"] for result in results] == [f"pod{rank // 2}" for rank in others]
     for result in results:
         death = result["death"]
-        assert death["error"] == "RankFailedError" and death["rank"] == 3, result
+        assert death["error"] == "RankFailedError" and death["rank"] == victim, result
         assert death["seconds"] < BUSY_SECONDS, result
     print(moment, [round(result["death"]["seconds"], 1) for result in results])
     return results
 
 
-def test_a_death_before_the_first_gather_is_named_in_both_pods(tmp_path):
-    run("before", tmp_path)
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_death_before_the_first_gather_is_named_in_both_pods(tmp_path, victim):
+    run("before", tmp_path, victim)
+
+
+def test_a_death_of_the_first_rank_is_named_in_both_pods(tmp_path):
+    assert all(all(result["right"]) for result in run("after", tmp_path, 0))
 
 
 def test_pods_gather_over_sockets_and_name_a_death(tmp_path):
