@@ -151,6 +151,13 @@ def save_pieces(folder: Path, model: Model) -> None:
     torch.save({"state": {}}, folder / "optim_0.pt")
 
 
+def save_orbax(folder: Path, model: Model) -> None:
+    pytest.importorskip("tensorstore", reason="pip install xrank[orbax]")
+    from tests.readers.orbax_checkpoints import save_tree
+
+    save_tree(folder / "default", {("params", *name.split(".")): tensor.numpy() for name, tensor in model.items()})
+
+
 READERS: dict[str, Callable[[Path, Model], object]] = {
     "workspace": save_workspace,
     "dcp": save_dcp,
@@ -163,6 +170,7 @@ READERS: dict[str, Callable[[Path, Model], object]] = {
     "bin": lambda folder, model: torch.save(model, folder / "pytorch_model.bin"),
     "torch-save": lambda folder, model: torch.save({"state_dict": model}, folder / "last.ckpt"),
     "torch-checkpointing": save_pieces,
+    "orbax": save_orbax,
 }
 
 

@@ -215,14 +215,18 @@ def _work(arguments: tuple[str, list[str], list[str]]) -> tuple[str, list[str], 
 
 
 def main(chosen: list[str]) -> None:
-    """Write the file anew, or the entries of the model types that are named."""
+    """Write the entries of all model types, or of those that are named.
+
+    Each is written when it is found: a run that is cut short leaves the entries of before for the rest.
+    """
     types: dict[str, tuple[list[str], list[str]]] = {}
     for model_type, name in list_classes():
         types.setdefault(model_type, ([], []))[0].append(name)
     for model_type, name in find_classes():
         if name not in types[model_type][0]:
             types[model_type][1].append(name)
-    equations: dict[str, list[str]] = json.loads(_OUT.read_text())["equations"] if chosen else {}
+    earlier: dict[str, list[str]] = json.loads(_OUT.read_text())["equations"]
+    equations = {key: found for key, found in earlier.items() if key in types}
     work = [(key, *types[key]) for key in chosen or types]
     before, after = 0, 0
     with get_context("spawn").Pool(2) as pool:
