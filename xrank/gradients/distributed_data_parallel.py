@@ -14,6 +14,7 @@ One step, on all ranks alike::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -258,7 +259,7 @@ class DistributedDataParallel(torch.nn.Module):
     def unwrap(self) -> torch.nn.Module:
         """Return the module as before wrapping, between two steps; do not use this object afterwards.
 
-        Parameters that moved into buffers of shards stay there.
+        Parameters that moved into buffers of shards stay there. Compiled graphs are dropped (``torch.compiler.reset``).
 
         Raises:
             GradientError: gradients were never exchanged, or stepped parameters were not gathered.
@@ -266,6 +267,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._check_exchanged()
         self._gather.close()
         self._hooks.remove()
+        # torch 2.10 would run this wrapper's graphs for the next wrapper, whose parameters may be frozen otherwise.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
         return self.module
 
     def main_grad(self, name: str) -> torch.Tensor:
