@@ -26,6 +26,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from xrank.integrations.lightning import XrankCallback
+
 CASES = {
     "file": False,
     "tied": True,
@@ -126,6 +128,8 @@ def main(folder: str, case: str) -> None:
         "deepspeed3": lambda: {"strategy": DeepSpeedStrategy(stage=3), "devices": 2},
     }.get(case, dict)()
     callbacks: list[Callback] = [Expected(place / "expected")]
+    if case not in ("fsdp", "averaged"):
+        callbacks.append(XrankCallback(place / "models"))
     if case == "averaged":
         callbacks.append(WeightAveraging())
     trainer = lightning.Trainer(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnConfig", "override_config", "read_own_config"]
 
-_WRAPPED = ("_orig_mod", "module")
-"""Attributes in which wrappers keep the inner module: torch.compile's OptimizedModule; DistributedDataParallel etc."""
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "module")
+"""Attributes in which wrappers keep the inner module: torch.compile's, FSDP1's; DistributedDataParallel's etc."""
 
 
 @dataclass(frozen=True, slots=True)

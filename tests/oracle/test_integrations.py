@@ -1,0 +1,63 @@
+"""Frameworks that call xrank at their saves: the folders equal `save_pretrained` of the state that they gather."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conversion.exported import assert_same_folder
+
+# Two ranks import torch, transformers and DeepSpeed in each launch.
+pytestmark = pytest.mark.timeout(600)
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+QUICK = ("trainer-fsdp1", "trainer-fsdp2", "trainer-zero3", "accelerate-zero2", "accelerate-fsdp2")
+SLOW = ("trainer-ddp", "trainer-zero1", "trainer-zero2", "accelerate-fsdp1", "accelerate-zero3")
+
+
+def launch(folder: Path, cases: tuple[str, ...]) -> Path:
+    """Run each way to shard in a launch of its own: accelerate keeps the choice in globals."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    for engine in sorted({case.split("-")[1].rstrip("123") for case in cases}):
+        chosen = [case for case in cases if case.split("-")[1].startswith(engine)]
+        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += ["-m", "tests.oracle.integrate", str(folder), *chosen]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert ended.returncode == 0, ended.stderr[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launch(tmp_path_factory.mktemp("quick"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launch(tmp_path_factory.mktemp("slow"), SLOW)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_a_save_is_a_model_folder(quick: Path, case: str) -> None:
+    assert_same_folder(quick / case / "made", quick / case / "want")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_blocks_of_the_page_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    exec(compile(blocks[number], PAGE.name, "exec"), {"__name__": "page"})
+    made = {"models/checkpoint-2", "checkpoints/1/huggingface", "steps/step-2", "export_verl"}
+    assert sum((tmp_path / one / "model.safetensors").exists() for one in made) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_so_is_it_from_other_engines(slow: Path, case: str) -> None:
+    assert_same_folder(slow / case / "made", slow / case / "want")
