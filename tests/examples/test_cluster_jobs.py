@@ -77,8 +77,9 @@ def test_the_batch_script(tmp_path: Path, checkpoint: Path) -> None:
     done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "ok  1 tensor" in done.stdout, done.stdout + done.stderr
     assert xrank.verify_model(tmp_path / "out").ok
+    script = [EXAMPLES / "gather.sbatch", checkpoint / "none", tmp_path / "other"]
     done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "exists already" in done.stderr
+    assert done.returncode == 2 and not (tmp_path / "other").exists()
 
 
 def test_the_task(tmp_path: Path, checkpoint: Path) -> None:
