@@ -79,7 +79,7 @@ def test_the_batch_script(tmp_path: Path, checkpoint: Path) -> None:
     assert xrank.verify_model(tmp_path / "out").ok
     script = [EXAMPLES / "gather.sbatch", checkpoint / "none", tmp_path / "other"]
     done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and not (tmp_path / "other").exists()
+    assert done.returncode == 3 and not (tmp_path / "other").exists()
 
 
 def test_the_task(tmp_path: Path, checkpoint: Path) -> None:
