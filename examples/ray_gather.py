@@ -27,7 +27,7 @@ def main(source: str, out: str) -> None:
     """Run the task, and print what it wrote; an error of xrank's arrives as it was raised."""
     ray.init(log_to_driver=False)
     report = ray.get(gather.remote(source, out, workers=2, overwrite=True))
-    print(f"{report['output']['num_tensors']} tensors in {out}, {report['seconds']:.1f} s")
+    print(f"wrote {out}: {report['output']['nbytes']:,} bytes of tensors in {report['seconds']:.1f} s")
 
 
 if __name__ == "__main__":
