@@ -101,6 +101,7 @@ FOLLOWED: Mapping[str, str] = {
     r"with a stage of ZeRO|their layouts beside them": SAVED,
     r"(check that the files come from one run|if experts are cut in another way, save as torch_dist)": SAVED,
     # live models
+    r"for other calls, make them within .*": CALLED,
     r"give (a state dict of DTensors|all ranks|each chunk|mesh=|the mesh|the module).*|none if Megatron's .*": CALLED,
     r"(set num_local_experts|materialise|export|make (it|FSDP|the call)) .*|its state dict|on its final device": CALLED,
     # looks
