@@ -87,7 +87,7 @@ def test_messages_as_json(bench: Bench) -> None:
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
     assert [line["level"] for line in lines] == ["debug", "info", "debug"]
     assert lines[0]["message"].startswith("plan: 5 tensors in 1 file, ") and lines[2]["message"].endswith("B/s")
-    failed = json.loads(run("gather", bench.workspace, "-o", bench.out, "--log-json").stderr)
+    failed = json.loads(run("gather", bench.workspace, "-o", bench.out, "--dtype", "bf16", "--log-json").stderr)
     assert (failed["level"], failed["exit_code"], failed["error"]["type"]) == ("error", 2, "OutputExistsError")
 
 

@@ -562,7 +562,8 @@ def test_a_report_page_is_written_after_success_and_failure(bench: Bench) -> Non
     assert ended.exit_code == 0 and f"\nreport  {page}\n" in ended.stdout, ended.stderr
     assert "every element exactly once" in page.read_text() and "model.safetensors" in page.read_text()
     refusal(
-        run("gather", bench.workspace, "--out", bench.folder / "model", "--report", page, "--json"), "OutputExistsError"
+        run("gather", bench.workspace, "--out", bench.folder / "model", "--dtype", "bf16", "--report", page, "--json"),
+        "OutputExistsError",
     )
     assert "OutputExistsError" in page.read_text() and "--overwrite" in page.read_text()
     missing = bench.folder / "no" / "report.html"

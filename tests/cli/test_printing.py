@@ -17,7 +17,7 @@ import torch
 
 import xrank
 from tests.cli.bench import Bench, Ended, refusal, run
-from tests.conversion.made_workspaces import RUN, STEP, assert_holds, leave, leave_plain, state_of
+from tests.conversion.made_workspaces import RUN, STEP, assert_holds, leave, leave_plain, made_model, state_of
 from tests.sampled import sampled
 from xrank.cli.command import Output
 
@@ -152,7 +152,7 @@ def test_quiet(bench: Bench) -> None:
     leave(bench.workspace)
     ended = run("gather", "--workspace", bench.workspace, "--out", bench.out, "-q")
     assert (ended.exit_code, ended.stdout, ended.stderr) == (0, f"{bench.out}\n", "")
-    ended = run("gather", "--workspace", bench.workspace, "--out", bench.out, "-q")
+    ended = run("gather", "--workspace", bench.workspace, "--out", bench.out, "--dtype", "bf16", "-q")
     assert ended.stdout == ""
     assert ended.stderr.startswith("xrank: OutputExistsError: ")
     assert run("clean", bench.folder, "-q") == Ended(0, "", "")  # nothing has a path: no empty line either
@@ -275,6 +275,7 @@ def test_a_stream_that_takes_nothing_changes_nothing(bench: Bench, script: str) 
     assert b"Traceback" not in ended.stderr
     assert_holds(bench.out, model)
     # Refused, it says so by its status.
+    leave(bench.workspace, made_model(1))
     ended = shell(script, bench)
     assert ended.returncode == 2, ended.stderr
     assert b"Traceback" not in ended.stderr

@@ -167,6 +167,8 @@ def _rows(report: Report, *, is_verbose: bool) -> list[tuple[str, str]]:
         return [*rows, *_file_rows(made)]
     if is_verbose:
         rows += _file_rows(made)
+    if "made-before" in dict(report.notes):
+        return [*rows, ("found", f"{report.path}: {files}, {size_text(report.nbytes)}; see the note")]
     speed = size_text(report.nbytes / max(report.seconds, 1e-9))
     resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
     companions = f"; with {', '.join(made.companions)}" if made.companions else ""

@@ -69,6 +69,8 @@ def _rows(report: Report) -> list[tuple[str, str]]:
             ("file", f"{file.name}: {size_text(file.nbytes)}, {plural(file.num_tensors, 'tensor')}") for file in files
         ]
         return rows
+    if "made-before" in dict(report.notes):
+        return [*rows, ("found", f"{report.path}: {states}; see the note")]
     speed = size_text(report.nbytes / max(report.seconds, 1e-9))
     resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
     companions = f"; with {', '.join(made.companions)}" if made.companions else ""
