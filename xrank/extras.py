@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from xrank.errors import UsageError
 
-__all__ = ["require_torch"]
+__all__ = ["require_cryptography", "require_torch"]
 
 
 def require_torch(what: str) -> None:
@@ -23,14 +23,23 @@ def require_torch(what: str) -> None:
     Raises:
         UsageError: it is not; the error names the extra that installs it.
     """
+    _require(what, "torch", "torch 2.10 or newer", "torch")
+
+
+def require_cryptography(what: str) -> None:
+    """Check that cryptography is installed, as `require_torch` does."""
+    _require(what, "cryptography", "cryptography 42 or newer", "sign")
+
+
+def _require(what: str, module: str, want: str, extra: str) -> None:
     try:
-        is_there = "torch" in sys.modules or find_spec("torch") is not None
+        is_there = module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):  # an import hook refuses it, or sys.modules bars it
         is_there = False
     if not is_there:
         raise UsageError(
-            f"{what} needs torch, which is not installed",
-            got="xrank without torch",
-            want="torch 2.10 or newer",
-            next_step="run pip install 'xrank[torch]'",
+            f"{what} needs {module}, which is not installed",
+            got=f"xrank without {module}",
+            want=want,
+            next_step=f"run pip install 'xrank[{extra}]'",
         )

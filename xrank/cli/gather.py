@@ -73,6 +73,10 @@ __all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
     "--verify/--no-verify", default=None, help="Read the output back before the rename.  [default: with --overwrite]"
 )
 @click.option(
+    "--sign", type=PATH, metavar="KEY", help="Sign the output with a private key (PEM), for model-signing and verify."
+)
+@click.option("--attest", is_flag=True, help="With --sign: add a signed statement about source, ranks, step and casts.")
+@click.option(
     "--strict-pickles", is_flag=True, help="Refuse pickles that name code of no known framework, also in unread parts."
 )
 @click.option("--report", "page", type=PATH, metavar="FILE", help="Write a page with source, proof, notes and rates.")

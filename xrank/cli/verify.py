@@ -24,7 +24,9 @@ __all__ = ["verify_command"]
     "verify",
     cls=Command,
     short_help="Read every byte and compare digests, checksums and replicas.",
-    examples=["verify model", "verify checkpoint-2000 --against model"],
+    examples=[
+        *("verify model", "verify checkpoint-2000 --against model", "verify model --public-key key.pub"),
+    ],
 )
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="PATH2", help="Compare with this model or checkpoint, value by value.")
@@ -34,6 +36,8 @@ __all__ = ["verify_command"]
 @options.part("PATH")
 @options.world_size("PATH")
 @options.adapter_config("The adapter_config.json that the gather was run with.")
+@click.option("--signature", type=PATH, metavar="FILE", help="Compare with this signature.  [default: PATH/model.sig]")
+@click.option("--public-key", type=PATH, metavar="KEY", help="Public key (PEM) of the signature.")
 @options.max_memory
 @options.workers
 @sharing
@@ -63,6 +67,9 @@ def verify_command(
 
 
 def _rows(report: Report, against: str | None) -> list[tuple[str, str]]:
+    if report.proof.signature is not None:
+        counts = f"{plural(report.made.num_files, 'file')}, {size_text(report.made.files_nbytes)}"
+        return [("ok", f"{counts}: every byte as signed in {report.proof.signature}")]
     counts = f"{plural(report.num_tensors, 'tensor')}, {size_text(report.nbytes)}"
     if against is not None:
         fact = f"every value as in {against}"

@@ -55,6 +55,8 @@ def gather_checkpoint(
     resume: bool = True,
     verify: bool | None = None,
     dry_run: bool = False,
+    sign: str | os.PathLike[str] | None = None,
+    attest: bool = False,
     strict_pickles: bool = False,
     progress: Callable[[int, int], None] | None = None,
     distributed: bool = False,
@@ -94,6 +96,10 @@ def gather_checkpoint(
         resume: whether to keep the finished parts of an interrupted run.
         verify: whether to read the stage back before the rename; None: if an output is replaced.
         dry_run: prove and plan without writing.
+        sign: file of a private key of an elliptic curve (PEM): the folder gets ``model.sig``, which ``model_signing
+            verify key`` and ``verify_model(signature=...)`` accept. Needs ``xrank[sign]``.
+        attest: whether to add ``model.attestation.json``, a signed in-toto statement with the source's files, ranks
+            and step, the recipe and the casts.
         strict_pickles: whether to refuse a source whose pickles name classes or functions that no known framework
             writes, also in parts that the gather leaves out. xrank runs none of them; ``torch.load`` would.
         progress: called with (bytes written so far, bytes in all), on rank 0 alone; an exception that it
@@ -131,6 +137,8 @@ def gather_checkpoint(
         resume=resume,
         verify=verify,
         dry_run=dry_run,
+        sign=sign,
+        attest=attest,
         strict_pickles=strict_pickles,
     )
     path = os.fspath(source)

@@ -35,6 +35,8 @@ def verify_model(
     path: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None = None,
+    signature: str | os.PathLike[str] | None = None,
+    public_key: str | os.PathLike[str] | None = None,
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
     recipe: str | os.PathLike[str] | None = None,
@@ -56,6 +58,9 @@ def verify_model(
     Args:
         path: a model or a checkpoint.
         against: a model or checkpoint to compare with.
+        signature: a bundle of ``gather_checkpoint(sign=...)`` or of model-signing, to compare all files with, in place
+            of the manifest; None with `public_key`: ``model.sig`` in the folder. Needs ``xrank[sign]``.
+        public_key: file of the public key (PEM) that belongs to the signature.
         layouts: a layout file, or its content, for a checkpoint without recorded layouts, either of the two.
         base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`
             it only does the latter.
@@ -93,6 +98,9 @@ def verify_model(
                 want=f"{option('against')}, and a checkpoint that was gathered so",
                 next_step="give both, or neither",
             )
+    if signature is not None or public_key is not None:
+        others = {"against": against, "layouts": layouts, "base_model": base_model, "part": part}
+        return _verify_signature(os.fspath(path), signature, public_key, others, budget.workers, progress, started)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     base = open_base_model(base_model) if base_model is not None else None
     text = os.fspath(path)
@@ -122,6 +130,52 @@ def verify_model(
         found.face = Face.of_function(verify_model)
         fault = found
     return _report(text, time.monotonic() - started, verdict, fault)
+
+
+def _verify_signature(
+    path: str,
+    signature: str | os.PathLike[str] | None,
+    public_key: str | os.PathLike[str] | None,
+    others: Mapping[str, Any],
+    workers: int,
+    progress: Callable[[int, int], None] | None,
+    started: float,
+) -> Report:
+    """Compare a model with its signature, in this process alone."""
+    surplus = next((name for name, value in others.items() if value is not None), None)
+    if public_key is None or surplus is not None:
+        raise UsageError(
+            f"{option('signature')} was given "
+            + ("without a key" if public_key is None else f"with {option(surplus or '')}"),
+            got="no public key" if public_key is None else option(surplus or ""),
+            want=f"{option('public_key')}, and no other comparison",
+            next_step=f"give {option('public_key', metavar='KEY')} alone with it",
+        )
+    from xrank.comparing.signature_check import check_signature  # its packages are not needed otherwise
+
+    proof, counts, fault = ProofFacts(), None, None
+    try:
+        given = None if signature is None else os.fspath(signature)
+        used, num_files, nbytes = check_signature(path, given, os.fspath(public_key), workers, progress)
+        proof = ProofFacts(signature=used)
+        counts = OutputFacts(path=path, num_files=num_files, files_nbytes=nbytes)
+    except UsageError:
+        raise
+    except XrankError as found:
+        found.face = Face.of_function(verify_model)
+        fault = found
+    return Report(
+        command="verify",
+        path=path,
+        status="ok" if fault is None else "failed",
+        exit_code=0 if fault is None else fault.exit_code,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=SourceFacts(path=path),
+        proof=proof,
+        plan=counts,
+        fault=fault,
+    )
 
 
 def _plan_alone(path: str, base: BaseModel | None, choices: Mapping[str, Any]) -> Check:

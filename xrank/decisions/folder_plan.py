@@ -85,7 +85,9 @@ class FolderPlan:
     @cached_property
     def digest(self) -> str:
         """Digest that identifies an interrupted output: the same source, options and output give the same digest."""
-        return digest_of_plan(self.plan, self.options.replicas)
+        # A stage with a signature is no start for an output without one.
+        signing = () if self.options.sign is None else ("signed", str(self.options.attest))
+        return digest_of_plan(self.plan, self.options.replicas, *signing)
 
 
 def plan_gather(

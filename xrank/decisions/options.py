@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from xrank.errors import UsageError
 from xrank.faces import option
+from xrank.formats.signed_statement import read_signing_key
 from xrank.plan.executor import Budget
 from xrank.system import count_cores
 
@@ -86,6 +87,10 @@ class GatherOptions:
     verify: bool | None = None
     """Whether to read the stage back before the rename; None: only if the rename replaces an output."""
     dry_run: bool = False
+    sign: str | os.PathLike[str] | None = None
+    """File of the private key that signs the output."""
+    attest: bool = False
+    """Whether to add a signed statement about the origin of the output."""
     strict_pickles: bool = False
     """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
 
@@ -124,6 +129,7 @@ class GatherOptions:
                 next_step=f"choose with {option('dtype')} what other tensors are cast to, or leave "
                 f"{option('keep_fp32')} out",
             )
+        self._check_signing()
         _ = self.max_shard_nbytes, self.max_memory_nbytes
         if self.workers is not None and self.workers < 1:
             raise UsageError(
@@ -131,6 +137,18 @@ class GatherOptions:
                 got=str(self.workers),
                 want="1 or more",
                 next_step="give such a number, or leave it out",
+            )
+
+    def _check_signing(self) -> None:
+        """Refuse a key that cannot sign now, not after the weights are written."""
+        if self.sign is not None:
+            read_signing_key(os.fspath(self.sign))
+        elif self.attest:
+            raise UsageError(
+                f"{option('attest', True)} was given without {option('sign')}",
+                got="no key",
+                want="a key that signs the attestation",
+                next_step=f"add {option('sign', metavar='KEY')}, or leave {option('attest', True)} out",
             )
 
     def leaves_out(self, name: str) -> bool:

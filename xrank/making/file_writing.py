@@ -108,6 +108,7 @@ def _write_alone(
             writing.target,
             budget=work.budget,
             files=copied,
+            file_hashes=work.file_hashes,
             replicas=work.replicas,
             begin=writing.begin,
             finish=writing.finish,

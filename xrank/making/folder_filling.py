@@ -18,6 +18,7 @@ from xrank.making.rereading import FileDigests
 from xrank.making.work import Work
 from xrank.plan.buffers import OpenSource
 from xrank.plan.digests import digest_text
+from xrank.plan.file_hashes import FileHashes
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.report import FileFacts, OutputFacts, ProofFacts
 from xrank.teams.team import Team
@@ -97,7 +98,7 @@ def make_output(
         help_to_write_files(team, work, out, gather.digest)
         return WrittenOutput(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
     with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
-        made = _fill_stage(gather, work, stage, progress or (lambda done, total: None), team, is_repeatable)
+        made = _fill_stage(gather, work, stage, out, progress or (lambda done, total: None), team, is_repeatable)
         # The last moment to stop: after the commit the output is there, whichever rank has failed.
         team.check_failures()
         stage.commit()
@@ -109,6 +110,7 @@ def _fill_stage(
     gather: FolderPlan,
     work: Work,
     stage: Stage,
+    out: str,
     progress: Callable[[int, int], None],
     team: Team,
     is_repeatable: bool,
@@ -117,26 +119,22 @@ def _fill_stage(
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
     written = write_files(work, stage, progress, team, verify=verify)
-    return WrittenOutput(
-        tuple(_write_small_files(gather, stage, written.digests, written.notes, is_repeatable)), written, written.notes
-    )
+    small = _write_small_files(gather, work, stage, out, written, is_repeatable)
+    return WrittenOutput(tuple(small), written, written.notes)
 
 
 def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Work:
     options = gather.options
     budget = options.budget
-    return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms)
+    windows = None if options.sign is None else FileHashes()
+    return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms, windows)
 
 
 def _write_small_files(
-    gather: FolderPlan,
-    stage: Stage,
-    digests: dict[int, FileDigests],
-    notes: tuple[tuple[str, str], ...],
-    is_repeatable: bool,
+    gather: FolderPlan, work: Work, stage: Stage, out: str, written: WrittenFiles, is_repeatable: bool
 ) -> list[FileFacts]:
     """Write all but the weights, the manifest last; return the weights' files for the report."""
-    plan = gather.plan
+    plan, digests = gather.plan, written.digests
     weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
     files = list(weights)
     own = gather.decision.adapted.weights_file if gather.decision.adapted is not None else None
@@ -163,9 +161,14 @@ def _write_small_files(
         merged=describe_merges(plan),
         transformed=gather.transforms.made_of if gather.transforms is not None else None,
         padding_dropped=gather.padding_dropped,
-        notes=[list(note) for note in (*gather.notes, *notes)],
+        notes=[list(note) for note in (*gather.notes, *written.notes)],
         plan=identify_output(gather.digest, {line.file: line.digest for line in lines}) if is_repeatable else None,
     )
+    if gather.options.sign is not None:
+        from xrank.making.signing import sign_folder  # its packages are not needed otherwise
+
+        names = [file.name for file in files] + [line.file for line in lines]
+        sign_folder(gather, out, stage.path, names, text.encode(), work.file_hashes, stage.write_file)
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, text.encode())
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]

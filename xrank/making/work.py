@@ -10,6 +10,7 @@ from xrank.decisions.transformed_plan import Transforms
 from xrank.layout.nest_table import IntArray
 from xrank.plan.buffers import OpenSource
 from xrank.plan.executor import Budget
+from xrank.plan.file_hashes import FileHashes
 from xrank.plan.planner import Plan
 
 __all__ = ["Work"]
@@ -31,6 +32,8 @@ class Work:
     """By record, the position in the team of the rank whose memory holds it; None: the records are in files."""
     transforms: Transforms | None = None
     """Outputs of a caller's function on a live model's tensors; they are in separate files."""
+    file_hashes: FileHashes | None = None
+    """Hashes the files that this rank writes alone, for a signature."""
 
     def split_files(self, files: Iterable[int]) -> tuple[list[int], list[int]]:
         """Split files by index into copied and transformed ones."""

@@ -17,6 +17,7 @@ from xrank.faces import option
 from xrank.plan.buffers import Source, Target
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.faults import checksum_error
+from xrank.plan.file_hashes import FileHashes
 from xrank.plan.file_parts import FilePart, FinishedFile, make_finished_file
 from xrank.plan.merging import MergedTensors
 from xrank.plan.planner import Plan
@@ -89,6 +90,7 @@ def execute(
     files: Sequence[int] | None = None,
     shares: Mapping[int, Sequence[range]] | None = None,
     checksums: RecordChecksums | None = None,
+    file_hashes: FileHashes | None = None,
     replicas: Literal["verify", "pick"] = "verify",
     begin: Callable[[int], None] = lambda index: None,
     finish: Callable[[FinishedFile], None] = lambda finished: None,
@@ -107,6 +109,7 @@ def execute(
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
             records are checked as far as they are read here; the caller joins the reads of other executions.
         checksums: state of the records that other executions have read; None: none was read.
+        file_hashes: gets each window of the files, which must be whole; None: they are not hashed.
         replicas: "verify" raises if pieces that must be equal differ, "pick" counts the differences.
         begin: called once for each file before its first byte is written, by one thread at a time.
         finish: called for each file after its last byte was written and its sources were checked, by any thread.
@@ -121,6 +124,7 @@ def execute(
         CancelledError: `cancelled` returned True.
     """
     state = _Execution(plan, source, target, replicas, begin, finish, finish_share, cancelled, progress)
+    state.file_hashes = file_hashes
     if checksums is not None:
         state.checksums = checksums
     whole = range(len(plan.files)) if files is None else files
@@ -174,6 +178,7 @@ class _Execution:
         self.extents = SharedExtents(source, target)
         self.checksums = RecordChecksums(plan.source.records, self._mismatch)
         self.merging = MergedTensors()
+        self.file_hashes: FileHashes | None = None
         self._lock = threading.Lock()
 
     def _mismatch(self, record: int, crc: int) -> None:
@@ -232,3 +237,5 @@ class _Execution:
         with self._lock:
             if self.failure is None:
                 self.failure = error
+        if self.file_hashes is not None:
+            self.file_hashes.abort()

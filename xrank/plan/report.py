@@ -100,6 +100,8 @@ class ProofFacts(Facts):
     """Number of tensors whose digest is as in a manifest."""
     manifest: str | None = None
     """Path of the manifest that a model was compared with."""
+    signature: str | None = None
+    """Path of the signature that a model's files were compared with."""
     against: str | None = None
     """Path of the model or checkpoint that was compared, value by value."""
     num_adapter_tensors: int = 0

@@ -20,6 +20,7 @@ from xrank.plan.casts import (
 )
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.faults import difference_error, overflow_error
+from xrank.plan.file_hashes import FileHashes
 from xrank.plan.low_rank import add_low_rank
 from xrank.plan.merging import MergedTensor, MergedTensors
 from xrank.plan.planner import Plan, TensorPlan
@@ -40,6 +41,7 @@ class _Shared(Protocol):
     checksums: RecordChecksums
     extents: SharedExtents
     merging: MergedTensors
+    file_hashes: FileHashes | None
 
     def next_window(self) -> tuple[FileWindows, int] | None: ...
     def window_done(self, file: FileWindows, nbytes: int) -> bool: ...
@@ -98,6 +100,8 @@ class Worker:
         # The window was read and digested in any case; only the writing of shared blocks is left out.
         for start, stop in self._shared.extents.share(file.index, first, nbytes, sorted(runs)):
             self._shared.target.write(file.index, first + start, self._window[start:stop])
+        if self._shared.file_hashes is not None:
+            self._shared.file_hashes.add(file.index, window, self._window[:nbytes])
         # The last worker to finish a window of the file reads the rest of its records: all checksums are then compared
         # before the file is reported as finished.
         if self._shared.window_done(file, nbytes):

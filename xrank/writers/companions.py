@@ -13,6 +13,7 @@ from xrank.errors import IncompleteError, UnsafeError, UsageError
 from xrank.faces import option
 from xrank.formats.json_text import check_json_object
 from xrank.writers.disk import explain_errors
+from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
 
 __all__ = [
     "CompanionFile",
@@ -30,7 +31,7 @@ _WEIGHT_SUFFIXES = (
 )
 # model.safetensors.index.json, pytorch_model.bin.index.fp16.json; not just any index: an unknown one may be needed.
 _WEIGHT_INDEX = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)\.index(\.[^.]+)?\.json")
-_OWN = {"xrank_manifest.json"}
+_OWN = {MANIFEST_NAME, SIGNATURE_NAME, ATTESTATION_NAME}
 
 _WELL_KNOWN = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),

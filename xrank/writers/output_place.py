@@ -25,10 +25,23 @@ from xrank.public_calls import check_no_url
 from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
 
-__all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "check_room", "make_exists_error"]
-__all__ += ["find_other_files", "make_parents"]
+__all__ = [
+    "ATTESTATION_NAME",
+    "MANIFEST_NAME",
+    "SIGNATURE_NAME",
+    "OutputPlace",
+    "check_output",
+    "check_replaceable",
+    "check_room",
+    "make_exists_error",
+]
+__all__ += ["check_room", "find_other_files", "make_exists_error", "make_parents"]
 
 MANIFEST_NAME = "xrank_manifest.json"
+SIGNATURE_NAME = "model.sig"
+"""Bundle of model-signing over the folder's files."""
+ATTESTATION_NAME = "model.attestation.json"
+"""Signed statement about the origin of the folder."""
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -212,8 +225,8 @@ def _check_states(path: str, names: Sequence[str]) -> None:
 
 
 def read_listed_files(path: str) -> set[str]:
-    """Return the manifest's own name and the files that it lists; only the former if it is damaged or missing."""
-    listed = {MANIFEST_NAME}
+    """Return the files that the manifest lists, and those about all of them, which it cannot list."""
+    listed = {MANIFEST_NAME, SIGNATURE_NAME, ATTESTATION_NAME}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         with open(os.path.join(path, MANIFEST_NAME), encoding="utf-8") as file:
             manifest = json.load(file)

@@ -1,0 +1,116 @@
+"""The statement of model-signing about a model's files: the digest of each file, or of each of its shards.
+
+Predicate type and fields are those of model-signing 1.1 (``model_signing/_signing/signing.py``, ``manifest.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xrank.errors import CorruptError
+from xrank.formats.signed_statement import STATEMENT_TYPE
+
+__all__ = ["SignedFiles", "Stretch", "make_files_statement", "read_files_statement"]
+
+_PREDICATE_TYPE = "https://model_signing/signature/v1.0"
+_GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
+_HASHES = ("sha256", "blake2b")
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Bytes of a file with one digest: all of it, or a shard."""
+
+    file: str
+    """Path relative to the model folder, with "/"."""
+    start: int = 0
+    end: int | None = None
+    """One past the last byte; None: the file's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedFiles:
+    """The digests of a signed statement."""
+
+    hash_name: str
+    """Name in hashlib."""
+    shard_nbytes: int | None
+    """Bytes of a shard; None: whole files."""
+    digests: Mapping[Stretch, bytes]
+    ignored: tuple[str, ...]
+    """Paths that the statement leaves out, with all below them."""
+
+
+def make_files_statement(name: str, digests: Mapping[str, bytes], ignored: str) -> dict[str, Any]:
+    """Return the statement about files with these SHA-256 digests.
+
+    By whole files: ``model_signing verify`` has no other way, though its Python API also takes shards.
+
+    Args:
+        name: name of the model.
+        digests: digest by path relative to the model folder, with "/".
+        ignored: the signature's own name.
+    """
+    # model-signing sorts by the parts of a path.
+    files = sorted(digests, key=lambda path: path.split("/"))
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": name, "digest": {"sha256": _hash_all(digests[file] for file in files)}}],
+        "predicateType": _PREDICATE_TYPE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": [ignored, *_GIT_PATHS],
+            },
+            "resources": [{"name": file, "algorithm": "sha256", "digest": digests[file].hex()} for file in files],
+        },
+    }
+
+
+def _hash_all(digests: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def read_files_statement(statement: Mapping[str, Any], path: str) -> SignedFiles:
+    """Return the digests of a statement whose signature was checked.
+
+    Raises:
+        CorruptError: it is not a statement about a model's files, contradicts itself, or uses another digest.
+    """
+    try:
+        if statement["predicateType"] != _PREDICATE_TYPE:
+            raise ValueError(f"predicate type {statement['predicateType']!r}")
+        form = statement["predicate"]["serialization"]
+        hash_name = {"sha256": "sha256", "blake2b": "blake2b", "blake2": "blake2b"}[form["hash_type"]]
+        shard_nbytes = int(form["shard_size"]) if form["method"] == "shards" else None
+        if form["method"] not in ("files", "shards") or (shard_nbytes is not None and shard_nbytes < 1):
+            raise ValueError(f"method {form['method']!r}")
+        digests = {}
+        for resource in statement["predicate"]["resources"]:
+            digests[_stretch(resource["name"], shard_nbytes)] = bytes.fromhex(resource["digest"])
+        if len(digests) != len(statement["predicate"]["resources"]):
+            raise ValueError("a file is named twice")
+        if _hash_all(digests.values()) != statement["subject"][0]["digest"]["sha256"]:
+            raise ValueError("its digests do not agree with their own digest")
+        ignored = (*map(str, form.get("ignore_paths", ())),)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise CorruptError(
+            f"{path} does not sign the files of a model",
+            file=path,
+            got=f"{type(error).__name__}: {error}",
+            want=f"a statement of model-signing 1, by files or shards, with {' or '.join(_HASHES)}",
+            next_step="sign the model again",
+        ) from None
+    return SignedFiles(hash_name, shard_nbytes, digests, (*ignored, *_GIT_PATHS))
+
+
+def _stretch(name: str, shard_nbytes: int | None) -> Stretch:
+    if shard_nbytes is None:
+        return Stretch(name)
+    file, start, end = name.rsplit(":", 2)
+    return Stretch(file, int(start), int(end))

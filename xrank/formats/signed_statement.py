@@ -1,0 +1,175 @@
+"""Signed statements: an in-toto statement in a DSSE envelope in a Sigstore bundle, under an elliptic curve key.
+
+The form is that of model-signing 1.1 (``model_signing/_signing/sign_ec_key.py``, ``sign_sigstore_pb.py``): the media
+type of Sigstore's bundle 0.3, the public key as a hint (SHA-256 of its PEM), no log entries; the signature is over
+DSSE's pre-authentication encoding (secure-systems-lab/dsse, protocol.md). The package cryptography is imported on use.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from xrank.errors import CorruptError, UsageError
+from xrank.extras import require_cryptography
+from xrank.faces import option
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.hashes import HashAlgorithm
+
+__all__ = ["STATEMENT_TYPE", "read_public_key", "read_signed_statement", "read_signing_key", "sign_statement"]
+
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+
+_MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_CURVES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
+_MAX_NBYTES = 2 * 2**30
+
+
+def read_signing_key(path: str) -> EllipticCurvePrivateKey:
+    """Return a private key in PEM.
+
+    Raises:
+        UsageError: it cannot be read, has a password, or is of another kind; or the package cryptography is missing.
+    """
+    require_cryptography("a signature")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+    try:
+        with open(path, "rb") as file:
+            key = serialization.load_pem_private_key(file.read(), None)
+    except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
+        raise _key_error(path, str(error), "private") from None
+    if not isinstance(key, EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
+        raise _key_error(path, type(key).__name__, "private")
+    return key
+
+
+def read_public_key(path: str) -> EllipticCurvePublicKey:
+    """Return a public key in PEM.
+
+    Raises:
+        UsageError: it cannot be read or is of another kind; or the package cryptography is missing.
+    """
+    require_cryptography("a signature")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+    try:
+        with open(path, "rb") as file:
+            key = serialization.load_pem_public_key(file.read())
+    except (OSError, ValueError) as error:
+        raise _key_error(path, str(error), "public") from None
+    if not isinstance(key, EllipticCurvePublicKey) or key.curve.name not in _CURVES:
+        raise _key_error(path, type(key).__name__, "public")
+    return key
+
+
+def sign_statement(statement: dict[str, Any], key: EllipticCurvePrivateKey) -> bytes:
+    """Return the bundle of a statement, as a file holds it."""
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+
+    payload = json.dumps(statement, separators=(",", ":")).encode()
+    signature = key.sign(_encode(payload), ECDSA(_hash_of(key)))
+    bundle = {
+        "mediaType": _MEDIA_TYPE,
+        "verificationMaterial": {"publicKey": {"hint": _hint_of(key.public_key())}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": _PAYLOAD_TYPE,
+            "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": ""}],
+        },
+    }
+    return json.dumps(bundle).encode()
+
+
+def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, Any]:
+    """Return the statement of a bundle after its signature was checked.
+
+    Raises:
+        UsageError: the file cannot be read.
+        CorruptError: it is not such a bundle, or the key did not sign it.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+
+    try:
+        with open(path, "rb") as file:
+            bundle = json.loads(file.read(_MAX_NBYTES))
+        hint = bundle["verificationMaterial"]["publicKey"]["hint"]
+        envelope = bundle["dsseEnvelope"]
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        (signature,) = envelope["signatures"]
+        signed = base64.b64decode(signature["sig"], validate=True)
+        if (bundle["mediaType"], envelope["payloadType"]) != (_MEDIA_TYPE, _PAYLOAD_TYPE):
+            raise ValueError(f"its types are {bundle['mediaType']} and {envelope['payloadType']}")
+    except OSError as error:
+        raise UsageError(
+            f"the signature {path} cannot be read: {error.strerror}", file=path, next_step="give the signature's file"
+        ) from None
+    except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
+        raise CorruptError(
+            f"{path} is not a signature by a key",
+            file=path,
+            got=f"{type(error).__name__}: {error}",
+            want="a Sigstore bundle 0.3 with a DSSE envelope and a public key's hint",
+            next_step="sign the model again, or copy the signature again",
+        ) from None
+    if hint != _hint_of(key):
+        raise _signature_error(path, f"a signature by the key {str(hint)[:16]}", f"one by the key {_hint_of(key)[:16]}")
+    try:
+        key.verify(signed, _encode(payload), ECDSA(_hash_of(key)))
+        statement = json.loads(payload)
+        if statement["_type"] != STATEMENT_TYPE:
+            raise ValueError(f"type {statement['_type']!r}")
+    except InvalidSignature:
+        raise _signature_error(path, "other content than was signed", "the content that the key signed") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _signature_error(path, str(error), "an in-toto statement 1.0") from None
+    result: dict[str, Any] = statement
+    return result
+
+
+def _encode(payload: bytes) -> bytes:
+    return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD_TYPE), _PAYLOAD_TYPE.encode(), len(payload), payload)
+
+
+def _hint_of(key: EllipticCurvePublicKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return hashlib.sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def _hash_of(key: EllipticCurvePrivateKey | EllipticCurvePublicKey) -> HashAlgorithm:
+    from cryptography.hazmat.primitives import hashes
+
+    made: HashAlgorithm = getattr(hashes, _CURVES[key.curve.name])()
+    return made
+
+
+def _key_error(path: str, got: str, kind: str) -> UsageError:
+    name = "sign" if kind == "private" else "public_key"
+    return UsageError(
+        f"{option(name)} must be an elliptic curve's {kind} key",
+        file=path,
+        got=got,
+        want=f"a {kind} key in PEM, without a password, of the curve P-256, P-384 or P-521",
+        next_step="make one with: openssl ecparam -name prime256v1 -genkey -noout -out key.pem; "
+        "openssl ec -in key.pem -pubout -out key.pub",
+    )
+
+
+def _signature_error(path: str, got: str, want: str) -> CorruptError:
+    return CorruptError(
+        f"{path} is not a valid signature of the given key",
+        file=path,
+        got=got,
+        want=want,
+        next_step="do not use the model before its origin is known; check that key and signature belong together",
+    )

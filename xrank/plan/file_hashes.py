@@ -1,0 +1,61 @@
+"""SHA-256 of output files, made in the order of their bytes while windows are in memory, for signatures."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+from xrank.plan.windows import WINDOW_NBYTES
+
+__all__ = ["FileHashes", "hash_file"]
+
+
+class FileHashes:
+    """Hashes the files that one execution makes whole; any thread may add a window.
+
+    SHA-256 takes bytes in their order alone. A thread with a later window waits for its turn: windows are given out in
+    order, so some other thread has the one before.
+    """
+
+    def __init__(self) -> None:
+        self._states = {}  # type: ignore[var-annotated]  # hashlib's type has no public name
+        self._next: dict[int, int] = {}
+        self._turn = threading.Condition()
+        self._is_aborted = False
+
+    def add(self, file: int, window: int, data: memoryview) -> None:
+        """Add a window of a file, as it is written; wait until all before it are added, or another thread failed."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_aborted or self._next.get(file, 0) == window)
+            if self._is_aborted:
+                return
+            state = self._states.setdefault(file, hashlib.sha256())
+        state.update(data)  # outside of both locks: the next window's thread still waits, others work
+        with self._turn:
+            self._next[file] = window + 1
+            self._turn.notify_all()
+
+    def abort(self) -> None:
+        """Let all waiting threads go on: one has failed."""
+        with self._turn:
+            self._is_aborted = True
+            self._turn.notify_all()
+
+    def of_file(self, file: int, nbytes: int) -> bytes | None:
+        """Return the hash of a file of that size; None if another rank or run made some of its windows."""
+        is_whole = self._next.get(file, 0) == -(-nbytes // WINDOW_NBYTES)
+        return self._states[file].digest() if is_whole and file in self._states else None
+
+
+def hash_file(path: str, hash_name: str = "sha256") -> bytes:
+    """Return the hash of a file on disk.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = hashlib.new(hash_name)
+    buffer = memoryview(bytearray(WINDOW_NBYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+    return state.digest()
