@@ -61,7 +61,7 @@ def make(path: str, kind: str, nbytes: int) -> None:
                 if tensor.dim() == 1:
                     weights[name] = torch.randn(tensor.shape, generator=generator).bfloat16()
         workspace = NFSWorkspace(path, rank=rank, world_size=8, run_id="benchmark")
-        workspace.write_configs_and_weights({"model_type": "llama"}, weights, layouts=layouts)
+        workspace.write_configs_and_weights({"model_type": "made"}, weights, layouts=layouts)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -46,7 +46,7 @@ def _measure(folder: str, nbytes: int, rounds: int, model_signing: str) -> dict[
     subprocess.run(
         ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", key], check=True, capture_output=True
     )
-    gather = [*_XRANK, "gather", source, "--out", out, "--recipe", "none", "--quiet"]
+    gather = [*_XRANK, "gather", source, "--out", out, "--quiet"]
     sign = [model_signing, "sign", "key", out, "--signature", f"{out}.sig", "--private_key", key]
     sides: dict[str, Callable[[], None]] = {
         "plain": lambda: _run(gather),
