@@ -33,9 +33,10 @@ __all__ = [
     "check_output",
     "check_replaceable",
     "check_room",
+    "find_other_files",
     "make_exists_error",
+    "make_parents",
 ]
-__all__ += ["check_room", "find_other_files", "make_exists_error", "make_parents"]
 
 MANIFEST_NAME = "xrank_manifest.json"
 SIGNATURE_NAME = "model.sig"
