@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from xrank.cli.main import cli
+from xrank.pictures.stylesheet import ACCENT
 
 _PACKAGES = ("xrank", "xrank.layout", "xrank.errors", "xrank.gradients", "xrank.distribution", "xrank.virtual")
 _WIDTH = 96
+_LOOK = f"""
+:root {{ --md-accent-fg-color: {ACCENT}; --md-typeset-a-color: {ACCENT} }}
+[data-md-color-scheme="slate"] {{ --md-accent-fg-color: #56b4e9; --md-typeset-a-color: #56b4e9 }}
+.md-grid {{ max-width: 76rem }}
+.md-typeset h1, .md-typeset h2 {{ font-weight: 500 }}
+.md-typeset .xrank figure {{ margin: 0; text-align: left }}
+.md-typeset .xrank figcaption {{ font-style: normal; margin: 0 0 .2em; max-width: none }}
+.md-typeset .xrank {{ margin: 1em 0 2em }}
+"""
+"""Colours of xrank's own pages, and room for blocks of 100 columns."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     readme = (Path(config.config_file_path).parent / "README.md").read_text()
     made = {"index.md": readme.replace("](docs/", "]("), "commands.md": _commands(), "reference.md": _reference()}
+    made["assets/xrank.css"] = _LOOK
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, **arguments: object) -> str:
-    """Show links to files of the repository as their paths: the site has no such files."""
+    """Draw pictures, and show links to files of the repository as their paths: the site has no such files."""
+    # Python-Markdown shows the backslash that GitHub takes away.
+    markdown = re.sub(r"^\|.*\|$", lambda row: row[0].replace("\\|", "\u2502"), markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^```python\n((?:(?!```).*\n)*)```\n\n<!-- picture -->$", _draw, markdown, flags=re.MULTILINE)
     return re.sub(r"\[([^\]]*)\]\(\.\./([^)]*)\)", r"\1 (`\2`)", markdown)
+
+
+def _draw(match: re.Match[str]) -> str:
+    """Return a block of Python, and after it what its name `picture` looks like in a notebook."""
+    names: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        exec(match[1], names)  # the repository's own docs, which tests run as well
+    # Without empty lines, which would end the block of HTML.
+    drawn = re.sub(r"\n+", "\n", names["picture"]._repr_html_())
+    return f"{match[0]}\n\n{drawn}"
 
 
 def _commands() -> str:
@@ -47,12 +75,22 @@ def _walk(context: click.Context) -> Iterator[tuple[str, click.Context]]:
             yield from _walk(type(context)(command, parent=context, info_name=name, terminal_width=_WIDTH))
 
 
+def _home_of(package: str, name: str) -> str | None:
+    """Return the module that defines a public name; None for what is no function or class of xrank."""
+    if name.startswith("_"):
+        return None
+    homes = getattr(import_module(package), "_HOMES", {})
+    if name in homes:  # not imported: some need torch
+        return f"{package}.{homes[name]}"
+    home: str | None = getattr(getattr(import_module(package), name), "__module__", None)
+    return home if home is not None and home.startswith("xrank") else None
+
+
 def _reference() -> str:
     pages = ["# Python reference", "The public names, from their docstrings. Names are imported on first use."]
     for package in _PACKAGES:
         pages.append(f"## {package}")
         for name in import_module(package).__all__:
-            home = getattr(getattr(import_module(package), name), "__module__", None)
-            if home is not None and home.startswith("xrank"):
+            if home := _home_of(package, name):
                 pages.append(f"::: {home}.{name}\n    options:\n      heading_level: 3")
     return "\n\n".join(pages)
