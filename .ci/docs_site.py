@@ -6,6 +6,7 @@ import contextlib
 import re
 import tempfile
 from collections.abc import Iterator
+from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **arguments: object) -> str:
     """Draw pictures, and show links to files of the repository as their paths: the site has no such files."""
-    # Python-Markdown shows the backslash that GitHub takes away.
-    markdown = re.sub(r"^\|.*\|$", lambda row: row[0].replace("\\|", "\u2502"), markdown, flags=re.MULTILINE)
+    # Within code, Python-Markdown shows the backslash that GitHub takes away.
+    markdown = re.sub(r"`([^`\n]*\\\|[^`\n]*)`", lambda code: _code(code[1]), markdown)
     markdown = re.sub(r"^```python\n((?:(?!```).*\n)*)```\n\n<!-- picture -->$", _draw, markdown, flags=re.MULTILINE)
     return re.sub(r"\[([^\]]*)\]\(\.\./([^)]*)\)", r"\1 (`\2`)", markdown)
+
+
+def _code(text: str) -> str:
+    """Return code of a table's cell as HTML."""
+    return f"<code>{escape(text.replace(chr(92) + '|', '|')).replace('|', '&#124;')}</code>"
 
 
 def _draw(match: re.Match[str]) -> str:
     """Return a block of Python, and after it what its name `picture` looks like in a notebook."""
     names: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        exec(match[1], names)  # the repository's own docs, which tests run as well
+        exec(match[1], names)  # noqa: S102  the repository's own docs, which tests run as well
     # Without empty lines, which would end the block of HTML.
     drawn = re.sub(r"\n+", "\n", names["picture"]._repr_html_())
     return f"{match[0]}\n\n{drawn}"
@@ -90,7 +96,6 @@ def _reference() -> str:
     pages = ["# Python reference", "The public names, from their docstrings. Names are imported on first use."]
     for package in _PACKAGES:
         pages.append(f"## {package}")
-        for name in import_module(package).__all__:
-            if home := _home_of(package, name):
-                pages.append(f"::: {home}.{name}\n    options:\n      heading_level: 3")
+        homes = ((name, _home_of(package, name)) for name in import_module(package).__all__)
+        pages += [f"::: {home}.{name}\n    options:\n      heading_level: 3" for name, home in homes if home]
     return "\n\n".join(pages)

@@ -24,6 +24,7 @@ from xrank.decisions.transformed_plan import Transforms, plan_transformed
 from xrank.decisions.transforms import Transform
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import AGAIN, option
+from xrank.formats.signed_statement import name_key
 from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
@@ -85,8 +86,10 @@ class FolderPlan:
     @cached_property
     def digest(self) -> str:
         """Digest that identifies an interrupted output: the same source, options and output give the same digest."""
-        # A stage with a signature is no start for an output without one.
-        signing = () if self.options.sign is None else ("signed", str(self.options.attest))
+        # A stage with a signature is not a start for an output without one, or with another key's.
+        signing = (
+            () if self.options.sign is None else (name_key(os.fspath(self.options.sign)), str(self.options.attest))
+        )
         return digest_of_plan(self.plan, self.options.replicas, *signing)
 
 

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
     from cryptography.hazmat.primitives.hashes import HashAlgorithm
 
-__all__ = ["STATEMENT_TYPE", "read_public_key", "read_signed_statement", "read_signing_key", "sign_statement"]
+__all__ = [
+    "STATEMENT_TYPE",
+    "name_key",
+    "read_public_key",
+    "read_signed_statement",
+    "read_signing_key",
+    "sign_statement",
+]
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 
@@ -138,6 +145,11 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
 
 def _encode(payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD_TYPE), _PAYLOAD_TYPE.encode(), len(payload), payload)
+
+
+def name_key(path: str) -> str:
+    """Return the SHA-256 of the public key that belongs to a private one; raises as `read_signing_key` does."""
+    return _hint_of(read_signing_key(path).public_key())
 
 
 def _hint_of(key: EllipticCurvePublicKey) -> str:
