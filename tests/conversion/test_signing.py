@@ -67,6 +67,11 @@ def test_every_file_is_signed_and_verified(signed: tuple[Path, Path]) -> None:
     assert report.ok and report.proof.signature == str(model / "model.sig") and report.made.num_files == len(files)
     ended = run("verify", model, "--public-key", public)
     assert ended.exit_code == 0 and "every byte as signed in" in ended.stdout
+    gathered = run(
+        *("gather", model.parent / "run", "-o", model.parent / "by-command", "--recipe", "none"),
+        *("--sign", model.parent / "key.pem"),
+    )
+    assert f"\nsigned  {model.parent / 'by-command'}/model.sig, every file\n" in gathered.stdout, gathered
 
 
 def test_the_attestation_names_ranks_step_and_config(signed: tuple[Path, Path]) -> None:

@@ -116,7 +116,7 @@ def gather_command(
         )
     arguments["layouts"] = arguments.pop("layout")
     convert = partial(gather_checkpoint, path, arguments.pop("out"), workspace=source is None, **arguments)
-    rows = partial(_rows, is_verbose=output.verbose > 0)
+    rows = partial(_rows, is_verbose=output.verbose > 0, is_signed=arguments["sign"] is not None)
     report_shared(output, convert, rows, timeout=timeout, distributed=distributed, page=page)
 
 
@@ -152,7 +152,7 @@ def output_rows(made: OutputFacts, tied_note: str) -> list[tuple[str, str]]:
     return [*rows, *(("cast", f"{plural(count, 'tensor')} {cast}") for cast, count in casts)]
 
 
-def _rows(report: Report, *, is_verbose: bool) -> list[tuple[str, str]]:
+def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[str, str]]:
     made = report.made
     rows = [source_row(report), proof_row(report), *output_rows(made, "which is written once")]
     if made.merged:
@@ -178,6 +178,10 @@ def _rows(report: Report, *, is_verbose: bool) -> list[tuple[str, str]]:
     companions = f"; with {', '.join(made.companions)}" if made.companions else ""
     companions += "; no config.json: see the note" if "no-config" in dict(report.notes) else ""
     companions += "; a tensor may be missing: see the note" if "missing-tensor" in dict(report.notes) else ""
+    if is_signed:
+        from xrank.writers.output_place import SIGNATURE_NAME  # slow to import for a command's help
+
+        rows.append(("signed", f"{report.path}/{SIGNATURE_NAME}, every file"))
     memory = size_text(report.peak_rss_nbytes)
     rows.append(
         (
