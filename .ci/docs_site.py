@@ -21,7 +21,7 @@ from xrank.pictures.stylesheet import ACCENT
 _PACKAGES = ("xrank", "xrank.layout", "xrank.errors", "xrank.gradients", "xrank.distribution", "xrank.virtual")
 _WIDTH = 96
 _LOOK = f"""
-:root {{ --md-accent-fg-color: {ACCENT}; --md-typeset-a-color: {ACCENT} }}
+[data-md-color-scheme="default"] {{ --md-accent-fg-color: {ACCENT}; --md-typeset-a-color: {ACCENT} }}
 [data-md-color-scheme="slate"] {{ --md-accent-fg-color: #56b4e9; --md-typeset-a-color: #56b4e9 }}
 .md-grid {{ max-width: 76rem }}
 .md-typeset h1, .md-typeset h2 {{ font-weight: 500 }}
