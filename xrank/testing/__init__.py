@@ -11,15 +11,17 @@ from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
     from xrank.testing.message_contract import MessageWorkspaceContract
-    from xrank.testing.reader_contract import ReaderContract
+    from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
     from xrank.testing.workspace_contract import WorkspaceContract
 
-__all__ = ["MessageWorkspaceContract", "ReaderContract", "WorkspaceContract"]
+__all__ = ["MessageWorkspaceContract", "ReaderContract", "SampleSource", "WorkspaceContract", "whole"]
 
 _HOMES = {
     "MessageWorkspaceContract": "message_contract",
     "ReaderContract": "reader_contract",
+    "SampleSource": "reader_contract",
     "WorkspaceContract": "workspace_contract",
+    "whole": "reader_contract",
 }
 
 __getattr__, __dir__ = defer_imports(__name__, _HOMES)
