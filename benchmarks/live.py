@@ -81,7 +81,7 @@ def main() -> None:
                 queue = mp.get_context("spawn").SimpleQueue()
                 options = (case, f"{folder}/store", arguments.rounds, arguments.without, queue)
                 mp.spawn(_rank, options, nprocs=world_size)
-                rows.append(Path(f"{folder}/row").read_text().splitlines())
+                rows.append(Path(f"{folder}/row").read_text().split("\n"))
                 print(rows[-1][0], flush=True)
     for notes in zip(*(row[1:] for row in rows), strict=True):
         print("\n- " + "; ".join(filter(None, notes)))
