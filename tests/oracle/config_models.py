@@ -15,6 +15,8 @@ from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 
+from tests.oracle.small_configs import tailor
+
 __all__ = [
     "build",
     "build_small",
@@ -23,7 +25,9 @@ __all__ = [
     "find_flags",
     "find_sizes",
     "list_classes",
+    "parse_config",
     "read_config",
+    "read_defaults",
     "read_shapes",
     "shrink",
 ]
@@ -105,11 +109,11 @@ def build(model_type: str, name: str, values: dict[str, Any] | None, device: str
 
 def build_small(model_type: str, name: str, values: dict[str, Any]) -> Any:
     """Make a small model on the meta device: with small sizes, or else of few layers; None where neither is taken."""
-    for sizes in (_SIZES, {key: size for key, size in _SIZES.items() if "layer" in key or key == "depth"}):
-        model = build(model_type, name, shrink(values, sizes), "meta")
-        if model is not None:
-            return model
-    return None
+    small = shrink(values)
+    few = shrink(values, {key: size for key, size in _SIZES.items() if "layer" in key or key == "depth"})
+    tries = (tailor(model_type, values, small), small, few)
+    models = (build(model_type, name, each, "meta") for each in tries)
+    return next((model for model in models if model is not None), None)
 
 
 def shrink(values: dict[str, Any], sizes: Mapping[str, int] = _SIZES) -> dict[str, Any]:
@@ -173,5 +177,15 @@ def change(values: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
 def read_config(model: Any, name: str) -> dict[str, Any]:
     """Return config.json as the model would save it."""
     model.config.architectures = [name]
-    values: dict[str, Any] = json.loads(model.config.to_json_string())
+    return parse_config(model.config.to_json_string())
+
+
+def read_defaults(config_class: Any) -> dict[str, Any]:
+    """Return the values of a config class."""
+    return parse_config(config_class().to_json_string())
+
+
+def parse_config(text: str) -> dict[str, Any]:
+    """Return the values of a config's text, in which transformers writes infinity as a dict."""
+    values: dict[str, Any] = json.loads(text, object_hook=lambda each: float(each.get("__float__", 0)) or each)
     return values

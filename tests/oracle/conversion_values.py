@@ -5,7 +5,6 @@ Run as a module, it prints a row for each class of a distinct conversion, as doc
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING
 
 from tests.oracle import config_models
+from tests.oracle.config_models import parse_config, read_defaults
 from xrank import export_model, load_model
 from xrank.errors import XrankError
 from xrank.recipes.conversion_table import find_transforms
@@ -42,7 +43,7 @@ def list_converted_classes() -> Iterator[tuple[str, str]]:
     seen = set()
     for model_type, name in config_models.find_classes():
         try:
-            config = {**json.loads(CONFIG_MAPPING[model_type]().to_json_string()), "architectures": [name]}
+            config = {**read_defaults(CONFIG_MAPPING[model_type]), "architectures": [name]}
         except Exception:  # a config without defaults
             config = {"model_type": model_type, "architectures": [name]}
         key = (model_type, find_transforms(config))
@@ -66,16 +67,19 @@ def compare_class(model_type: str, name: str, folder: Path) -> Outcome:
 
 def _compare(model_type: str, name: str, folder: Path) -> tuple[str, str]:
     try:
-        values = json.loads(CONFIG_MAPPING[model_type]().to_json_string())
+        values = read_defaults(CONFIG_MAPPING[model_type])
     except Exception as error:
         return "not made", f"its config needs arguments ({type(error).__name__})"
     meta = config_models.build_small(model_type, name, values)
+    if meta is None:  # auto classes also list classes that take the config of another type, such as an inner one
+        model_type = getattr(transformers, name).config_class.model_type
+        meta = config_models.build_small(model_type, name, read_defaults(CONFIG_MAPPING[model_type]))
     if meta is None:
         return "not made", "the class does not take small sizes, or needs a package"
     count = sum(parameter.numel() for parameter in meta.parameters())
     if count > MAX_PARAMETERS:
         return "not made", f"{count / 1e6:,.0f} million parameters with few layers"
-    small = json.loads(meta.config.to_json_string())
+    small = parse_config(meta.config.to_json_string())
     model, other = (config_models.build(model_type, name, small, "cpu") for _ in range(2))
     if model is None or other is None:
         return "not made", "the class cannot be made on a CPU"

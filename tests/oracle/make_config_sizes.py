@@ -48,7 +48,9 @@ from xrank.decisions.config_sizes import Equation, measure
 _OUT = Path(__file__).parents[2] / "xrank" / "decisions" / "config_sizes.json"
 _LIMIT_SECONDS = 8
 _MAX_KEYS = 4
-_MAX_OFFSET = 8
+_MAX_CONSTANT = 4
+"""Larger numbers stand for keys that the variants could not change, such as the layers of Gemma 3n in
+``35*hidden_size_per_layer_input``: the equation would refuse right models of other sizes."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def _fit(length: str, keys: list[str], variants: Iterable[Variant]) -> Equation 
         offset = lengths[0] - slope * products[0]
         # Two points give any line; more, or a line through zero, are no chance.
         is_certain = offset == 0 or len(set(products)) > 2
-        if slope > 0 and slope.denominator <= 8 and offset.denominator == 1 and abs(offset) <= _MAX_OFFSET:
+        is_small = slope.numerator <= _MAX_CONSTANT and abs(offset) <= _MAX_CONSTANT
+        if slope > 0 and slope.denominator <= 8 and offset.denominator == 1 and is_small:
             equation = Equation(length, slope, unit.exponents, int(offset))
             if is_certain and all(equation.compute(p.sizes) == n for p, n in zip(points, lengths, strict=True)):
                 return equation

@@ -27,7 +27,7 @@ from transformers import conversion_mapping as mappings
 from transformers import core_model_loading as loading
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from tests.oracle.config_models import build_small
+from tests.oracle.config_models import build_small, read_defaults
 from xrank.decisions.config_sections import SIZE_KEYS
 
 _OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "transformers.json"
@@ -90,8 +90,7 @@ def make_meta_model(cls: type[PreTrainedModel]) -> PreTrainedModel:
         with torch.device("meta"):
             return cls(cls.config_class())
     except Exception:
-        values = json.loads(cls.config_class().to_json_string())
-        model = build_small(cls.config_class.model_type, cls.__name__, values)
+        model = build_small(cls.config_class.model_type, cls.__name__, read_defaults(cls.config_class))
         if model is None:
             raise
         return model

@@ -14,8 +14,8 @@ from xrank import gather_checkpoint
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.recipes.layer_rules import place_names
 from xrank.recipes.matching import Match, match
+from xrank.recipes.name_proof import prove_family
 from xrank.recipes.recipe_file import load_shipped_recipe
-from xrank.recipes.shape_proof import prove_family
 
 FAMILY = FAMILIES["nemotron-nas"]
 CONFIG = FAMILY.full_config()

@@ -19,7 +19,7 @@ from xrank.faces import option
 from xrank.layout.layout_file import write_whole
 from xrank.plan.report import RecipeDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
-from xrank.recipes.matching import source_sides, target_sides
+from xrank.recipes.matching import target_sides
 from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipes, read_shipped_text
 from xrank.system import peak_rss_nbytes
 from xrank.words import plural
@@ -187,7 +187,7 @@ def _details(fit: RecipeFit, model: StoredModel) -> RecipeDetails:
     for at, names in found.used.items():
         rule = found.recipe.rules[at[0]]
         texts = {
-            "rule": str(source_sides(rule, found.is_reversed)[at[1]]),
+            "rule": str(found.side_at(at)),
             "targets": [str(side) for side in target_sides(rule, found.is_reversed)],
             "place": places[at],
         }

@@ -17,7 +17,7 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.faces import AGAIN, option
 from xrank.plan.source import StoredModel
 from xrank.recipes.conversion_table import is_known_type
-from xrank.recipes.shape_proof import prove_family
+from xrank.recipes.name_proof import prove_family
 from xrank.words import plural
 
 __all__ = ["MISSING_TENSOR", "find_misfit", "prove_config"]

@@ -237,11 +237,7 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     if not found.fits:
         raise _misfit(source, found, "the recipe does not fit")
     shapes = {shard.name: shard.shape for shard in source.shards}
-    tensors = [
-        (source_sides(found.recipe.rules[number], found.is_reversed)[form], name, shapes[name])
-        for (number, form), names in found.used.items()
-        for name in names
-    ]
+    tensors = [(side, name, shapes[name]) for side, name in found.find_sides()]
     sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
     flags = collect_flags(found.recipe, config, source.args)
     return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))

@@ -81,11 +81,12 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
                 _pair_rule(found, at, sizes)
             except LayoutError as error:
                 wrong[at] = error
-    if found.repeated is not None:
+    repeated = found.find_repeated()
+    if repeated is not None:
         try:
             check_repeated(found)
         except LayoutError as error:
-            wrong[found.repeated[1]] = error
+            wrong[repeated[1]] = error
     unknown = tuple(_group_unknown(found))
     if wrong or not found.fits:
         return RecipeFit(found, sizes, wrong, unknown)
@@ -105,10 +106,7 @@ def _solve(
     recipe, wrong = found.recipe, dict[_Place, XrankError]()
     while True:
         tensors = [
-            (source_sides(recipe.rules[at[0]], found.is_reversed)[at[1]], name, shapes[name])
-            for at in order
-            if at not in wrong
-            for name in found.used[at]
+            (found.side_at(at), name, shapes[name]) for at in order if at not in wrong for name in found.used[at]
         ]
         try:
             return solve_sizes(recipe, told, tensors, is_reversed=found.is_reversed), wrong

@@ -27,6 +27,9 @@ class DimLength:
     node: Node
     length: int
 
+    def __str__(self) -> str:
+        return f"{self.length} in dim {self.dim} of {self.tensor}"
+
 
 @dataclass(frozen=True, slots=True)
 class Conflict:

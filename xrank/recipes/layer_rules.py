@@ -15,7 +15,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError
 from xrank.layout.notation import render_dim
-from xrank.recipes.matching import Match, settle, side_at
+from xrank.recipes.matching import Match, settle
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
 from xrank.recipes.sizes import collect_sizes
@@ -55,7 +55,7 @@ def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping
         return found
     places = {at: _layer_dim(recipe.rules[at[0]]) is not None for at in found.used}
     indices = {
-        name: (side_at(found, at).name.indices(name) or (0,))[0]
+        name: (found.side_at(at).name.indices(name) or (0,))[0]
         for at, names in found.used.items()
         if places[at]
         for name in names

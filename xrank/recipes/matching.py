@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,7 +18,6 @@ __all__ = [
     "match",
     "raised_flags",
     "settle",
-    "side_at",
     "source_sides",
     "target_sides",
 ]
@@ -43,14 +42,28 @@ class Match:
     missing: tuple[str, ...]
     """Hugging Face's tensors in the recipe that are required, and that no name becomes (or is)."""
 
-    @property
-    def repeated(self) -> tuple[_Place, _Place, str] | None:
-        """Two places of different rules that match a name, and the name; None if no name has two, copies aside."""
-        seen: dict[str, _Place] = {}
-        for place, names in self.used.items() if not self.is_reversed else ():
-            for name in names if not self.recipe.rules[place[0]].is_copy else ():
-                if seen.setdefault(name, place)[0] != place[0]:
-                    return seen[name], place, name
+    def side_at(self, place: _Place) -> Side:
+        """Return the side of a rule that the names at a place match."""
+        return source_sides(self.recipe.rules[place[0]], self.is_reversed)[place[1]]
+
+    def find_sides(self) -> Iterator[tuple[Side, str]]:
+        """Yield each name that matches, with the side that it matches."""
+        for place, names in self.used.items():
+            side = self.side_at(place)
+            yield from ((side, name) for name in names)
+
+    def find_repeated(self) -> tuple[_Place, _Place, str] | None:
+        """Return two places of different rules that match a name, and the name; None if no name has two, copies aside.
+
+        Backwards several rules may make parts of one tensor.
+        """
+        if self.is_reversed:
+            return None
+        originals = {place: names for place, names in self.used.items() if not self.recipe.rules[place[0]].is_copy}
+        for name, places in _find_places(originals).items():
+            other = next((place for place in places if place[0] != places[0][0]), None)
+            if other is not None:
+                return places[0], other, name
         return None
 
     @property
@@ -169,7 +182,7 @@ def settle(found: Match, sizes: Mapping[str, int]) -> Match:
     wrong: set[tuple[_Place, str]] = set()
     originals = {at: names for at, names in found.used.items() if not found.recipe.rules[at[0]].is_copy}
     for name, each in _find_places(originals).items():
-        right = [at for at in each if len(each) == 1 or _has_indices(side_at(found, at).name, name, sizes)]
+        right = [at for at in each if len(each) == 1 or _has_indices(found.side_at(at).name, name, sizes)]
         wrong.update((at, name) for at in each if right and at not in right)
     if not wrong:
         return found
@@ -185,11 +198,6 @@ def _find_places(used: Mapping[_Place, Iterable[str]]) -> dict[str, list[_Place]
         for name in names:
             places.setdefault(name, []).append(place)
     return places
-
-
-def side_at(found: Match, place: _Place) -> Side:
-    """Return the side of a rule that the names at a place are matched with."""
-    return source_sides(found.recipe.rules[place[0]], found.is_reversed)[place[1]]
 
 
 def _has_indices(name: TensorName, text: str, sizes: Mapping[str, int]) -> bool:

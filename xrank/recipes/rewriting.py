@@ -88,9 +88,10 @@ def check_repeated(matched: Match) -> None:
     Raises:
         LayoutError: there are such rules; the error names both lines.
     """
-    if matched.repeated is None:
+    found = matched.find_repeated()
+    if found is None:
         return
-    first, second, name = matched.repeated
+    first, second, name = found
     recipe = matched.recipe
     raise LayoutError(
         f"{find_rule(recipe, second[0])}: {name} has two rules",

@@ -153,12 +153,9 @@ def _part_names(node: Node) -> list[str]:
 
 def find_range(dim: Node, sizes: Mapping[str, int]) -> tuple[int, int | None]:
     """Return the first index of a name's dim and the one after its last; None while a size is unknown."""
-    if size_names_of(dim) - sizes.keys():
-        gap = dim.parts[0] if isinstance(dim, Parts) and dim.parts[0].name == GAP else None
-        known = gap is not None and not size_names_of(gap.of) - sizes.keys()
-        return (global_size(gap.of, sizes) if gap is not None and known else 0), None
-    gaps = [part for part in dim.parts if part.name == GAP] if isinstance(dim, Parts) else []
-    return sum(global_size(gap.of, sizes) for gap in gaps), global_size(dim, sizes)
+    gaps = [part.of for part in dim.parts if part.name == GAP] if isinstance(dim, Parts) else []
+    first = sum(global_size(gap, sizes) for gap in gaps if {*size_names_of(gap)} <= sizes.keys())
+    return first, global_size(dim, sizes) if {*size_names_of(dim)} <= sizes.keys() else None
 
 
 def branches_of(side: Side, sizes: Mapping[str, int]) -> list[Branch]:

@@ -159,6 +159,17 @@ def _delta_nets(config: Any) -> Any:
     return spec
 
 
+_QWEN3_NEXT = Core(
+    {
+        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4, "attention_output_gate": True,
+        "deterministic_mode": True, "moe_layer_freq": [1, 0, 1, 1], "moe_shared_expert_gate": True,
+    },
+    spec=_delta_nets,
+    is_zero_centred=True,
+)  # fmt: skip
+
 CORES = {
     "nemotron-h": Core(
         {
@@ -168,14 +179,6 @@ CORES = {
         },
         make=_make_nemotron,
     ),
-    "qwen3-next": Core(
-        {
-            "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
-            "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 4,
-            "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4, "attention_output_gate": True,
-            "deterministic_mode": True, "moe_layer_freq": [1, 0, 1, 1], "moe_shared_expert_gate": True,
-        },
-        spec=_delta_nets,
-        is_zero_centred=True,
-    ),
+    "qwen3-next": _QWEN3_NEXT,
+    "qwen3-next-mtp": _QWEN3_NEXT,
 }  # fmt: skip
