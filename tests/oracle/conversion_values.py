@@ -71,14 +71,14 @@ def _compare(model_type: str, name: str, folder: Path) -> tuple[str, str]:
     except Exception as error:
         return "not made", f"its config needs arguments ({type(error).__name__})"
     meta = config_models.build_small(model_type, name, values)
-    if meta is None:  # auto classes also list classes that take the config of another type, such as an inner one
+    if meta is None or meta.num_parameters() > MAX_PARAMETERS:
+        # Auto classes also list classes that take the config of another type, such as an inner one.
         model_type = getattr(transformers, name).config_class.model_type
         meta = config_models.build_small(model_type, name, read_defaults(CONFIG_MAPPING[model_type]))
     if meta is None:
         return "not made", "the class does not take small sizes, or needs a package"
-    count = sum(parameter.numel() for parameter in meta.parameters())
-    if count > MAX_PARAMETERS:
-        return "not made", f"{count / 1e6:,.0f} million parameters with few layers"
+    if meta.num_parameters() > MAX_PARAMETERS:
+        return "not made", f"{meta.num_parameters() / 1e6:,.0f} million parameters with few layers"
     small = parse_config(meta.config.to_json_string())
     model, other = (config_models.build(model_type, name, small, "cpu") for _ in range(2))
     if model is None or other is None:

@@ -58,6 +58,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lw_detr": {
         "backbone_config": {"image_size": 64, "num_windows": 4, "num_windows_side": 2},
+        "num_feature_levels": 1,
         "projector_scale_factors": [1.0],
     },
     "molmo2": {

@@ -11,7 +11,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 EXCEPTIONS = {
     "GroundingDinoForObjectDetection": "files differ",
     "MMGroundingDinoForObjectDetection": "files differ",
+    "Molmo2ForConditionalGeneration": "load refused",
     "Molmo2TextModel": "load refused",
+    "PixioBackbone": "transformers does not load it either",
+    "TimmWrapperForImageClassification": "not made",
     "Gemma3ForConditionalGeneration": "transformers does not load it either",
 }
 """docs/conversions.md has their reasons."""
@@ -19,6 +22,6 @@ EXCEPTIONS = {
 
 def test_files_and_memory_are_those_of_transformers(tmp_path: Path) -> None:
     found = [compare_class(*each, tmp_path / "model") for each in list_converted_classes()]
-    wrong = [each for each in found if each.kind not in ("equal", "not made", EXCEPTIONS.get(each.name))]
+    wrong = [each for each in found if each.kind not in ("equal", EXCEPTIONS.get(each.name))]
     assert wrong == []
-    assert sum(each.kind == "equal" for each in found) >= 180
+    assert sum(each.kind == "equal" for each in found) >= 270
