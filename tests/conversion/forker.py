@@ -87,7 +87,8 @@ def _prepare() -> None:
     from xrank.recipes.recipe_file import load_shipped_recipes
 
     for module in pkgutil.walk_packages(xrank.__path__, "xrank."):
-        if not module.name.endswith(".__main__"):
+        # Integrations import their frameworks, which may be absent.
+        if not module.name.endswith(".__main__") and not module.name.startswith("xrank.integrations."):
             importlib.import_module(module.name)
     load_shipped_recipes()
     gc.collect()

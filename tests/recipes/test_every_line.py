@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.recipes.families import Family, text
+from tests.recipes.families import Family, hybrid, text
 from tests.recipes.families.forms import other_forms
 from tests.recipes.made_checkpoints import (
     MIXED,
@@ -89,7 +89,8 @@ def made(name: str) -> list[tuple[dict[str, Any], Tensors, Tensors]]:
         return list(torchtitan_forms(name.removeprefix("torchtitan-")))
     own = name.removeprefix("megatron-")
     if own.replace("-", "_") in HYBRID_FAMILIES:
-        return list(hybrid_forms(own))
+        further = [family for family in hybrid.FAMILIES if family.of == own]
+        return [*hybrid_forms(own), *(case for family in further for case in cases_of(name, family))]
     if own in VISION_RECIPES:
         return list(vision_forms(own))
     found = [case for family in text.FAMILIES if family.recipe == name for case in cases_of(name, family)]
