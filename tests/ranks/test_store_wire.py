@@ -241,14 +241,19 @@ def test_ranks_whose_beats_stop_are_known_to_all_that_live(join, monkeypatch, dy
         assert wires[rank].ended == set(dying)
 
 
-def test_a_process_of_this_host_that_ends_is_seen_without_its_beat(join):
+def test_a_process_of_this_host_ends_when_the_kernel_says_so(join, monkeypatch):
+    store = LocalStore()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    wires = join([0, 1])
+    wires = join([0, 1, 2], store)
     peer = replace(Peer.from_this_process(1), pid=child.pid)
     wires[0].watch({1: peer})
     wires[0].watch({1: peer})
+    for name in ("missed/1", "alarm"):  # another rank missed its beats, on a machine that is busy
+        store.put(f"meeting/1/{name}", "1")
+    monkeypatch.setattr(store_wire, "_LOOK_SECONDS", 0)
     wires[0].pump(0)
-    assert wires[0].ended == set()
+    wires[2].pump(0)
+    assert (wires[0].ended, wires[2].ended) == (set(), {1})
     child.kill()
     started = time.monotonic()
     while not wires[0].ended:

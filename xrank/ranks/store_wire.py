@@ -135,7 +135,9 @@ class StoreWire:
                 # The failure is read last: a rank writes it before it closes, so an end is never seen without it.
                 if rank not in self.silent and self._peek(f"closed/{rank}") is not None:
                     self.silent.add(rank)
-                if rank not in self.ended and self._peek(f"missed/{rank}") is not None:
+                # Of a process of this host the kernel tells; on a busy one a heart may be late, and is no end.
+                is_here = rank in self._lives
+                if rank not in self.ended and not is_here and self._peek(f"missed/{rank}") is not None:
                     self.ended.add(rank)
                 if rank not in self._failures and (text := self._peek(f"failed/{rank}")) is not None:
                     self._failures[rank] = FailureRecord.from_bytes(text.encode())
