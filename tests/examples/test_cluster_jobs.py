@@ -88,4 +88,4 @@ def test_the_task(tmp_path: Path, checkpoint: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "stand-in")}
     command = [sys.executable, EXAMPLES / "ray_gather.py", checkpoint, tmp_path / "out"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "256 bytes of tensors" in done.stdout, done.stderr
+    assert done.returncode == 0 and "512 bytes of tensors" in done.stdout, done.stderr
