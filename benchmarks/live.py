@@ -34,7 +34,7 @@ NUM_MANY = 10_000
 NAMES = ("xrank", "ModelOpt", "gloo gather", "gather_object", "mp queue", "floor")
 HEADS = ("ranks, size", "xrank first, steady", "ModelOpt first, steady", "gloo", "object", "queue",
          "ModelOpt / xrank", "copy / xrank")  # fmt: skip
-"""Of the table in the docs. Ratios of minima, and memory, follow it."""
+"""The columns of the docs' table; ratios of minima and memory follow it."""
 _MAX_NBYTES = 2 << 30
 """Of all ranks' tensors together: ModelOpt's first rank takes two of each."""
 

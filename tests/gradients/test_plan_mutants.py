@@ -45,7 +45,7 @@ _RUNS: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What became of each mutant that this process tried."""
+    """Mutant -> its outcome, of those that this process tried."""
     return {}
 
 

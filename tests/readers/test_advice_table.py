@@ -1,6 +1,6 @@
 """Every next step of a reader, by what the user does who follows it, and the test that does so mechanically.
 
-Words that the table does not know fail: whoever writes a new advice names the test that follows it.
+An advice that the table does not know fails: its author names the test that follows it.
 """
 
 from __future__ import annotations

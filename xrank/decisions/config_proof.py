@@ -108,7 +108,7 @@ def prove_config(
     if misfit is None or (left_out and find_misfit(config, shapes) is None):
         if is_shown and not left_out:
             return ()
-        # What the source lacks beside the names that the user leaves out is a hole.
+        # The user leaves some names out; any other name that the source lacks is a hole.
         is_proven = prove_family([shard.name for shard in model.shards if shard.name not in apart], config)
         return () if is_proven or is_shown else _judge_holes(own, config, found)
     section, claim = misfit

@@ -28,7 +28,7 @@ class Hole:
     """A tensor, or a module of a list, that a model lacks."""
 
     name: str
-    """Of the tensor, or of the module."""
+    """Name of the tensor or the module."""
     like: str
     """Name of a tensor that the model has in its place in another module of the list."""
     num_others: int

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-9
 
 
 class PartOfParameter(Protocol):
-    """What a check needs of an `OwnedSlice`."""
+    """The part of an `OwnedSlice` that a check reads."""
 
     @property
     def name(self) -> str:

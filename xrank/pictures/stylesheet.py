@@ -32,7 +32,7 @@ PAGE_STYLE = _read("page.css")
 SEARCH_SCRIPT = _read("search.js")
 
 SEARCH_SCRIPT_HASH = base64.b64encode(hashlib.sha256(SEARCH_SCRIPT.encode()).digest()).decode()
-"""What a page's policy names, so that no other script runs."""
+"""Hash of the script for the page's policy, so that no other script runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class StoreWire:
                 # The failure is read last: a rank writes it before it closes, so an end is never seen without it.
                 if rank not in self.silent and self._peek(f"closed/{rank}") is not None:
                     self.silent.add(rank)
-                # Of a process of this host the kernel tells; on a busy one a heart may be late, and is no end.
+                # The kernel reports the end of a process on this host; a late beat there shows a busy host, not an end.
                 is_here = rank in self._lives
                 if rank not in self.ended and not is_here and self._peek(f"missed/{rank}") is not None:
                     self.ended.add(rank)

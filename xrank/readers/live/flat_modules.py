@@ -51,7 +51,7 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """What a framework's attributes show."""
+    """The facts that a framework's attributes record."""
 
     buffers: Sequence[_Buffer]
     ties: dict[str, str]

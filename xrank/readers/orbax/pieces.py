@@ -36,7 +36,7 @@ class OrbaxPieces:
 def locate(store: ArrayStore, chosen: Sequence[ChosenArray]) -> OrbaxPieces:
     """Return where the chunks of arrays lie.
 
-    Of the data, only the indices of shards and the chunks that reach over an array's edge are read.
+    It reads no data but the indices of shards and the chunks that reach over an array's edge.
 
     Raises:
         IncompleteError: a chunk or a file is missing.
