@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import xxhash
-
 from xrank.decisions.base_check import describe_skipped_check
 from xrank.decisions.base_model import BaseModel, check_against
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
@@ -17,6 +15,7 @@ from xrank.making.check import Check, Verdict
 from xrank.making.rereading import FileDigests, digests_of, plan_of_headers
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Outcome
+from xrank.plan.file_hashes import digest_plain_file
 from xrank.plan.output import OutputTensor
 from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.readers.hugging_face.folder import read_headers
@@ -103,15 +102,12 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
     for file in files:
         name = os.path.join(path, file["name"])
         try:
-            with open(name, "rb") as stream:
-                digest = xxhash.xxh3_128()
-                while chunk := stream.read(1 << 20):
-                    digest.update(chunk)
+            digest = digest_plain_file(name)
         except FileNotFoundError:
             raise IncompleteError(
                 f"{file['name']} is in the manifest and not in {path}",
                 file=name,
                 next_step="gather the model again, or copy the file again from a good copy",
             ) from None
-        if digest.hexdigest() != file["digest"].rpartition(":")[2]:
-            raise _damage_error(path, file["name"], None, digest.hexdigest(), file["digest"])
+        if digest != file["digest"].rpartition(":")[2]:
+            raise _damage_error(path, file["name"], None, digest, file["digest"])

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import xxhash
 
 from xrank.errors import XrankError
+from xrank.plan.file_hashes import digest_plain_file
 from xrank.plan.report import FileFacts
 from xrank.teams.team import Team
 from xrank.writers.companions import CompanionFile
@@ -52,7 +53,7 @@ def find_earlier_output(
     """
     try:
         manifest = read_manifest(os.path.join(out, MANIFEST_NAME))
-        small = {one.name: _digest(one.path) for one in companions if one.name not in texts}
+        small = {one.name: digest_plain_file(one.path) for one in companions if one.name not in texts}
         small |= {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
         if manifest.get("plan") != identify_output(plan_digest, small):
             return None
@@ -63,11 +64,3 @@ def find_earlier_output(
         return None
     weights = {tensor["file"] for tensor in manifest["tensors"].values()}
     return tuple(FileFacts(**one) for one in manifest["files"] if not weights or one["name"] in weights)
-
-
-def _digest(path: str) -> str:
-    state = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            state.update(part)
-    return state.hexdigest()

@@ -1,13 +1,16 @@
-"""SHA-256 of output files, made in the order of their bytes while windows are in memory, for signatures."""
+"""Hashes of whole files: SHA-256 for signatures, made while windows are in memory, and of files on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
+
+import xxhash
 
 from xrank.plan.windows import WINDOW_NBYTES
 
-__all__ = ["FileHashes", "hash_file"]
+__all__ = ["FileHashes", "digest_plain_file", "hash_file"]
 
 
 class FileHashes:
@@ -54,8 +57,23 @@ def hash_file(path: str, hash_name: str = "sha256") -> bytes:
         OSError: the file cannot be read.
     """
     state = hashlib.new(hash_name)
+    _feed(path, state.update)
+    return state.digest()
+
+
+def digest_plain_file(path: str) -> str:
+    """Return the XXH3-128 of a file's bytes, which manifests have for files that hold no tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = xxhash.xxh3_128()
+    _feed(path, state.update)
+    return state.hexdigest()
+
+
+def _feed(path: str, update: Callable[[memoryview], object]) -> None:
     buffer = memoryview(bytearray(WINDOW_NBYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            state.update(buffer[:count])
-    return state.digest()
+            update(buffer[:count])
