@@ -1,9 +1,8 @@
 """Silent faults of Megatron-core, found by `check_gradients`: ``megatron_faults.py RANK WORLD FOLDER`` is one rank.
 
-The faults are findings 1, 2, 9, 10 and 11 of NVIDIA/Megatron-LM#7452, which reports each with a script of its own. Two
-CPU ranks show their gradients with the installed version. Megatron's own functions, wrapper and
-finalizer run; the check gets the wrapper, and gradients of one process. The rank leaves its findings in
-``FOLDER/<rank>.json``.
+The faults are findings 1, 2, 3, 9, 10 and 11 of NVIDIA/Megatron-LM#7452, which reports each with a script of its own.
+Two CPU ranks show their gradients with the installed version. Megatron's own functions, wrapper and finalizer run; the
+check gets the wrapper, and gradients of one process. The rank leaves its findings in ``FOLDER/<rank>.json``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from xrank.gradients import GradientConfig, GradientPlan, check_gradients
@@ -100,7 +104,7 @@ def check(
     config: TransformerConfig,
     num_tokens: int | None = None,
     *,
-    along: str = "tp",
+    along: str | None = "tp",
 ) -> list[dict[str, Any]]:
     """Train a step with Megatron's wrapper and finalizer, and return what the check finds."""
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), module)
@@ -108,7 +112,8 @@ def check(
     finalize_model_grads([ddp], None if num_tokens is None else torch.tensor(num_tokens))
     ours = GradientConfig(sequence_parallel=config.sequence_parallel, calculate_per_token_loss=num_tokens is not None)
     world = dist.get_world_size()
-    plan = GradientPlan.from_module(module, megatron_views(world, **{"tp": 1, "etp": 1, along: world}), ours)
+    lengths = {"tp": 1, "etp": 1} | ({along: world} if along else {})
+    plan = GradientPlan.from_module(module, megatron_views(world, **lengths), ours)
     found = check_gradients(ddp, plan, reference=reference).findings
     return [
         {"kind": one.kind, "name": one.name, "ranks": one.ranks, "factor": one.factor, "message": one.message}
@@ -223,11 +228,55 @@ def check_parts(rank: int, world: int, *, masked: bool) -> list[dict[str, Any]]:
     return check(Scale(), loss, whole, config, along="cp")
 
 
+def check_predictions(rank: int, world: int, *, masked: bool = False, per_token: bool = False) -> list[dict[str, Any]]:
+    """Return the findings of predictions of further tokens (finding 3; without options, of right gradients).
+
+    Megatron divides the further loss of each rank by that rank's own number of tokens, or with `per_token` by the
+    number of the main loss' tokens. The main loss is nothing here, so that no fault of its own hides the other's.
+    """
+    length = 2 * _TOKENS
+    tokens = draw(world, length, seed=11).mul(100).long().remainder(VOCABULARY)
+    is_counted = torch.ones(world, length)
+    if masked:
+        is_counted[0, _TOKENS:] = 0
+
+    def make_config(per_token: bool) -> TransformerConfig:
+        return TransformerConfig(
+            num_layers=1,
+            hidden_size=2 * WIDTH,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            mtp_num_layers=1,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            calculate_per_token_loss=per_token,
+        )
+
+    def build(config: TransformerConfig) -> GPTModel:
+        torch.manual_seed(12)
+        spec = get_gpt_layer_local_spec()
+        further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        return GPTModel(config, spec, VOCABULARY, length, mtp_block_spec=further)
+
+    def loss(module: Any, rows: slice = slice(None)) -> torch.Tensor:
+        places = torch.arange(length).expand(tokens[rows].shape)
+        is_hidden = torch.ones(1, 1, length, length).tril() < 0.5
+        losses = module(tokens[rows], places, is_hidden, labels=tokens[rows], loss_mask=is_counted[rows])
+        return losses.sum() * 0
+
+    MTPLossAutoScaler.set_loss_scale(torch.ones(()))
+    whole = gradients_alone(build(make_config(False)), loss)
+    config, own = make_config(per_token), slice(rank, rank + 1)
+    num_tokens = int(is_counted.sum()) // world if per_token else None  # of one rank: the finalizer adds them
+    return check(build(config), lambda module: loss(module, own), whole, config, num_tokens, along=None)
+
+
 def main(rank: int, world: int, folder: str) -> None:
     """Check all faults, and the same steps without them."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: "cpu"  # Megatron asks for it where there is no GPU
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # no dropout here, which it is for
     moe_utils.te_general_gemm = None  # the name that it forgets to set without Transformer Engine
     parallel_state.initialize_model_parallel(world, 1)
     found = {
@@ -243,6 +292,13 @@ def main(rank: int, world: int, folder: str) -> None:
     found |= {
         "right parts": check_parts(rank, world, masked=False),
         "masked parts": check_parts(rank, world, masked=True),
+    }
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1, 1)
+    found |= {
+        "right predictions": check_predictions(rank, world),
+        "predictions by token": check_predictions(rank, world, per_token=True),
+        "masked predictions": check_predictions(rank, world, masked=True),
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
