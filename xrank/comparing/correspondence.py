@@ -12,13 +12,15 @@ import numpy as np
 
 from xrank.decisions.ties import find_config_ties
 from xrank.errors import ContradictionError
+from xrank.faces import option
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME
 
-__all__ = ["NOT_COPIES", "Compared", "Correspondence", "TiedName", "correspond"]
+__all__ = ["NOT_COPIES", "OR_CONFIG", "Compared", "Correspondence", "TiedName", "correspond"]
 
 NOT_COPIES = "find out which of the two is the right one"
+OR_CONFIG = f"{NOT_COPIES}; if the gather was given {option('adapter_config')}, give the same here"
 
 
 @dataclass(frozen=True, eq=False)

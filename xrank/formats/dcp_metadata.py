@@ -18,7 +18,8 @@ import numpy as np
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata_pickle import ChunkRun, EntryRun, EntryTable, MetadataMachine
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.pickle_reader import PROTOCOL, STOP, run_machine
+from xrank.formats.pickle_machine import PROTOCOL, STOP
+from xrank.formats.pickle_reader import run_machine
 from xrank.formats.pickled_names import is_known
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.layout.nest_table import IntArray

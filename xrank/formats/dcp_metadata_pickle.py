@@ -26,8 +26,8 @@ from xrank.formats.dcp_metadata_templates import (
     parse_count,
 )
 from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickle_machine import STEPS, STOP, PickleMachine
 from xrank.formats.pickle_memory import COSTS, STEPS_A_CHECK
-from xrank.formats.pickle_reader import STEPS, STOP, PickleMachine
 from xrank.formats.pickled_names import is_known
 from xrank.formats.plain_values import PLAIN_BUILDERS
 from xrank.formats.regular_file import Origin, quote
@@ -78,7 +78,7 @@ class EntryTable:
 
 
 class MetadataMachine(PickleMachine):
-    """The machine of `xrank.formats.pickle_reader` that reads chunks and entries of storage in one step each."""
+    """The machine of `xrank.formats.pickle_machine` that reads chunks and entries of storage in one step each."""
 
     def __init__(self, data: bytes, origin: Origin) -> None:
         builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
