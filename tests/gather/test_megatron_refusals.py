@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.gather.made_modules import chunks_of, config, cut, locals_of, mesh_of, read_locals
+from tests.gather.made_modules import chunks_of, config, cut, locals_of, mesh_of, read_locals, whole_tensors
 from tests.readers.made_megatron import HIDDEN, Run, whole_model
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.local_model import LocalModel, local_model
 
 _DENSE = Run(tp=2, pp=2, chunks=((2, 1),))
 _EXPERTS = Run(ep=2, chunks=((1,),), has_experts=True)
@@ -237,6 +237,8 @@ def test_ambiguous_or_missing_facts_are_refused(
         local_model(chunk, mesh=mesh_of(run), rank=0, world_size=run.world)
     assert info.value.rank == 0 and info.value.next_step
     assert (info.value.tensor or "") == name
+    # The module as Megatron makes it.
+    _assert_whole(run, whole_model(run), locals_of(run, whole_model(run)))
 
 
 def test_a_mesh_with_other_axes_or_without_any_is_refused() -> None:
@@ -263,8 +265,10 @@ def test_a_chunk_given_twice_is_refused() -> None:
     run = Run(tp=2)
     model = whole_model(run)
     chunks = [chunk for _ in range(2) for chunk in chunks_of(run, model, 0)]
-    with pytest.raises(LayoutError, match="holds it twice"):
+    with pytest.raises(LayoutError, match="holds it twice") as raised:
         local_model(chunks, mesh=mesh_of(run), rank=0, world_size=2)
+    assert "give each chunk once" in str(raised.value.next_step)
+    _assert_whole(run, model, locals_of(run, model))
 
 
 def test_ranks_that_do_not_fit_each_other_are_refused() -> None:
@@ -281,3 +285,90 @@ def test_ranks_that_do_not_fit_each_other_are_refused() -> None:
     with pytest.raises(ContradictionError, match="disagree about its layout or mesh"):
         read_locals([one, turned])
     read_locals([one, other])
+
+
+_Change = Callable[[torch.nn.Module], object]
+
+
+def _turn(module: torch.nn.Module, *, is_plain: bool) -> None:
+    """Give the second weights of the experts in one the strides of a transposed matrix, or those of a plain one."""
+    owner = module.get_submodule("decoder.layers.0.mlp.experts")
+    old, values = owner.weight2, owner.weight2.detach()
+    owner.weight2 = torch.nn.Parameter(values.contiguous() if is_plain else values.T.contiguous().T)
+    vars(owner.weight2).update(vars(old))
+
+
+def _grouped(module: torch.nn.Module) -> torch.nn.Module:
+    return module.get_submodule("decoder.layers.0.mlp.experts")
+
+
+_FOLLOWED: dict[str, tuple[Run, _Change, _Change]] = {
+    "set num_local_experts on the module": (
+        _GROUPED,
+        lambda m: delattr(_grouped(m), "num_local_experts"),
+        lambda m: setattr(_grouped(m), "num_local_experts", 2),
+    ),
+    "set num_local_experts": (
+        _GROUPED,
+        lambda m: setattr(_grouped(m), "num_local_experts", 5),
+        lambda m: setattr(_grouped(m), "num_local_experts", 2),
+    ),
+    "make it contiguous": (_GROUPED, lambda m: _turn(m, is_plain=False), lambda m: _turn(m, is_plain=True)),
+    "set layer_number on each module": (_DENSE, _number(1, 1), _number(1, 2)),
+    "config.gated_linear_unit": (
+        Run(tp=2),
+        lambda m: setattr(m, "config", config(tensor_model_parallel_size=2, gated_linear_unit=False)),
+        lambda m: setattr(m, "config", config(tensor_model_parallel_size=2, gated_linear_unit=True)),
+    ),
+}
+
+
+@pytest.mark.parametrize("advice", _FOLLOWED)
+def test_advice_that_is_followed(advice: str) -> None:
+    """The rank's module, changed as advised, is its part of the whole model."""
+    run, break_module, follow = _FOLLOWED[advice]
+    model = whole_model(run)
+    chunks = [chunks_of(run, model, rank) for rank in range(run.world)]
+    assert all(len(each) == 1 for each in chunks)
+    break_module(chunks[0][0])
+    with pytest.raises(LayoutError) as raised:
+        local_model(chunks[0][0], mesh=mesh_of(run), rank=0, world_size=run.world)
+    assert advice in str(raised.value.next_step)
+    follow(chunks[0][0])
+    _assert_whole(
+        run, model, [local_model(c, mesh=mesh_of(run), rank=r, world_size=run.world) for r, (c,) in enumerate(chunks)]
+    )
+
+
+def test_a_mesh_that_is_given_as_advised() -> None:
+    run = _DENSE
+    model = whole_model(run)
+    (chunk,) = chunks_of(run, model, 0)
+    for options, words in [
+        ({}, "give mesh="),
+        ({"mesh": DeviceMesh.parse_grid("pp=2 tp=4")}, "give the mesh of the run"),
+    ]:
+        chunk.config = config(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+        with pytest.raises(LayoutError) as raised:
+            local_model(chunk, rank=0, world_size=run.world, **options)
+        assert words in str(raised.value.next_step)
+    _assert_whole(run, model, locals_of(run, model))
+    # Another grid of as many ranks is another refusal.
+    with pytest.raises(LayoutError):
+        local_model(chunk, mesh=DeviceMesh.parse_grid("pp=4"), rank=0, world_size=run.world)
+
+
+def test_ranks_that_get_the_same_group_as_advised() -> None:
+    run = Run(tp=2)
+    model = whole_model(run)
+    one, other = locals_of(run, model)
+    with pytest.raises(ContradictionError, match="rank 0 describes itself as rank 1") as raised:
+        read_locals([other, one])
+    assert "the same process group" in str(raised.value.next_step)
+    _assert_whole(run, model, [one, other])
+
+
+def _assert_whole(run: Run, model: dict[str, torch.Tensor], locals_: list[LocalModel]) -> None:
+    live = read_locals(locals_)
+    found = whole_tensors(live.stored, live, [local.views for local in locals_])
+    assert found.keys() == model.keys() and all(torch.equal(found[name], model[name]) for name in model)

@@ -291,22 +291,27 @@ def test_what_is_no_plain_data_is_refused(tmp_path: Path) -> None:
         gathered(folder)
 
 
-def save_partial(folder: str) -> None:
+def save_partial(folder: str, is_reduced: bool = False) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = DTensor.from_local(torch.arange(4.0), mesh, [Partial()])
     torch.save(
-        {"w": DTensor.from_local(torch.rand(4), mesh, [Partial()])},
+        {"w": tensor.redistribute(placements=[Replicate()]) if is_reduced else tensor},
         f"{folder}/model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt",
     )
 
 
 def test_addends_of_a_sum_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(2, save_partial, str(tmp_path))
-    with pytest.raises(LayoutError, match="w: its ranks hold addends of a sum"):
+    with pytest.raises(LayoutError, match="w: its ranks hold addends of a sum") as raised:
         gather_checkpoint(tmp_path, tmp_path / "out")
+    assert raised.value.next_step == "reduce the tensor before it is saved"
+    rank_pool.run(2, save_partial, str(tmp_path), True)
+    gather_checkpoint(tmp_path, tmp_path / "out")
+    assert read_model(tmp_path / "out") == {"w": whole(torch.arange(4.0) * 2)}
 
 
 @pytest.mark.parametrize("release", ["2.4.1", "2.9.1", "2.11.0"])
