@@ -1,7 +1,7 @@
 """Write xrank/decisions/config_sizes.json: lengths of tensors that follow from config.json, of all model types.
 
 Run it from the repository root with the environment of ``make oracle``, whenever that environment gets another
-transformers; review the difference as you would review code. It takes half an hour on two cores:
+transformers; review the difference as you would review code. A run that was cut short goes on if it is started again:
 
     PYTHONPATH=. .venv-oracle/bin/python tests/oracle/make_config_sizes.py
 
@@ -17,17 +17,16 @@ import itertools
 import json
 import logging
 import re
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import CONFIG_MAPPING
 
 from tests.oracle.config_models import (
     build,
@@ -38,15 +37,19 @@ from tests.oracle.config_models import (
     find_sizes,
     list_classes,
     read_config,
+    read_defaults,
     read_shapes,
 )
+from tests.oracle.resumable import map_resumably
 from xrank.decisions import config_sizes
 from xrank.decisions.config_proof import find_misfit
 from xrank.decisions.config_sections import group_tensors
 from xrank.decisions.config_sizes import Equation, measure
 
 _OUT = Path(__file__).parents[2] / "xrank" / "decisions" / "config_sizes.json"
-_LIMIT_SECONDS = 8
+_RECORD = Path("build/config_sizes.jsonl")
+_LIMIT_SECONDS = 60
+"""Time of the processor that the variants of one class may take; a class that needs more is reported as cut."""
 _MAX_KEYS = 4
 _MAX_CONSTANT = 4
 """Larger numbers stand for keys that the variants could not change, such as the layers of Gemma 3n in
@@ -70,6 +73,8 @@ class Family:
     variants: tuple[Variant, ...]
     unseen: frozenset[str]
     """Keys whose change no rule sees."""
+    is_cut: bool
+    """Whether the time limit left out variants."""
 
 
 def read_variant(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], changed: str = "") -> Variant:
@@ -78,12 +83,20 @@ def read_variant(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     return Variant({".".join(path): size for path, size in find_sizes(config)}, lengths, changed)
 
 
+def make_first(model_type: str, name: str) -> Any:
+    """Return a small model of a class, or else one of the default sizes; None if it cannot be made here."""
+    try:
+        values = read_defaults(CONFIG_MAPPING[model_type])
+    except Exception:  # a config class that asks for arguments
+        return None
+    return build_small(model_type, name, values) or build(model_type, name, None, "meta")
+
+
 def make_family(model_type: str, name: str) -> Family | None:
     """Return the variants of a class; None if it cannot be made here."""
-    default = build(model_type, name, None, "meta")
-    if default is None:
+    model = make_first(model_type, name)
+    if model is None:
         return None
-    model = build_small(model_type, name, read_config(default, name)) or default
     config, shapes = read_config(model, name), read_shapes(model)
     variants, unseen = [read_variant(config, shapes)], set()
     end = time.process_time() + _LIMIT_SECONDS
@@ -107,7 +120,7 @@ def make_family(model_type: str, name: str) -> Family | None:
         other = build(model_type, name, change(config, path, value), "meta") if time.process_time() < end else None
         if other is not None:
             variants.append(read_variant(change(config, path, value), read_shapes(other), "a flag"))
-    return Family(tuple(variants), frozenset(unseen))
+    return Family(tuple(variants), frozenset(unseen), time.process_time() >= end)
 
 
 def find_equations(family: Family) -> Iterator[tuple[str, Equation]]:
@@ -176,8 +189,7 @@ def choose(equations: Iterable[tuple[str, Equation]], families: list[Family]) ->
 
 def make_variants(model_type: str, name: str, keys: Iterable[str]) -> Iterator[Variant]:
     """Yield variants of another class of a model type: its first one, and one with each of these keys changed."""
-    default = build(model_type, name, None, "meta")
-    model = default and build_small(model_type, name, read_config(default, name))
+    model = make_first(model_type, name)
     if model is None:
         return
     config = read_config(model, name)
@@ -190,15 +202,16 @@ def make_variants(model_type: str, name: str, keys: Iterable[str]) -> Iterator[V
                 yield read_variant(changed, read_shapes(other))
 
 
-def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple[str, list[str], list[str], int]:
-    """Return a model type, its equations, the keys that remain unseen, and how many keys no rule saw.
+def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple[list[str], list[str], int, list[str]]:
+    """Return a model type's equations, the keys that remain unseen, how many keys no rule saw, and the classes cut.
 
     Args:
         model_type: the model type.
         names: classes in which equations are sought.
         others: classes in which they must hold, too.
     """
-    families = [family for name in names if (family := make_family(model_type, name)) is not None]
+    made = {name: make_family(model_type, name) for name in names}
+    families = [family for family in made.values() if family is not None]
     found = [each for family in families for each in find_equations(family)]
     variants = [variant for family in families for variant in family.variants]
     if found:
@@ -207,47 +220,37 @@ def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple
     right = [(key, equation) for key, equation in found if all(holds(equation, variant) for variant in variants)]
     texts = sorted({str(equation) for equation in choose(right, families)})
     unseen = set().union(*(family.unseen for family in families)) if families else set()
-    return model_type, texts, sorted(unseen - {key for key, _ in right}), len(unseen)
+    cut = [name for name, family in made.items() if family is not None and family.is_cut]
+    return texts, sorted(unseen - {key for key, _ in right}), len(unseen), cut
 
 
-def _work(arguments: tuple[str, list[str], list[str]]) -> tuple[str, list[str], list[str], int]:
+def _work(model_type: str, names: list[str], others: list[str]) -> Any:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     config_sizes._read_equations = dict  # the keys that other rules do not see are those of this table
-    return describe_type(*arguments)
+    return describe_type(model_type, names, others)
 
 
-def main(chosen: list[str]) -> None:
-    """Write the entries of all model types, or of those that are named.
-
-    Each is written when it is found: a run that is cut short leaves the entries of before for the rest.
-    """
+def main() -> None:
+    """Write the entries of all model types."""
     types: dict[str, tuple[list[str], list[str]]] = {}
     for model_type, name in list_classes():
         types.setdefault(model_type, ([], []))[0].append(name)
     for model_type, name in find_classes():
         if name not in types[model_type][0]:
             types[model_type][1].append(name)
-    earlier: dict[str, list[str]] = json.loads(_OUT.read_text())["equations"]
-    equations = {key: found for key, found in earlier.items() if key in types}
-    work = [(key, *types[key]) for key in chosen or types]
-    before, after = 0, 0
-    with get_context("spawn").Pool(2) as pool:
-        for number, (key, found, left, unseen) in enumerate(pool.imap_unordered(_work, work)):
-            before, after = before + unseen, after + len(left)
-            equations[key] = found
-            write({key: found for key, found in sorted(equations.items()) if found})
-            line = f"{number + 1}/{len(work)} {key}: {len(found)} equations for {unseen} keys; not {', '.join(left)}"
-            print(line, file=sys.stderr, flush=True)
-    print(f"{before} keys that no rule saw; {after} that no equation shows", file=sys.stderr)
-
-
-def write(equations: Mapping[str, list[str]]) -> None:
-    """Write the file, one model type a line."""
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(found)}" for key, found in equations.items())
-    version = json.dumps(transformers.__version__)
-    _OUT.write_text(f'{{"transformers": {version}, "equations": {{\n{lines}\n}}}}\n')
+    work = {key: (key, *names) for key, names in types.items()}
+    found = map_resumably(_work, work, _RECORD, f"transformers {transformers.__version__}")
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(each[0])}" for key, each in sorted(found.items()) if each[0])
+    _OUT.write_text(f'{{"transformers": {json.dumps(transformers.__version__)}, "equations": {{\n{lines}\n}}}}\n')
+    for key, (equations, left, num_unseen, cut) in found.items():
+        print(f"{key}: {len(equations)} equations for {num_unseen} keys; not {', '.join(left)}; cut: {', '.join(cut)}")
+    num_unseen, num_left = (
+        sum(count(each) for each in found.values()) for count in (lambda e: e[2], lambda e: len(e[1]))
+    )
+    print(f"{num_unseen} keys that no rule sees; {num_left} that no equation shows")
+    _RECORD.unlink()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
