@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; each has up to 8 ranks of its own. Where -m is given twice, the last counts.
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all soak oracle corpus lint package matrix docs bench clean
+.PHONY: help demo test test-all soak faults oracle corpus lint package matrix docs bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
@@ -22,6 +22,7 @@ help:
 	@echo 'make test-all'
 	@echo '             all tests'
 	@echo 'make soak    200,000 gathers of ranks that raise and die, and every seeded kill, where make test takes a part'
+	@echo 'make faults  kills, failing calls, damaged bytes, hostile inputs and power losses by the thousand, from a seed'
 	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV); make oracle ARGS="-m slow" does the rest'
 	@echo 'make corpus  trainers make 400 folders in corpus/, and xrank gathers each; half an hour, in $(ORACLE_VENV)'
 	@echo '             make corpus ARGS="zero3 lora" takes the folders whose names contain one of the texts'
@@ -65,6 +66,9 @@ soak: $(VENV)/.ready
 	  tests/virtual/test_device_failures.py tests/gradients/test_dead_ranks.py tests/gradients/test_right_runs.py \
 	  tests/gradients/test_plan_mutants.py tests/distribution/test_model_kinds.py tests/distribution/test_every_module.py \
 	  $(ARGS)
+
+faults: $(VENV)/.ready
+	$(VENV)/bin/python -m tests.faults $(ARGS)
 
 $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'

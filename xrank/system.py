@@ -31,6 +31,7 @@ __all__ = [
     "available_memory_nbytes",
     "c_function",
     "c_library",
+    "close_read",
     "count_cores",
     "descriptor_limit",
     "free_nbytes",
@@ -113,6 +114,12 @@ def sync_folder(path: str) -> None:
         if error.errno not in _NOT_SUPPORTED:
             raise
     finally:
+        close_read(fd)
+
+
+def close_read(fd: int) -> None:
+    """Close a descriptor that nothing was written to: its bytes were read, whatever the file system reports now."""
+    with suppress(OSError):
         os.close(fd)
 
 

@@ -40,16 +40,30 @@ class Outcome:
 
 
 def kill_points(
-    work: Callable[[], object], *, extra: Sequence[Extra] = (), every: int = 1, limit: int = 2000
+    work: Callable[[], object],
+    *,
+    extra: Sequence[Extra] = (),
+    every: int = 1,
+    first: int = 1,
+    torn: bool = False,
+    limit: int = 2000,
 ) -> Iterator[int]:
-    """Run the work in a child that is killed after its N-th call, N = 1, 1 + every, …, and yield N after each kill.
+    """Run the work in a child that is killed after its N-th call, N = first, first + every, …; yield N after each kill.
 
     Ends, after a last yield, when a child came to its end; between yields the caller checks and prepares the disk.
+
+    Args:
+        work: as above.
+        extra: more functions to count.
+        every: how many calls lie between two kills.
+        first: the call of the first kill.
+        torn: whether a call that writes is killed when it has written half, and another before it is made.
+        limit: of calls.
     """
-    for point in range(1, limit, every):
+    for point in range(first, limit, every):
         pid = os.fork()
         if pid == 0:
-            _child(work, _after(point, _kill), extra)
+            _child(work, _within(point) if torn else _after(point, _kill), extra)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert status in (0, -signal.SIGKILL), f"call {point}: the work failed by itself (its traceback is above)"
         yield point
@@ -65,9 +79,10 @@ def error_points(
     extra: Sequence[Extra] = (),
     perform: bool = False,
     every: int = 1,
+    first: int = 1,
     limit: int = 2000,
 ) -> Iterator[Outcome]:
-    """Run the work in a child whose N-th call fails with that errno, N = 1, 1 + every, …, and yield how it ended.
+    """Run the work in a child whose N-th call fails with that errno, N = first, first + every, …; yield how it ended.
 
     Args:
         work: as above.
@@ -75,9 +90,10 @@ def error_points(
         extra: more functions to count.
         perform: make the call before it "fails", as a network file system that lost the answer.
         every: how many calls lie between two that fail.
+        first: the first call that fails.
         limit: of calls.
     """
-    for point in range(1, limit, every):
+    for point in range(first, limit, every):
         outcome = in_child(work, _before(point, number, perform), extra)
         yield outcome
         if len(outcome.calls) < point:
@@ -154,13 +170,27 @@ def _after(point: int, act: Callable[[], None]) -> Any:
     return stop
 
 
+def _within(point: int) -> Any:
+    def stop(number: int, call: Any) -> Any:
+        if number == point:
+            if call.func.__name__ in ("write", "pwrite"):
+                fd, content, *place = call.args
+                call.func(fd, memoryview(content).cast("B")[: max(1, len(content) // 2)], *place)
+            _kill()
+        return call()
+
+    return stop
+
+
 def _before(point: int, number: int, perform: bool) -> Any:
-    def stop(count: int, call: Callable[[], Any]) -> Any:
+    def stop(count: int, call: Any) -> Any:
         if count != point:
             return call()
         if perform:
             call()
-        raise OSError(number, os.strerror(number))
+        # The system's own errors name the path, where the call has one.
+        paths = [path for path in call.args[:1] if isinstance(path, str | os.PathLike)]
+        raise OSError(number, os.strerror(number), *paths)
 
     return stop
 

@@ -23,6 +23,7 @@ from xrank.cli.text import error_text, printable, render_all, rows_text, wants_c
 from xrank.environment import environ
 from xrank.errors import XrankError
 from xrank.faces import COMMAND, Face
+from xrank.words import one_line
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report
@@ -251,6 +252,11 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
             except (OSError, MemoryError) as error:
                 leave()
                 output.fail(_explain(error))
+            except (click.ClickException, click.exceptions.Exit, click.Abort):
+                raise
+            except Exception as error:
+                leave()
+                output.fail(explain_fault(error))
 
     return command
 
@@ -261,6 +267,16 @@ def _explain(error: OSError | MemoryError) -> XrankError:
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return explain(error, error.filename)
     return XrankError(f"{type(error).__name__}: {error}", next_step="run again with -v for the place")
+
+
+def explain_fault(error: Exception) -> XrankError:
+    """Return the error for an exception that no input may cause: a script with ``--json`` gets its report even then."""
+    fault = XrankError(
+        f"this is a fault of xrank, or of a package that it uses: {one_line(f'{type(error).__name__}: {error}')}",
+        next_step="run again with -v, and report the traceback",
+    )
+    fault.__cause__ = error
+    return fault
 
 
 def _configure_logging(output: Output) -> None:

@@ -21,7 +21,7 @@ from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
-from xrank.writers.staging import check_output, check_room, plan_apart
+from xrank.writers.staging import check_output, check_room, plan_apart, settle_output
 
 if TYPE_CHECKING:
     import torch
@@ -184,6 +184,8 @@ def _gather_together(
         )
         earlier = _find_earlier(planned, out, team)
         if earlier is not None:
+            if team.is_first:
+                settle_output(out)
             return folder_report("gather", planned, WrittenOutput(earlier, notes=(EARLIER_NOTE,)), out, started)
         beside = os.path.dirname(os.path.abspath(out))
         with closing(open_source(planned.plan.source, beside)) as files:

@@ -22,7 +22,7 @@ from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
-from xrank.writers.staging import check_output, check_room, plan_apart
+from xrank.writers.staging import check_output, check_room, plan_apart, settle_output
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +128,8 @@ def reshard_checkpoint(
             check_plans(team.ranks),
         )
         if _find_earlier(reshard, path, team) is not None:
+            if team.is_first:
+                settle_output(path)
             return reshard_report(reshard, path, started, None, (), made_before=True)
         written, notes = make_states(reshard, path, progress, team)
     return reshard_report(reshard, path, started, written, notes)

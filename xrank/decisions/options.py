@@ -13,6 +13,7 @@ from xrank.faces import option
 from xrank.formats.signed_statement import read_signing_key
 from xrank.plan.executor import Budget
 from xrank.system import count_cores
+from xrank.words import clip
 
 __all__ = [
     "AdapterChoice",
@@ -44,15 +45,16 @@ def parse_size(text: str | int, name: str) -> int:
     Raises:
         UsageError: the text is not a size, or the size is not positive.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
+    nbytes = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
+    if nbytes <= 0:
         raise UsageError(
-            f"{option(name)} must be a size; got {text!r}",
-            got=repr(text),
+            f"{option(name)} must be a size; got {clip(repr(text), 80)}",
+            got=clip(repr(text), 80),
             want="a size such as 5GB, 512MB or 1GiB",
             next_step="give such a size",
         )
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return nbytes
 
 
 def dtype_choice(dtype: Any) -> DTypeChoice:

@@ -161,7 +161,7 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
             raise origin.corrupt("is not a regular file", got=stat.filemode(status.st_mode), want="a regular file")
         yield RegularFile(descriptor, status, origin)
     finally:
-        os.close(descriptor)
+        system.close_read(descriptor)
 
 
 def _retry(read: Callable[[], _Result]) -> _Result:

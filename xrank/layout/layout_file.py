@@ -18,6 +18,7 @@ d = 128                               names that shapes do not define
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import tomllib
@@ -25,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from xrank import system
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import AGAIN
 from xrank.layout.binding import check_sizes
@@ -278,13 +280,21 @@ def write_whole(content: bytes, file: str) -> None:
     Raises:
         OSError: it cannot be written; the old file remains.
     """
+    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+        # A rename would put a file in the place of /dev/stdout or /dev/null.
+        raise OSError(errno.EINVAL, "a device, FIFO or socket is there", file)
     # Random, because ranks in separate containers may share the folder and the process number.
     part = f"{file}.{secrets.token_hex(8)}.part"
     try:
-        with open(part, "xb") as stream:
-            stream.write(content)
+        with open(os.open(part, system.NEW, 0o666), "wb", buffering=0) as stream:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(stream.fileno(), view) :]
+            # Before the rename: a power loss may keep a name and lose the bytes.
+            os.fsync(stream.fileno())
         # Readers see the old file or the whole new one.
         os.replace(part, file)
+        system.sync_folder(os.path.dirname(file) or os.curdir)
     except BaseException:
         if os.path.exists(part):
             os.unlink(part)

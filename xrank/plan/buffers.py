@@ -132,7 +132,7 @@ class FileSource:
         # Least recently used first; files that a thread reads now stay open, so the limit may be exceeded for a moment.
         for file in list(self._open)[: max(0, len(self._open) - self._max_open)]:
             if not self._users.get(file):
-                os.close(self._open.pop(file))
+                system.close_read(self._open.pop(file))
 
     def check_unchanged(self) -> None:
         """Compare size, inode and time of every file with those at the reading of its metadata."""
@@ -148,7 +148,7 @@ class FileSource:
         """Close all files; no read may be under way."""
         with self._lock:
             for fd in self._open.values():
-                os.close(fd)
+                system.close_read(fd)
             self._open.clear()
 
 
@@ -163,7 +163,7 @@ def _open_checked(file: SourceFile) -> int:
         ) from None
     # The descriptor's status, not the path's: the path may name another file by now.
     if SourceFile.from_status(file.path, os.fstat(fd)) != file:
-        os.close(fd)
+        system.close_read(fd)
         raise _make_change_error(file)
     return fd
 

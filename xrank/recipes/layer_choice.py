@@ -22,7 +22,7 @@ __all__ = ["LayerChoice", "is_layer_term", "parse_layers"]
 
 _BEGINNING = "layers "
 
-_VALUE = r"([A-Za-z_][\w.]*|[0-9]+)"
+_VALUE = r"([A-Za-z_][\w.]*|[0-9]{1,18})"
 _CONDITION = re.compile(
     rf"(?P<range>from|before) {_VALUE}|every {_VALUE}(?: from {_VALUE})?|(?P<list>in|not in) {_VALUE}|{_VALUE} = (\S+)"
 )

@@ -11,8 +11,8 @@ from xrank.recipes.side import Side
 
 __all__ = ["Recipe", "Rule", "size_texts"]
 
-_SIZE = r"(?:[A-Za-z_]\w*|[1-9]\d*)"
-_ROOT = re.compile(rf"sqrt\(({_SIZE}(?: {_SIZE})*)\)")
+_SIZE = r"(?:[A-Za-z_]\w*|[1-9][0-9]{0,8})"
+_ROOT = re.compile(rf"sqrt\(({_SIZE}(?: {_SIZE}){{0,7}})\)")
 
 
 def size_texts(times: str) -> tuple[str, ...]:

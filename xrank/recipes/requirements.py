@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from math import isclose
 from typing import Any
 
@@ -73,5 +74,6 @@ def _key_in(term: str) -> str:
 def _is_equal(one: object, other: object) -> bool:
     """Return whether two values are equal; numbers may be written as integers, or rounded."""
     if isinstance(one, int | float) and isinstance(other, int | float):
-        return (type(one) is type(other) is bool and one == other) or isclose(one, other, rel_tol=1e-6)
+        with suppress(OverflowError):  # an integer beyond all floats
+            return isclose(one, other, rel_tol=1e-6)
     return one == other

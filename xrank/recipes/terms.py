@@ -41,8 +41,8 @@ def _term(values: Mapping[str, Any], term: str) -> object:
                 return None
             # The condition's key is known, so a constant is no longer the default of an absent key.
             counts_constants = True
-    if term.isdecimal() or term in ("true", "false"):
-        constant = int(term) if term.isdecimal() else term == "true"
+    if _NUMBER.fullmatch(term) or term in ("true", "false"):
+        constant = int(term) if _NUMBER.fullmatch(term) else term == "true"
         return constant if counts_constants else None
     if term.startswith("not "):
         value = look_up(values, term.removeprefix("not "))
@@ -59,7 +59,7 @@ def _term(values: Mapping[str, Any], term: str) -> object:
 
 
 def _operand(values: Mapping[str, Any], text: str) -> object:
-    return int(text) if text.isdecimal() else _term(values, text)
+    return int(text) if _NUMBER.fullmatch(text) else _term(values, text)
 
 
 def _calculate(a: object, sign: str, b: object) -> int | None:
@@ -78,6 +78,8 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
 
 
 _KEY = re.compile(r"[A-Za-z_][\w.*-]*")
+_NUMBER = re.compile("[0-9]{1,18}")
+_MAX_OPERANDS = 32
 
 
 def is_term(text: str) -> bool:
@@ -97,7 +99,10 @@ def is_term(text: str) -> bool:
         if text.startswith(word):
             return _KEY.fullmatch(text.removeprefix(word)) is not None
     operands = re.split(" (?:[-+*/]|//) ", text)
-    return all(one.isdecimal() or one.startswith("len ") or _KEY.fullmatch(one) for one in operands)
+    # One after the other, each is evaluated by a call of its own.
+    return len(operands) <= _MAX_OPERANDS and all(
+        _NUMBER.fullmatch(one) or one.startswith("len ") or _KEY.fullmatch(one) for one in operands
+    )
 
 
 def look_up(values: Mapping[str, Any], key: str) -> object:
@@ -117,7 +122,7 @@ def _lookup_path(value: object, path: Sequence[str]) -> object:
     for key in path:
         if isinstance(value, Mapping):
             value = value.get(key)
-        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+        elif isinstance(value, list | tuple) and _NUMBER.fullmatch(key) and int(key) < len(value):
             value = value[int(key)]
         else:
             return None

@@ -30,7 +30,7 @@ from xrank.sockets.peer_wire import (
     lender_proof,
     reader_proof,
 )
-from xrank.system import descriptor_limit
+from xrank.system import close_read, descriptor_limit
 
 __all__ = ["PeerService", "ServedBytes"]
 
@@ -92,7 +92,7 @@ class PeerService:
                 self._port = tcp.getsockname()[1]
                 self._listen(tcp)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            undo.callback(os.close, self._wake)
+            undo.callback(close_read, self._wake)
             self._events = select.epoll()
             undo.callback(self._events.close)
             for fd in (self._wake, *self._listeners):

@@ -34,6 +34,8 @@ def explain_no_space(
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.filename is None:  # calls with a descriptor do not name its file
+                error.filename = file or directory
             raise
         # Asked after the failure, so the numbers in the error belong to it.
         free = free_nbytes(directory) or 0

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 import xxhash
 
+from xrank import system
 from xrank.errors import CorruptError
 from xrank.workspace.arena import new_buffer
 
@@ -131,7 +132,7 @@ def read_message(directory: str, receipt: MessageReceipt, rank: int) -> tuple[st
     try:
         *buffers, header = [_read(fd, part, path, rank) for part in (*receipt.buffers, receipt.header)]
     finally:
-        os.close(fd)
+        system.close_read(fd)
     return bytes(header).decode(), buffers
 
 

@@ -146,7 +146,7 @@ def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: in
             for key in dict.fromkeys(tensor.key for tensor in weights.values())
         }
     finally:
-        os.close(fd)
+        system.close_read(fd)
     made: dict[ArchivedTensor, torch.Tensor] = {}
     for tensor in weights.values():
         if tensor not in made:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from filelock import FileLock, Timeout
 
+from xrank import system
 from xrank.errors import OutputExistsError, UsageError
 from xrank.faces import AGAIN, option
 from xrank.writers.disk import describe, explain
@@ -44,6 +46,8 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
         lock.acquire()
         held = True
     except Timeout:
+        if not os.path.lexists(path):
+            _check_folder(os.path.dirname(path))
         raise OutputExistsError(
             f"{out}: another gather to it is under way ({owner()})",
             file=out,
@@ -67,3 +71,21 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
             with suppress(OSError):
                 os.unlink(path)
             lock.release()
+
+
+def _check_folder(folder: str) -> None:
+    """Refuse a folder where no file can be made, though it is there, as below /proc: filelock reports it as locked."""
+    probe = os.path.join(folder, f".xrank-{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(probe, system.NEW))
+        os.unlink(probe)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder}: no file can be made there: {error.strerror}",
+            file=folder,
+            got=describe(folder),
+            want="a folder of a disk",
+            next_step=f"choose another {option('out')}",
+        ) from error
+    except OSError as error:
+        raise explain(error, folder) from error

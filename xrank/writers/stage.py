@@ -147,7 +147,7 @@ class Stage:
             result = self._write_small(name, lambda fd: copy_bytes(source, source_path, fd), before.st_size)
             after = os.fstat(source)
         finally:
-            os.close(source)
+            system.close_read(source)
         unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
         if not unchanged or result.nbytes != before.st_size:
             raise ContradictionError(

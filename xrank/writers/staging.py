@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
 from xrank.errors import UsageError, XrankError
 from xrank.faces import option
 from xrank.plan.source import StoredModel
 from xrank.writers.abandoned import claim_stage, describe_owner, make_takeover_error, roll_forward, write_journal
-from xrank.writers.disk import explain, explain_errors
+from xrank.writers.disk import explain, explain_errors, sync_folder
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace, check_output, check_room, make_parents
 from xrank.writers.stage import Stage
 
-__all__ = ["Stage", "check_apart", "check_output", "check_room", "open_stage", "plan_apart"]
+__all__ = ["Stage", "check_apart", "check_output", "check_room", "open_stage", "plan_apart", "settle_output"]
 
 
 class HasSource(Protocol):
@@ -108,6 +108,19 @@ def _new_stage(place: OutputPlace, plan_digest: str) -> str:
         os.mkdir(path)
     write_journal(path, plan_digest)
     return path
+
+
+def settle_output(out: str | os.PathLike[str]) -> None:
+    """Finish what a run left undone that ended after its rename: sync the output's name, and remove the lock.
+
+    Raises:
+        XrankError: the folder cannot be synced.
+    """
+    place = OutputPlace.from_path(out)
+    sync_folder(place.parent)
+    if os.path.lexists(place.lock_path):
+        with suppress(XrankError), hold_lock(place.lock_path, place.path, owner=lambda: ""):
+            pass  # which removes it; another run's stays
 
 
 def check_apart(source: str, out: str) -> None:

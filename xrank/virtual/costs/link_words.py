@@ -34,6 +34,7 @@ _EXAMPLES = {"seconds": "5us", "bandwidth": "25GB/s", "flops": "10TFLOP/s"}
 _LINK: Mapping[str, Kind] = {"latency": "seconds", "bandwidth": "bandwidth"}
 
 _MAX_FILE_NBYTES = 1 << 20
+_MAX_DEPTH = 8
 
 
 class Words(NamedTuple):
@@ -121,6 +122,8 @@ def _pairs_of_file(path: str) -> list[tuple[str, str]]:
 
 
 def _flatten(table: dict[str, object], prefix: str, path: str) -> Iterable[tuple[str, str]]:
+    if prefix.count(".") > _MAX_DEPTH:
+        raise _unreadable(path, f"tables nest deeper than {_MAX_DEPTH}", "names of one axis, or none")
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.", path)

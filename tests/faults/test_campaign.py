@@ -1,0 +1,122 @@
+"""A small part of `make faults` in each run of the tests, and the faults that it found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.bench import Bench, refusal, run
+from tests.conversion.made_workspaces import leave
+from tests.faults.__main__ import PARTS, run_part
+from xrank.decisions.options import parse_size
+from xrank.errors import ContradictionError, UsageError
+from xrank.layout.layout_file import write_whole
+from xrank.recipes.recipe_file import load_shipped_recipe
+from xrank.recipes.requirements import check_requirements
+from xrank.recipes.terms import evaluate, is_term
+
+pytestmark = pytest.mark.timeout(240)
+
+QUICK = ("texts", "commands")
+_COUNTS = {"texts": 3000, "commands": 80, "corruptions": 60, "kills": 150, "errors": 150, "power": 150}
+
+
+@pytest.mark.parametrize(
+    "part", [*QUICK, *(pytest.param(part, marks=pytest.mark.slow) for part in PARTS if part not in QUICK)]
+)
+def test_part_of_the_campaign(part: str) -> None:
+    found = run_part(part, 20261125, _COUNTS[part])
+    assert not found.wrong, "\n".join(f"{kind}\n    {example}" for kind, example in found.wrong.items())
+    assert found.counts["inputs"] + found.counts["commands"] + found.counts["corruptions"] + found.counts["states"] or (
+        found.counts["seen new"] and found.counts["seen absent"]
+    )
+
+
+def test_counts_are_of_all_parts() -> None:
+    assert _COUNTS.keys() == PARTS.keys()
+
+
+@pytest.mark.parametrize("text", ["9" * 400 + "GB", "9" * 5000, "0.0000001B", "1.5 of GB"])
+def test_sizes_beyond_all_numbers(text: str) -> None:
+    with pytest.raises(UsageError, match=r"max_memory=? must be a size") as caught:
+        parse_size(text, "max_memory")
+    assert len(caught.value.message) < 200
+
+
+def test_terms_of_a_thousand_operands_or_digits() -> None:
+    assert not is_term("a" + " * 2" * 1500)
+    assert not is_term("9" * 5000)
+    assert is_term("a" + " * 2" * 31) and evaluate({"a": 3}, ["a" + " * 2" * 31]) == 3 * 2**31
+
+
+def test_integers_beyond_all_floats_in_config(tmp_path: Path) -> None:
+    recipe = load_shipped_recipe("megatron-llama")
+    with pytest.raises(ContradictionError, match="disagree about norm_epsilon"):
+        check_requirements(recipe, {"rms_norm_eps": 10**400}, {"norm_epsilon": 1e-5}, str(tmp_path))
+
+
+def test_a_link_file_of_two_thousand_tables(tmp_path: Path, bench: Bench) -> None:
+    leave(bench.workspace)
+    link = tmp_path / "link.toml"
+    link.write_text(".".join(["a"] * 2000) + ' = "1GB/s"\n')
+    refusal(run("simulate", bench.workspace, "--link", link, "--json"), "UsageError", says=["nest deeper than"])
+
+
+def test_a_lock_that_a_killed_run_left_beside_its_output_goes(bench: Bench) -> None:
+    model = leave(bench.workspace)
+    bench.succeeds(model)
+    lock = bench.folder / ".model.xrank.lock"
+    lock.touch()
+    assert "found" in run("gather", "--workspace", bench.workspace, "-o", bench.out).stdout
+    assert not lock.exists()
+
+
+def test_an_output_that_is_found_is_synced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run may have ended before the folder's sync: a power loss would take the name that was called done."""
+    bench.succeeds(leave(bench.workspace))
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    assert run("gather", "--workspace", bench.workspace, "-o", bench.out).exit_code == 0
+    assert synced == [str(bench.folder)]
+
+
+def test_a_page_does_not_take_the_place_of_a_device(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(OSError, match="a device, FIFO or socket is there") as caught:
+        write_whole(b"page", str(fifo))
+    assert caught.value.errno == errno.EINVAL and fifo.is_fifo() and os.listdir(tmp_path) == ["fifo"]
+
+
+def test_a_small_file_is_synced_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss may keep a rename and lose bytes that were not synced: an empty layout file has no rules."""
+    calls = []
+    for name in ("fsync", "replace"):
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, function=function: calls.append(name) or function(*a))
+    write_whole(b"page", str(tmp_path / "file"))
+    assert calls == ["fsync", "replace", "fsync"]
+    assert (tmp_path / "file").read_bytes() == b"page"
+
+
+def test_an_exception_of_no_input_is_one_line_and_a_report(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from xrank.conversion import gather
+
+    leave(bench.workspace)
+    monkeypatch.setattr(gather, "plan_gather", lambda *_, **__: 1 / 0)
+    error = bench.refused("XrankError", says=["this is a fault of xrank", "ZeroDivisionError: division by zero"])
+    assert error["try"] == "run again with -v, and report the traceback"
+    assert "Traceback" in run("gather", "--workspace", bench.workspace, "-o", bench.out, "-v").stderr
+
+
+def test_a_device_as_output(bench: Bench) -> None:
+    leave(bench.workspace)
+    for out in ("/proc/x", "/dev/null", "/dev/null/x", "/sys/x", "/proc/self/fd/x"):
+        ended = run("gather", "--workspace", bench.workspace, "-o", out, "--json")
+        assert ended.exit_code == 2, ended.stderr
+        assert os.path.dirname(os.path.realpath(out)) in json.loads(ended.stdout)["error"]["file"]
