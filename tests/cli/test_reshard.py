@@ -78,7 +78,7 @@ def test_it_says_what_is_tied(bench: Bench, layout: Path) -> None:
     leave(bench.workspace, layouts={**_layouts(), "head.weight": "[v/tp, h]"}, model=_tied())
     layout.write_text(LAYOUT + '\n[alias]\n"head.weight" = "embed.weight"\n')
     ended = reshard(bench, layout)
-    assert "head.weight equal embed.weight, whose bytes they share" in ended.stdout
+    assert "head.weight equals embed.weight, whose bytes they share" in ended.stdout
 
 
 def _layouts() -> dict[str, str]:

@@ -733,7 +733,7 @@ class TestConfigurations:
         """As transformers' Trainer leaves with FSDP: PEFT refuses the folder until its configuration is there."""
         model, pairs = leave_adapted(bench.workspace)
         (bench.workspace / "lora_train_meta.json").unlink()
-        error = refusal(bench, UsageError, "nothing says the rank and alpha", **MERGE)
+        error = refusal(bench, UsageError, "no file states the rank and alpha", **MERGE)
         assert "adapter_config.json" in (error.got or "") and "adapter_config=" in (error.next_step or "")
         report = gather_checkpoint(bench.workspace, bench.out)
         assert "PEFT loads no adapter without it" in notes_of(report)["adapter-config"]

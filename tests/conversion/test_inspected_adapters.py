@@ -109,5 +109,5 @@ def test_no_row_is_empty(tmp_path: Path) -> None:
     assert inspected(tmp_path / "step")["format"]["prefix"] == ""
     rows = run("inspect", tmp_path / "step").stdout.splitlines()
     assert not [row for row in rows if row.startswith("prefix")]
-    assert "values that are no tensors  0" in rows  # zero is a number, not nothing
+    assert "values that are not tensors  0" in rows  # zero is a number, not nothing
     assert all(len(row.split()) > 1 for row in rows if row.strip()), rows

@@ -33,7 +33,7 @@ def rows(path: Path, *options: object) -> dict[str, str]:
 
 def test_words_and_sizes(step: Path) -> None:
     shown = rows(step, "--ranks")
-    assert shown["values that are no tensors"] == "1" and shown["ranks that wrote"] == "1"
+    assert shown["values that are not tensors"] == "1" and shown["ranks that wrote"] == "1"
     model, optimizer = shown["parts"].split("; ")
     # The parts count what the files have, headers of torch included.
     assert model.startswith("model: 1 tensor in ") and model.endswith(" KB")

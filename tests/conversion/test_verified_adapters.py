@@ -147,7 +147,7 @@ class TestSeparate:
         config = (bench.workspace / META).rename(bench.folder / "config.json")
         out = gathered(bench, "separate", adapter_config=config)
         notes = good(out, bench.workspace)["notes"]
-        assert notes["adapter-config"].startswith("rank and alpha were not compared: nothing says the rank")
+        assert notes["adapter-config"].startswith("rank and alpha were not compared: no file states the rank")
         assert "adapter-config" not in good(out, bench.workspace, "--adapter-config", config)["notes"]
         other = write_json(bench.folder / "other.json", {"r": RANK, "lora_alpha": 1})
         ended = verify(out, bench.workspace, "--adapter-config", other)
@@ -275,7 +275,7 @@ class TestMerge:
         leave_adapted(bench.workspace)
         config = (bench.workspace / META).rename(bench.folder / "config.json")
         out = gathered(bench, "merge", adapter_config=config)
-        says = ["what merging the adapter in", "cannot be computed: nothing says the rank", "--adapter-config"]
+        says = ["what merging the adapter in", "cannot be computed: no file states the rank", "--adapter-config"]
         refusal(verify(out, bench.workspace), "UsageError", says=says)
         good(out, bench.workspace, "--adapter-config", config)
 

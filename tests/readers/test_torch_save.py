@@ -230,7 +230,12 @@ def test_a_source_below_comes_before_a_file_beside_it(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "run" / "actor" / "model.safetensors")
     found, report = gathered(tmp_path / "run")
     assert same(found, MODEL)
-    assert any(code == "also-here" and "may be a model" in text for code, text in report.notes)
+    text = f"{tmp_path}/run/actor is read; {tmp_path}/run/state.pt may be a model, too: to read it, give its path"
+    assert ("also-here", text) in report.notes
+    (tmp_path / "run" / "state.pt").unlink()
+    (tmp_path / "run" / "actor").rename(tmp_path / "run" / "last.ckpt")  # a folder with a file's name, as Lightning's
+    assert not [text for code, text in gathered(tmp_path / "run")[1].notes if code == "also-here"]
+    (tmp_path / "run" / "last.ckpt").rename(tmp_path / "run" / "actor")
     # The user's own file comes before the folder around it.
     file = save(tmp_path / "run" / "actor" / "mine.pt", EMA)
     assert same(gathered(file)[0], EMA)

@@ -147,7 +147,10 @@ def proof_row(report: Report) -> tuple[str, str]:
 
 def output_rows(made: OutputFacts, tied_note: str) -> list[tuple[str, str]]:
     """Return the rows about tied and cast tensors; `tied_note` explains how a tied tensor is written."""
-    rows = [("tied", f"{', '.join(names)} equal {target}, {tied_note}") for target, *names in made.tied]
+    rows = [
+        ("tied", f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {target}, {tied_note}")
+        for target, *names in made.tied
+    ]
     casts = Counter(made.cast.values()).items()
     return [*rows, *(("cast", f"{plural(count, 'tensor')} {cast}") for cast, count in casts)]
 

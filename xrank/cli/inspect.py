@@ -104,6 +104,8 @@ def _rows(report: Report, face: Face, *, tensors: bool, ranks: bool) -> list[tup
 def _config_text(source: Mapping[str, Any], details: Mapping[str, Any]) -> str:
     if details["config_path"] is not None:
         return str(details["config_path"])
+    if "adapter_config.json" in details["companions"]:
+        return "the adapter's own, adapter_config.json"
     return "in the states" if source["has_config"] else "none; gather with --base-model, or put a config.json beside it"
 
 

@@ -90,7 +90,7 @@ def inspect(
         notes += found.notes
         config_path = found.config_path
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
-        recipe = _prove(found, base, text, notes).recipe
+        recipe = _prove(found, base, text, notes, companions).recipe
         check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values())
     except XrankError as error:
         problems.append(error)
@@ -119,14 +119,20 @@ inspect_source = inspect
 """The name inside xrank, where `inspect` is Python's module."""
 
 
-def _prove(found: FoundSource, base: BaseModel | None, place: str, notes: list[tuple[str, str]]) -> StoredModel:
-    """Return the model under the names of a gather's output, held against base model and config; add to the notes.
+def _prove(
+    found: FoundSource, base: BaseModel | None, place: str, notes: list[tuple[str, str]], companions: list[str]
+) -> StoredModel:
+    """Return the model under the names of a gather's output, held against base model and config.
+
+    Add to the notes, and to the companions the configuration of an adapter that lies alone.
 
     Raises:
         XrankError: a gather would end with it.
     """
     adapted = adapt(found.model, GatherOptions(), place, base.tensors if base is not None else {})
     notes += adapter_beside(place) if adapted is None else adapted.notes
+    if adapted is not None and adapted.is_alone and adapted.config_text is not None:
+        companions.append("adapter_config.json")
     if adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
         raise renames_adapted(adapted.source, matched)
     renamed = found.model if adapted is not None else decide(found, Request(Purpose.PROOF), base).source

@@ -128,7 +128,7 @@ def find_config(
     found = search_config(given, place, names, shapes)
     if found is None:
         raise UsageError(
-            f"nothing says the rank and alpha of the adapter in {place}",
+            f"no file states the rank and alpha of the adapter in {place}",
             file=place,
             got=f"no {', no '.join(_PLACES)} in it, nor in the checkpoint's root",
             want="r and lora_alpha",

@@ -20,6 +20,7 @@ from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import TORCH_SAVE, WORKSPACE
+from xrank.readers.torch_save.reader import list_models
 from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.readers.zero_tails import note_zero_tails
 from xrank.recipes.shape_proof import prove_shapes
@@ -135,11 +136,13 @@ def _check_world_size(model: StoredModel, stated: int) -> None:
 
 def _note_state_file(asked: str, place: str) -> tuple[tuple[str, str], ...]:
     """Return a note about a file of ``torch.save`` in the user's folder, where a source below it is read instead."""
-    if place == asked or not os.path.isdir(asked) or not TORCH_SAVE.is_hinted_at(asked):
+    is_below = place.startswith(os.path.join(asked, "")) and os.path.isdir(asked)
+    names = list_models(asked) if is_below and TORCH_SAVE.is_hinted_at(asked) else []
+    # Lightning's last.ckpt may be a folder, of another format.
+    file = next((path for name in names if os.path.isfile(path := os.path.join(asked, name))), None)
+    if file is None:
         return ()
-    if place.startswith(os.path.join(asked, "")) and TORCH_SAVE.load().recognise(asked) is None:
-        return (("also-here", f"{place} is read; {asked} also holds a file that may be a model: to read it, name it"),)
-    return ()
+    return (("also-here", f"{place} is read; {file} may be a model, too: to read it, give its path"),)
 
 
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:

@@ -69,6 +69,8 @@ _WRITTEN_BY_FRAMEWORKS: Mapping[str, str] = {
     "torch.distributed._shard.sharded_tensor.shard": "Shard",
     "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    # torch 2.10 and later record the ranks of a DeviceMesh by these.
+    "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
     "torch.distributed._tensor.api": "DTensor",
     "torch.distributed._tensor.device_mesh": "DeviceMesh",
     "torch.distributed._tensor.placement_types": "DTensorSpec Partial Replicate Shard TensorMeta _Partial",

@@ -171,7 +171,7 @@ def _details(
         grids.setdefault(re.sub(r"\d+", "#", name), Counter())[_grid(tensor)] += 1
     return {
         "ranks that wrote": len(ranks),
-        "values that are no tensors": len(metadata.byte_items),
+        "values that are not tensors": len(metadata.byte_items),
         "chunks": {family: ", ".join(sorted(counts)) for family, counts in sorted(grids.items())},
         "unused files": list(unused),
     }

@@ -228,7 +228,9 @@ def _details(
             tensors, re.compile(r".*experts\..*(?:local_experts\.\d+\..*|weight\d+|bias\d+)"), ".experts."
         ),
         "vocabulary": None if num_rows is None else f"{num_rows} rows stored, {true}",
-        "optimizer": f"{plural(len(left), 'tensor')} left out, {size_text(sum(int(t.nbytes.sum()) for t in left))}",
+        "optimizer": f"{plural(len(left), 'tensor')} left out, {size_text(sum(int(t.nbytes.sum()) for t in left))}"
+        if left
+        else None,
     }
 
 
@@ -237,4 +239,4 @@ def _form(tensors: Mapping[str, DcpTensor], numbered: re.Pattern[str], part: str
     if not names:
         return "none"
     count = sum(numbered.fullmatch(name) is not None for name in names)
-    return "numbered in names" if count == len(names) else "a dim in front" if not count else "both ways"
+    return "numbered in names" if count == len(names) else "the first dim of each tensor" if not count else "both ways"

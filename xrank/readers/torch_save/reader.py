@@ -18,7 +18,7 @@ from xrank.readers.base import Hints
 from xrank.readers.torch_save.states import WholeState, describe_states, select_state
 from xrank.words import list_text
 
-__all__ = ["TorchSaveReader"]
+__all__ = ["TorchSaveReader", "list_models"]
 
 _SUFFIXES = (".pt", ".pth", ".ckpt")
 _SHARED_SUFFIXES = (".bin", ".th")
@@ -51,13 +51,13 @@ class TorchSaveReader:
             if _ONE_OF_SEVERAL.fullmatch(os.path.basename(path)):
                 return "by its name, one of several files"
             return None if _is_saved(path) else "not a file of torch.save"
-        if os.path.isdir(path) and _list_models(path):
+        if os.path.isdir(path) and list_models(path):
             return None
         return "no model.pt, .pth or .ckpt in it, or several with numbers, which may be those of ranks"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        folder, names = (path, _list_models(path)) if os.path.isdir(path) else os.path.split(path)
+        folder, names = (path, list_models(path)) if os.path.isdir(path) else os.path.split(path)
         if isinstance(names, str):
             names = [names]
         _check_slices(folder or os.curdir, names)
@@ -83,8 +83,8 @@ def _is_saved(path: str) -> bool:
         return False
 
 
-def _list_models(folder: str) -> list[str]:
-    """Return the files in a folder that contain a model by their names; numbered ones may be those of ranks."""
+def list_models(folder: str) -> list[str]:
+    """Return the entries of a folder that contain a model by their names; numbered ones may be those of ranks."""
     entries = sorted(os.listdir(folder))
     series = Counter(map(_remove_number, entries))
     return [
