@@ -112,9 +112,10 @@ def test_a_tied_tensor_is_written_once_under_the_name_that_save_pretrained_gives
 ) -> None:
     source, base = tmp_path / "source", tmp_path / "base"
     weight = torch.rand(6, 4)
-    saved = {"model.decoder.embed_tokens.weight": weight, "model.decoder.norm.weight": torch.rand(4)}
+    others = {"model.decoder.embed_positions.weight": torch.rand(3, 4), "model.decoder.norm.weight": torch.rand(4)}
+    saved = {"model.decoder.embed_tokens.weight": weight, **others}
     for folder, tensors in (
-        (source, {**dict.fromkeys(held, weight), "model.decoder.norm.weight": saved["model.decoder.norm.weight"]}),
+        (source, {**dict.fromkeys(held, weight), **others}),
         (base, saved),
     ):
         folder.mkdir()
@@ -145,6 +146,7 @@ def test_a_head_keeps_its_name_among_names_of_the_hub(tmp_path: Path) -> None:
 
 def test_values_that_differ_are_not_dropped(tmp_path: Path) -> None:
     tensors = {"proj_out.weight": torch.rand(6, 4), "model.decoder.embed_tokens.weight": torch.rand(6, 4)}
+    tensors |= {"model.decoder.embed_positions.weight": torch.rand(3, 4), "model.decoder.norm.weight": torch.rand(4)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(WHISPER))
     ended = run("gather", tmp_path, "--out", tmp_path / "out")

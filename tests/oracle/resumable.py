@@ -14,8 +14,11 @@ from typing import Any
 __all__ = ["map_resumably"]
 
 _NUM_PROCESSES = 2
-_NUM_TASKS_PER_PROCESS = 25
-"""A process that makes hundreds of classes keeps gigabytes of them."""
+_NUM_ITEMS_PER_POOL = 50
+"""Processes that make hundreds of classes keep gigabytes of them.
+
+Not ``max_tasks_per_child``: such a pool ends no run (github.com/python/cpython/issues/115634).
+"""
 _MAX_BYTES = 6 << 30
 """A class whose model would need more memory raises MemoryError, instead of ending the run."""
 
@@ -36,19 +39,18 @@ def map_resumably(
     if lines and json.loads(lines[0]) != about:
         raise SystemExit(f"{record} is of {lines[0]}, not of {about}: remove it")
     found = dict(json.loads(line) for line in lines[1:])
-    missing = {name: arguments for name, arguments in items.items() if name not in found}
-    pool = ProcessPoolExecutor(
-        _NUM_PROCESSES, get_context("spawn"), _limit_memory, max_tasks_per_child=_NUM_TASKS_PER_PROCESS
-    )
-    with pool, record.open("a") as file:
+    missing = [name for name in items if name not in found]
+    with record.open("a") as file:
         if not lines:
             print(json.dumps(about), file=file, flush=True)
-        names = {pool.submit(function, *arguments): name for name, arguments in missing.items()}
-        for future in as_completed(names):
-            name = names[future]
-            found[name] = future.result()
-            print(json.dumps([name, found[name]]), file=file, flush=True)
-            print(f"{len(found)}/{len(items)} {name}", file=sys.stderr, flush=True)
+        for start in range(0, len(missing), _NUM_ITEMS_PER_POOL):
+            with ProcessPoolExecutor(_NUM_PROCESSES, get_context("spawn"), _limit_memory) as pool:
+                names = {pool.submit(function, *items[n]): n for n in missing[start : start + _NUM_ITEMS_PER_POOL]}
+                for future in as_completed(names):
+                    name = names[future]
+                    found[name] = future.result()
+                    print(json.dumps([name, found[name]]), file=file, flush=True)
+                    print(f"{len(found)}/{len(items)} {name}", file=sys.stderr, flush=True)
     return {name: found[name] for name in items}
 
 

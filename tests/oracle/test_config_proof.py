@@ -20,6 +20,7 @@ from tests.oracle.config_models import (
 from xrank.conversion.gather import gather_checkpoint
 from xrank.decisions.config_proof import find_misfit
 from xrank.decisions.layer_holes import find_hole
+from xrank.decisions.single_tensors import find_absent
 from xrank.errors import ContradictionError, XrankError
 
 NUM_PARTS = 8
@@ -41,10 +42,10 @@ def test_default_sizes_of_all_families(part: int) -> None:
         if model is None:
             continue
         config, shapes = read_config(model, name), read_shapes(model)
-        misfit, hole = find_misfit(config, shapes), find_hole(shapes, config)
+        misfit, hole, absent = find_misfit(config, shapes), find_hole(shapes, config), find_absent(shapes, config)
         num_checked += 1
-        if misfit is not None or hole is not None:
-            refused.append((name, misfit and misfit[1], hole))
+        if misfit is not None or hole is not None or absent is not None:
+            refused.append((name, misfit and misfit[1], hole, absent))
     assert not refused and num_checked > 30
 
 

@@ -13,11 +13,12 @@ from xrank.decisions.config_sections import Section, group_tensors, split_config
 from xrank.decisions.config_sizes import make_family_claims
 from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layer_holes import find_hole
+from xrank.decisions.single_tensors import find_absent
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.faces import AGAIN, option
 from xrank.plan.source import StoredModel
 from xrank.recipes.conversion_table import is_known_type
-from xrank.recipes.name_proof import prove_family
+from xrank.recipes.name_proof import BRING_FILES, prove_family
 from xrank.words import plural
 
 __all__ = ["MISSING_TENSOR", "find_misfit", "prove_config"]
@@ -110,7 +111,10 @@ def prove_config(
             return ()
         # The user leaves some names out; any other name that the source lacks is a hole.
         is_proven = prove_family([shard.name for shard in model.shards if shard.name not in apart], config)
-        return () if is_proven or is_shown else _judge_holes(own, config, found)
+        if is_proven or is_shown:
+            return ()
+        _refuse_absent(own, config, found)
+        return _judge_holes(own, config, found)
     section, claim = misfit
     file = found.config_path or ("the model's config" if found.place is None else f"the config in {found.place}")
     hidden = section.size("hidden_size", "d_model", "n_embd")
@@ -125,6 +129,20 @@ def prove_config(
         want=f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}",
         next_step=_advise(found, base),
     )
+
+
+def _refuse_absent(shapes: Mapping[str, _Shape], config: Mapping[str, Any], found: FoundSource) -> None:
+    """Refuse a model without a tensor that all models of its type have once."""
+    name = find_absent(shapes, config)
+    if name is not None:
+        raise IncompleteError(
+            f"{name}: no file holds any of it",
+            tensor=name,
+            file=found.place,
+            got=f"{plural(len(shapes), 'other tensor')}",
+            want=f"the tensor that each {config['model_type']} of transformers has",
+            next_step=BRING_FILES,
+        )
 
 
 def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None, found: FoundSource) -> _Notes:
@@ -145,7 +163,7 @@ def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None,
         file=found.place,
         got=f"a model that has {who}",
         want="the same tensors in equal layers",
-        next_step=f"bring the files of the missing ranks, then {AGAIN}; or give {option('base_model')} to compare with",
+        next_step=BRING_FILES,
     )
 
 
