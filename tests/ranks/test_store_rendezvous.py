@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import FailureRecord
 from xrank.ranks.heartbeat import Heartbeat
 from xrank.ranks.meeting import Meeting
 from xrank.ranks.peer import Peer
@@ -275,6 +276,24 @@ def test_a_rank_that_can_not_take_part_says_so():
         refusing.refuse(UsageError("not with me", got="this"))
         for error in meeting.all_said().values():
             assert isinstance(error, RankFailedError) and error.rank == 2 and "not with me; got this" in error.cause
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_a_rank_that_reported_the_reason_before_its_end_is_not_the_culprit(monkeypatch, reporter):
+    monkeypatch.setattr("xrank.ranks.meeting.START_SECONDS", 0)
+    ranks, store = [0, 1, 2, 3], LocalStore()
+    deaths = {rank: FailureRecord(rank, "a", 7, "its process ended", "a gather") for rank in (reporter, 3)}
+
+    class Looking:
+        def look(self, awaited, watched):
+            # The other rank finds rank 3's death, reports it and ends, while this one looks from rank to rank.
+            Meeting(ranks, reporter, store, NAME, Deadline(60), "a directory").refuse(deaths[3].to_error())
+            raise deaths[reporter].to_error()
+
+    meeting = Meeting(ranks, 2, store, NAME, Deadline(60), "a directory", begin_long_wait=lambda awaits: Looking())
+    with pytest.raises(RankFailedError) as raised:
+        meeting.check([0, 1, 3])
+    assert raised.value.rank == 3
 
 
 @pytest.mark.parametrize("told", ["{}", '{"rank": 1, "host": 5, "pid": 7, "space": "s"}'])

@@ -163,14 +163,22 @@ def test_rank_0_stays_a_moment_at_most_and_not_at_all_after_a_good_end(join):
             self.now += 0.05
             return self.now
 
-    for has_failed in (False, True):
-        clock = Ticks()
-        wire = join([0, 1], clock=clock)[0]
+    def leave(failed=None, refused=False):
+        """Return the seconds of rank 0's end; rank 1 may have failed before it had a wire."""
+        clock, store = Ticks(), LocalStore()
+        wire = join([0, 1], store, clock=clock)[0]
         before = clock.now
-        if has_failed:
-            wire.fail(failure(0))
+        if refused:
+            store.put("meeting/1/1", "why")
+        if failed is not None:
+            wire.fail(failure(failed))
         wire.close()
-        assert (clock.now - before > store_wire._FAILURE_READ_SECONDS) == has_failed
+        return clock.now - before
+
+    stay = store_wire._FAILURE_READ_SECONDS
+    assert leave() < 1 and leave(failed=0) > stay
+    assert leave(failed=1) < 1, "rank 1 is dead, and will read nothing"
+    assert leave(failed=0, refused=True) < 1, "rank 1 has left the meeting"
 
 
 def test_a_normal_end_is_heard_at_once_after_all_that_was_sent(join):

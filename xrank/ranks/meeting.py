@@ -69,7 +69,11 @@ class Meeting:
         """
         self.check_around()
         is_first = self.rank == self.ranks[0]
-        self._look_out.look(self, tuple(absent) if is_first else self.ranks[:1], absent)
+        try:
+            self._look_out.look(self, tuple(absent) if is_first else self.ranks[:1], absent)
+        except RankFailedError:
+            self.raise_reason()
+            raise
 
     def raise_if_confirmed(self) -> None:
         """Raise if this rank and others were found to wait for each other, maybe by another of them.
@@ -192,6 +196,15 @@ class Meeting:
     def _read_any_refusal(self) -> FailureRecord | None:
         text = self.store.peek(f"{self.name}/refused")
         return None if text is None else FailureRecord.from_bytes(text.encode())
+
+    def raise_reason(self) -> None:
+        """Raise the reason why this meeting ended, if a rank reported one: that rank may have ended itself since.
+
+        Raises:
+            RankFailedError: one did.
+        """
+        if (end := self.find_end()) is not None:
+            raise end.to_error()
 
     def find_end(self) -> FailureRecord | None:
         """Return the failure with which this meeting has ended, if it has."""

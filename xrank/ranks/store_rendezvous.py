@@ -53,6 +53,8 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         if is_first:
             meeting.end(error)
         else:
+            # By both ways: others may not have come to the wire yet, and see this rank's end first.
+            meeting.refuse(error)
             wire.fail(FailureRecord.from_error(error, meeting.rank, CALL))
         wire.close()
         raise
@@ -107,7 +109,7 @@ def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
     if failures := wire.failures():
         raise next(iter(failures.values())).to_error()
     for rank in sorted(wire.ended | wire.silent):
-        meeting.raise_end()  # the first writes the reason before it ends
+        meeting.raise_reason()  # a rank writes it before it ends
         peer = known.get(rank) or _find_peer(meeting, rank)
         host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
         raise FailureRecord(rank, host, pid, "it ended, or gave up, before all had come", CALL).to_error()

@@ -67,7 +67,8 @@ class StoreWire:
         self._peers: dict[int, Peer] = {}
         self._failures: dict[int, FailureRecord] = {}
         self._looked = -_LOOK_SECONDS
-        self._is_closed = self._has_failed = False
+        self._is_closed = False
+        self._failure: FailureRecord | None = None
         self._pid = os.getpid()
         position = ranks.index(rank)
 
@@ -167,7 +168,7 @@ class StoreWire:
 
     def fail(self, record: FailureRecord) -> None:
         """Report this rank's failure; see `Wire`."""
-        self._has_failed = True
+        self._failure = record
         with suppress(RankFailedError):  # the failure may be the store's
             if self._peek(f"failed/{self._rank}") is None:
                 self._put(f"failed/{self._rank}", record.to_bytes().decode())
@@ -184,7 +185,7 @@ class StoreWire:
             return
         self._is_closed = True
         if os.getpid() == self._pid:  # a forked process is not the rank, and shares its connection to the store
-            if self._rank == 0 and self._has_failed:
+            if self._rank == 0 and self._failure is not None:
                 # While the heart still beats, so that the others see a failure instead of a death.
                 self._await_readers()
             self._heartbeat.stop()
@@ -197,11 +198,14 @@ class StoreWire:
 
     def _await_readers(self) -> None:
         """Wait until all others have closed, failed or ended: the store that they read may end with this process."""
-        end, others = self._clock() + _FAILURE_READ_SECONDS, set(self._ranks) - {self._rank}
+        assert self._failure is not None
+        end, others = self._clock() + _FAILURE_READ_SECONDS, set(self._ranks) - {self._rank, self._failure.rank}
         with suppress(RankFailedError):
             while self._clock() < end:
                 named = {record.rank for record in self._failures.values()}  # dead, or the first to know
-                if not others - self.ended - self.silent - set(self._failures) - named:
+                others -= {*self.ended, *self.silent, *self._failures, *named}
+                others = {rank for rank in others if self._peek(str(rank)) is None}  # those of `Meeting.refuse` know
+                if not others:
                     break
                 self.pump(_POLL_SECONDS[1])
 
