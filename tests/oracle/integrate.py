@@ -98,6 +98,8 @@ def run_accelerate(engine: str, folder: Path) -> tuple[Any, dict[str, torch.Tens
     hook = export_at_save(accelerator)
     model: Any = make_model(engine)
     loader: Any = DataLoader(make_rows(), batch_size=1)  # type: ignore[arg-type]
+    if engine == "fsdp1":
+        model = accelerator.prepare(model)  # it replaces the parameters, which the optimizer must have
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
     state: dict[str, torch.Tensor] = {}
     for step, batch in enumerate(loader):
@@ -105,7 +107,8 @@ def run_accelerate(engine: str, folder: Path) -> tuple[Any, dict[str, torch.Tens
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
-            state = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+            gathered = accelerator.get_state_dict(model) or {}  # of ZeRO-3 the first rank alone has one
+            state = {name: tensor.clone() for name, tensor in gathered.items()}
             accelerator.save_state(str(folder / "run"))
     hook.finish()
     if dist.get_rank() == 0:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect_command"]
 
+_MAX_FACTS = 4
+"""Entries of a table in a format's facts that a row shows."""
+
 
 @click.command(
     cls=Command,
@@ -111,11 +114,14 @@ def _config_text(source: Mapping[str, Any], details: Mapping[str, Any]) -> str:
 
 def _fact_text(value: Any) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {_fact_text(part)}" for key, part in value.items())
+        parts = [f"{key}: {_fact_text(part)}" for key, part in value.items()]
+        left_out = len(parts) - _MAX_FACTS
+        return "; ".join(parts[:_MAX_FACTS] + ([f"and {left_out} more (--json has all)"] if left_out > 0 else []))
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_fact_text, value))
+        parts = [*map(_fact_text, value)]
+        return ("; " if any("," in part for part in parts) else ", ").join(parts)
     return f"{value:,}" if type(value) is int else str(value)
 
 

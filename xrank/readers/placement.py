@@ -202,6 +202,7 @@ def _place(
     if shape is not None:
         shard, assumption = _place_by_base_shape(name, held, shape)
         return [shard], assumption
+    dims = ", ".join(("d0/tp", *(f"d{dim}" for dim in range(1, len(held[0].shape))))[: len(held[0].shape)])
     raise LayoutError(
         f"{name}: no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
         tensor=name,
@@ -211,7 +212,8 @@ def _place(
         want=f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
         next_step=either(
             "write DTensors, or their layouts beside them",
-            f"give {option('layouts', metavar='FILE')}",
+            f"give {option('layouts', metavar='FILE')} with lines such as [mesh], "
+            f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]"',
             f"give {option('base_model', metavar='DIR')}",
         ),
     )

@@ -96,6 +96,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
+    __tracebackhide__ = True  # a failure's report is of the ranks: pytest leaves this process' frames out
     count, timeout_seconds = _read_marker(marker)
     names = pyfuncitem._fixtureinfo.argnames
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}

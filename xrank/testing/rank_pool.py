@@ -94,6 +94,7 @@ class RankPool:
         timeout_seconds: float = 45.0,
     ) -> list[Any]:
         """Run a function that is given by its place, as `run` does; ``by_rank`` and ``is_test`` as in `Task`."""
+        __tracebackhide__ = True
         if not 1 <= world_size <= MAX_RANKS:
             raise UsageError(f"a pool has no {world_size} ranks", got=str(world_size), want=f"1 to {MAX_RANKS} ranks")
         if "<" in qualname:
@@ -165,6 +166,7 @@ class RankPool:
         self._ranks.clear()
 
     def _collect(self, count: int, deadline: float, timeout_seconds: float) -> list[Any]:
+        __tracebackhide__ = True
         results: dict[int, Any] = {}
         failed: list[tuple[float, RankFailedError]] = []
         broken = False

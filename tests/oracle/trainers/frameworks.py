@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from tests.oracle.save_torch_checkpointing import gather_objects
 from tests.oracle.trainers.own_models import run_megatron, run_torchtitan
 
-__all__ = ["LOOPS", "Trained"]
+__all__ = ["LOOPS", "Trained", "gather_state"]
 
 Batches = list[dict[str, torch.Tensor]]
 Trained = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -187,7 +187,12 @@ def _step(model: nn.Module, batches: Batches) -> torch.optim.Optimizer:
 
 def _gather(model: nn.Module) -> Trained:
     plain = model.module if isinstance(model, FullyShardedDataParallel) else model
-    return plain, get_model_state_dict(model, options=_WHOLE)
+    return plain, gather_state(model)
+
+
+def gather_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole state of a model that FSDP shards, on the first rank."""
+    return get_model_state_dict(model, options=_WHOLE)
 
 
 LOOPS = {

@@ -1,8 +1,10 @@
 """Makes the folders of cells: python -m tests.oracle.trainers.make FOLDER [TEXT...] (cells that contain a text).
 
 Cells of a framework that is not installed are left out. Lightning and TRL: ``pip install lightning trl datasets``. verl
-asks for older versions: ``pip install --no-deps verl``, then ``ray tensordict codetiming orjson pillow``. torchtitan
-asks for nothing that changes torch: ``pip install --no-deps torchtitan tyro torchdata tomli spmd_types tensorboard``.
+asks for older versions: ``pip install --no-deps verl``, then ``ray tensordict codetiming orjson pillow``; its workers
+(tests/oracle/test_integrations.py) also ask for ``hydra-core uvicorn fastapi datasets tensorboard opentelemetry-sdk``.
+torchtitan asks for nothing that changes torch: ``pip install --no-deps torchtitan tyro torchdata tomli spmd_types
+tensorboard``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.recipes.made_checkpoints import as_megatron
 
-__all__ = ["let_torchtitan_run_on_cpu", "run_megatron", "run_torchtitan"]
+__all__ = ["gather_torchtitan", "let_torchtitan_run_on_cpu", "run_megatron", "run_torchtitan", "train_torchtitan"]
 
 Trained = tuple[nn.Module, dict[str, torch.Tensor]]
 _PADDED_ROWS = 256
@@ -32,7 +32,16 @@ _LOCAL_NORMS = {
 
 
 def run_torchtitan(options: dict[str, Any], folder: Path, load: Callable[[], Any], batches: object) -> Trained:
-    """Load a base model into torchtitan's Llama 3, take a step, and save with its checkpoint manager.
+    """Take a step with torchtitan's Trainer, and save with its checkpoint manager."""
+    plain = load()
+    trainer, adapter = train_torchtitan(options, folder, plain)
+    trainer.checkpointer.save(curr_step=2, last_step=True)
+    trainer.checkpointer.close()
+    return plain, gather_torchtitan(trainer, adapter)
+
+
+def train_torchtitan(options: dict[str, Any], folder: Path, plain: Any) -> tuple[Any, Any]:
+    """Load a base model into torchtitan's Llama 3 and take a step; return its Trainer and adapter.
 
     torchtitan's attention has no gradient on a CPU, so that the gradients are ones.
     """
@@ -41,7 +50,6 @@ def run_torchtitan(options: dict[str, Any], folder: Path, load: Callable[[], Any
     from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers, config_registry, model_registry
 
-    plain = load()
     assets = _write_assets(Path(plain.name_or_path), folder.with_name(f"assets-{os.environ['RANK']}"))
     config = config_registry.llama3_debugmodel()
     sizes, made = plain.config, model_registry("debugmodel")
@@ -83,15 +91,17 @@ def run_torchtitan(options: dict[str, Any], folder: Path, load: Callable[[], Any
             parameter.grad = torch.ones_like(parameter)
     trainer.optimizers.step()
     trainer.step = 2
-    trainer.checkpointer.save(curr_step=2, last_step=True)
-    trainer.checkpointer.close()
+    return trainer, made.state_dict_adapter(model, str(assets))
+
+
+def gather_torchtitan(trainer: Any, adapter: Any) -> dict[str, torch.Tensor]:
+    """Return the whole state of all stages under Hugging Face's names."""
     state = trainer.checkpointer.states["model"].state_dict()
     own = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in state.items()}
     stages: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(stages, own)
     whole = {name: tensor for stage in stages for name, tensor in stage.items()}
-    adapter = made.state_dict_adapter(model, str(assets))
-    return plain, {name: tensor.contiguous() for name, tensor in adapter.to_hf(whole).items()}
+    return {name: tensor.contiguous() for name, tensor in adapter.to_hf(whole).items()}
 
 
 def let_torchtitan_run_on_cpu() -> None:
