@@ -259,7 +259,7 @@ def more_when_real(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 REFUSED = {
-    "looks at values": (lambda n, t: {n: t / t.max().item()}, r"what it makes of a: called with a tensor on the meta"),
+    "looks at values": (lambda n, t: {n: t / t.max().item()}, r"its outputs for a: called with a tensor on the meta"),
     "is no dict": (lambda n, t: t, "returned Tensor"),
     "holds no tensor": (lambda n, t: {n: None}, "returned NoneType under 'a'"),
     "has no such type": (lambda n, t: {n: t.to(torch.complex128)}, "complex128, which no safetensors file holds"),

@@ -275,7 +275,7 @@ class TestMerge:
         leave_adapted(bench.workspace)
         config = (bench.workspace / META).rename(bench.folder / "config.json")
         out = gathered(bench, "merge", adapter_config=config)
-        says = ["what merging the adapter in", "cannot be computed: no file states the rank", "--adapter-config"]
+        says = ["the merge of the adapter in", "cannot be computed: no file states the rank", "--adapter-config"]
         refusal(verify(out, bench.workspace), "UsageError", says=says)
         good(out, bench.workspace, "--adapter-config", config)
 

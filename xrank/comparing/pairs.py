@@ -149,7 +149,7 @@ def pair_merged(
     try:
         adapted = _merge(side, other, options, base)
     except UsageError as error:
-        error.about(f"what merging the adapter in {side.path} gives cannot be computed")
+        error.about(f"the merge of the adapter in {side.path} cannot be computed")
         error.advise(
             f"give the adapter's own configuration as {option('adapter_config')} if that is wrong or missing, or the "
             f"model that it was trained on as {option('base_model')} if it lies alone; else "

@@ -225,7 +225,7 @@ class _Sorting:
                 bare = f"{original[1]}.{original[2]}"
                 if bare not in self._trained:
                     raise ContradictionError(
-                        f"{name}: what was trained in its place is missing",
+                        f"{name}: the tensor that was trained in its place is missing",
                         tensor=name,
                         file=self._path,
                         got=f"no {original[1]}.modules_to_save",

@@ -265,7 +265,10 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
     notes = [("adapter", done), *config.notes(has_own_base=False)]
     if left_out:
         notes.append(
-            ("adapter-trained", f"{list_text(left_out)}: left out, what was trained in their place is written")
+            (
+                "adapter-trained",
+                f"{list_text(left_out)}: left out; the tensors that were trained in their place are written",
+            )
         )
     return Adapted(
         _with_names(source, renamed),

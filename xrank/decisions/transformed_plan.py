@@ -165,11 +165,11 @@ def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ..
                 raise UsageError(
                     f"{output.name}: two tensors would have this name",
                     tensor=output.name,
-                    got=f"what transform makes of {source}, and {other}",
+                    got=f"the output of transform for {source}, and {other}",
                     want="one tensor of a name",
                     next_step="let transform give other names",
                 )
-            owners[output.name] = f"what it makes of {source}"
+            owners[output.name] = f"its output for {source}"
 
 
 def _selection_after(

@@ -54,11 +54,11 @@ def probe_outputs(
                 made = transform(name, tensor)
     except Exception as error:
         raise UsageError(
-            f"transform cannot say what it makes of {name}: called with a tensor on the meta device, which has a shape "
-            "and a dtype and no values, it raised",
+            f"transform does not describe its outputs for {name}: called with a tensor on the meta device, which has a "
+            "shape and a dtype and no values, it raised",
             tensor=name,
             got=f"{type(error).__name__}: {error}"[:300],
-            want="what it returns for a tensor with values, without them",
+            want="the outputs that it returns for a tensor with values, without values",
             next_step=_NEXT_STEP,
         ) from error
     outputs = tuple(

@@ -23,7 +23,7 @@ _OUTER = "module"
 # torch/_dynamo/eval_frame.py: OptimizedModule; torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py;
 # torch/distributed/fsdp/_common_utils.py: FSDP_WRAPPED_MODULE. Models do not have modules of these names.
 _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_NOTE = "what wrappers put into names was taken off: {} is {}"
+_NOTE = "parts of names that wrappers added were taken off: {} is {}"
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """Key that Lightning's Trainer writes, and Fabric does not (trainer/connectors/checkpoint_connector.py)."""
 
