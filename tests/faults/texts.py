@@ -89,7 +89,7 @@ class Target:
     name: str
     mutate: Callable[[random.Random], bytes]
     call: Callable[[bytes], object]
-    share: int = 4
+    share: int
 
 
 def fuzz_texts(folder: Path, seed: int, count: int) -> Findings:
@@ -147,39 +147,48 @@ def make_targets(folder: Path) -> list[Target]:
 
     config = json.dumps({**CONFIG, "layer_types": ["full_attention", "sliding_attention"]})
     return [
-        Target("layout", texts(*_LAYOUTS), of_text(_parse_layout), 12),
-        Target("name", texts("layers.{8/pp}.mlp.{e/ep}.w", "a.{<_: 4 | m: 2>}.b"), of_text(parse_name)),
-        Target("side", texts("blocks.{B}.w [g <q: r d | k: d>, h]", "a [a (s + t), l]"), of_text(parse_side)),
-        Target("grid", texts("dp=2 tp=4 pp=8", "r=3"), of_text(DeviceMesh.parse_grid)),
+        Target("layout", texts(*_LAYOUTS), of_text(_parse_layout), 60),
+        Target("name", texts("layers.{8/pp}.mlp.{e/ep}.w", "a.{<_: 4 | m: 2>}.b"), of_text(parse_name), 20),
+        Target("side", texts("blocks.{B}.w [g <q: r d | k: d>, h]", "a [a (s + t), l]"), of_text(parse_side), 20),
+        Target("grid", texts("dp=2 tp=4 pp=8", "r=3"), of_text(DeviceMesh.parse_grid), 15),
         Target(
-            "order", texts("tp-cp-ep-dp-pp", "dp-tp"), of_text(lambda text: mesh_from_order(text, {"dp": 2, "tp": 4}))
+            "order",
+            texts("tp-cp-ep-dp-pp", "dp-tp"),
+            of_text(lambda text: mesh_from_order(text, {"dp": 2, "tp": 4})),
+            15,
         ),
-        Target("layout file", texts(LAYOUT_FILE), of_file(read_layout_file), 1),
-        Target("recipe", texts(OWN, _RECIPE), of_file(read_recipe), 1),
-        Target("term", texts(*_TERMS), of_text(_evaluate), 8),
-        Target("link", texts(LINK_FILE), of_file(read_words_of_rates), 2),
-        Target("size", texts("64MB", "1.5 GiB", "5GB"), of_text(lambda text: parse_size(text, "max_memory"))),
+        Target("layout file", texts(LAYOUT_FILE), of_file(read_layout_file), 4),
+        Target("recipe", texts(OWN, _RECIPE), of_file(read_recipe), 4),
+        Target("term", texts(*_TERMS), of_text(_evaluate), 40),
+        Target("link", texts(LINK_FILE), of_file(read_words_of_rates), 4),
+        Target("size", texts("64MB", "1.5 GiB", "5GB"), of_text(lambda text: parse_size(text, "max_memory")), 10),
         Target(
-            "variables", texts("RANK=0 WORLD_SIZE=2 SLURM_PROCID=1 SLURM_STEP_TASKS_PER_NODE=4(x2),3"), of_text(_launch)
+            "variables",
+            texts("RANK=0 WORLD_SIZE=2 SLURM_PROCID=1 SLURM_STEP_TASKS_PER_NODE=4(x2),3"),
+            of_text(_launch),
+            15,
         ),
         Target(
-            "config.json", texts(config), _of_json(lambda value: (find_misfit(value, shapes), find_hole(shapes, value)))
+            "config.json",
+            texts(config),
+            _of_json(lambda value: (find_misfit(value, shapes), find_hole(shapes, value))),
+            2,
         ),
-        Target("families", families, families.parse, 2),
-        Target("JSON object", texts(config, '{"a": [1, -2.5e-3, "\\u00e9"], "b": null}'), of_file(_check_object), 4),
-        Target("header", Mutator(_headers(), is_text=False), of_file(read_header), 4),
+        Target("families", families, families.parse, 1),
+        Target("JSON object", texts(config, '{"a": [1, -2.5e-3, "\\u00e9"], "b": null}'), of_file(_check_object), 10),
+        Target("header", Mutator(_headers(), is_text=False), of_file(read_header), 40),
         Target(
-            "header's text", texts(_headers()[0][8:].split(b"}}")[0].decode() + "}}"), of_file(_read_header_text), 4
+            "header's text", texts(_headers()[0][8:].split(b"}}")[0].decode() + "}}"), of_file(_read_header_text), 15
         ),
-        Target("manifest", texts(_manifest()), of_file(read_manifest), 4),
-        Target("journal", Mutator([_journal()], is_text=False), parse_journal),
-        Target("rank record", texts(_record()), of_text(lambda text: RankRecord.from_json(text, file="x")), 4),
-        Target("receipt", texts(_RECEIPT), of_text(lambda text: MessageReceipt.from_json(text, 1))),
-        Target("pickle", Mutator(_pickles(), is_text=False), lambda content: read_pickle(content, Origin("x")), 8),
-        Target("DCP metadata", Mutator([_metadata()], is_text=False), of_file(read_metadata), 4),
-        Target("archive", Mutator([_archive()], is_text=False), of_file(read_archive), 4),
-        Target("zarr 2", texts(_ZARR2), lambda content: parse_array("a", content, Origin("x"), is_zarr3=False)),
-        Target("zarr 3", texts(_ZARR3), lambda content: parse_array("a", content, Origin("x"), is_zarr3=True)),
+        Target("manifest", texts(_manifest()), of_file(read_manifest), 30),
+        Target("journal", Mutator([_journal()], is_text=False), parse_journal, 20),
+        Target("rank record", texts(_record()), of_text(lambda text: RankRecord.from_json(text, file="x")), 30),
+        Target("receipt", texts(_RECEIPT), of_text(lambda text: MessageReceipt.from_json(text, 1)), 20),
+        Target("pickle", Mutator(_pickles(), is_text=False), lambda content: read_pickle(content, Origin("x")), 60),
+        Target("DCP metadata", Mutator([_metadata()], is_text=False), of_file(read_metadata), 10),
+        Target("archive", Mutator([_archive()], is_text=False), of_file(read_archive), 40),
+        Target("zarr 2", texts(_ZARR2), lambda content: parse_array("a", content, Origin("x"), is_zarr3=False), 20),
+        Target("zarr 3", texts(_ZARR3), lambda content: parse_array("a", content, Origin("x"), is_zarr3=True), 20),
     ]
 
 
