@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from xrank.errors import IncompleteError, UnsafeError, UsageError
-from xrank.writers.companions import find_hub_snapshot, list_base_companions, list_source_companions
+from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.writers.companions import (
+    CompanionFile,
+    check_companions,
+    find_hub_snapshot,
+    list_base_companions,
+    list_source_companions,
+)
 
 
 def fill(folder: Path, *names: str) -> None:
@@ -142,3 +149,22 @@ def test_a_cache_that_points_outside(cache: Path, text: str) -> None:
 def test_no_identifier(cache: Path, identifier: str) -> None:
     with pytest.raises(UsageError, match="neither"):
         find_hub_snapshot(identifier, str(cache))
+
+
+@pytest.mark.parametrize("kind", ["sha1", "sha256"])
+def test_a_file_of_the_cache_has_the_hash_that_it_is_named_by(tmp_path: Path, kind: str) -> None:
+    """The cache names large files by SHA-256, others by the hash that git gives them."""
+    content = b"hello\n"
+    name = hashlib.sha256(content).hexdigest() if kind == "sha256" else "ce013625030ba8dba906f756967f9e9ca394464a"
+    blob = tmp_path / "blobs" / name
+    blob.parent.mkdir()
+    blob.write_bytes(content)
+    (tmp_path / "model").mkdir()
+    link = tmp_path / "model" / "tokenizer.model"
+    link.symlink_to(f"../blobs/{name}")
+    companion = CompanionFile(link.name, str(link))
+    assert check_companions([companion]) == (companion,)
+    blob.write_bytes(b"hellp\n")
+    with pytest.raises(CorruptError, match=r"tokenizer\.model: is not the file that was downloaded") as caught:
+        check_companions([companion])
+    assert caught.value.want is not None and name in caught.value.want and str(blob) in (caught.value.next_step or "")

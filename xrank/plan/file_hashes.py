@@ -50,13 +50,13 @@ class FileHashes:
         return self._states[file].digest() if is_whole and file in self._states else None
 
 
-def hash_file(path: str, hash_name: str = "sha256") -> bytes:
-    """Return the hash of a file on disk.
+def hash_file(path: str, hash_name: str = "sha256", *, head: bytes = b"") -> bytes:
+    """Return the hash of a file on disk, after that of some bytes before it.
 
     Raises:
         OSError: the file cannot be read.
     """
-    state = hashlib.new(hash_name)
+    state = hashlib.new(hash_name, head, usedforsecurity=hash_name != "sha1")
     _feed(path, state.update)
     return state.digest()
 

@@ -9,9 +9,10 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xrank.errors import IncompleteError, UnsafeError, UsageError
+from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.faces import option
 from xrank.formats.json_text import check_json_object
+from xrank.plan.file_hashes import hash_file
 from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
 
@@ -40,6 +41,7 @@ _WELL_KNOWN = (
     *("image_processor_config.json", "video_preprocessor_config.json"),
 )
 
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -104,15 +106,37 @@ def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], 
 def check_companions(companions: Iterable[CompanionFile]) -> tuple[CompanionFile, ...]:
     """Check that the well-known JSON files among the companions are whole; return all companions.
 
+    Those in Hugging Face's cache are compared with the hashes that they are named by.
+
     Raises:
-        CorruptError: one of them does not contain a JSON object, as after a copy that was cut short.
+        CorruptError: one of them does not contain a JSON object, as after a copy that was cut short, or has other bytes
+            than were downloaded.
         IncompleteError, UsageError: one is missing, or the user may not read it.
     """
     listed = tuple(companions)
     for companion in listed:
         if companion.name in _WELL_KNOWN and companion.name.endswith(".json"):
             check_json_object(companion.path)
+        _check_blob(companion.path)
     return listed
+
+
+def _check_blob(path: str) -> None:
+    # huggingface_hub/utils/_verification.py: names of blobs are SHA-256 for large files, else git's SHA-1.
+    folder, name = os.path.split(os.path.realpath(path))
+    if os.path.basename(folder) != "blobs" or not _BLOB.fullmatch(name):
+        return
+    with explain_errors(path):
+        head = b"blob %d\0" % os.path.getsize(path)
+        found = hash_file(path, "sha1", head=head) if len(name) == 40 else hash_file(path)
+    if found.hex() != name:
+        raise CorruptError(
+            f"{path}: is not the file that was downloaded",
+            file=path,
+            got=f"the hash {found.hex()}",
+            want=f"{name}, as the cache has named it",
+            next_step=f"remove {os.path.join(folder, name)}, and download the model again with hf download",
+        )
 
 
 def find_hub_snapshot(identifier: str, cache: str) -> str:
