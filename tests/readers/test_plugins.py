@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.bench import run
 from xrank.errors import UnknownFormatError, XrankError
 from xrank.readers import Hints, plugins
 from xrank.readers.discovery import find_source
@@ -24,7 +25,16 @@ class Odd(Reader):
     name = "odd"
     def recognise(self, path):
         return 1 / 0
+class Raising(Reader):
+    def read(self, path, hints):
+        from pathlib import Path
+        kind = Path(path, "nuts").read_text()
+        if kind == "dict":
+            return {}
+        raise {"missing": FileNotFoundError, "forbidden": PermissionError, "key": KeyError}[kind]("shell")
 object_reader = Reader()
+class Unnamed(Reader):
+    name = None
 no_reader = 3
 """
 
@@ -84,6 +94,28 @@ def test_a_failure_of_one_names_its_package(installed: Path, tmp_path: Path) -> 
     ) as raised:
         place.reader.read(place.path, Hints())
     assert "\n" not in raised.value.message and raised.value.exit_code == 1 and raised.value.file == str(source)
+
+
+@pytest.mark.parametrize(("kind", "exit_code"), [("missing", 3), ("forbidden", 2), ("key", 1), ("dict", 1)])
+def test_each_failure_of_one_ends_a_command_in_one_line(
+    installed: Path, tmp_path: Path, kind: str, exit_code: int
+) -> None:
+    installed.write_text("[xrank.readers]\nnuts = nutshell:Raising\n")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "nuts").write_text(kind)
+    ended = run("gather", source, "-o", tmp_path / "out")
+    assert ended.exit_code == exit_code
+    first, *rest = ended.stderr.splitlines()
+    assert "the reader nuts of the package nutshell failed: " in first
+    assert [line.split()[0] for line in rest] == ["try"]
+
+
+def test_a_reader_without_a_name_does_not_load(installed: Path) -> None:
+    installed.write_text("[xrank.readers]\nnuts = nutshell:Unnamed\n")
+    assert plugins.find_plugins() == [
+        ("nutshell", "nuts", "TypeError: the name of nutshell:Unnamed is None, not a text")
+    ]
 
 
 def test_a_format_that_nobody_reads(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from xrank.errors import XrankError
+from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints, Reader
 from xrank.words import one_line
@@ -67,6 +67,8 @@ def _load(point: EntryPoint) -> Reader:
     for name in ("name", "recognise", "read"):
         if not hasattr(reader, name):
             raise TypeError(f"{point.value} lacks {name!r}, which a reader needs")
+    if not isinstance(reader.name, str):
+        raise TypeError(f"the name of {point.value} is {reader.name!r}, not a text")
     return _PluginReader(reader, _package_of(point))
 
 
@@ -85,28 +87,35 @@ class _PluginReader:
     def recognise(self, path: str) -> str | None:
         """Return what the reader returns; a failure counts as a reason why not."""
         try:
-            return self._reader.recognise(path)
+            reason: object = self._reader.recognise(path)
         except XrankError:
             raise
         except Exception as error:  # another package's code may raise anything
             return self._describe(error)
+        return reason if reason is None or isinstance(reason, str) else f"{self.name}: {reason!r}"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return what the reader returns.
 
         Raises:
+            IncompleteError, UsageError: a file is missing, or may not be read.
             XrankError: as the reader raises; or the reader failed.
         """
         try:
-            return self._reader.read(path, hints)
+            model: object = self._reader.read(path, hints)
+            if not isinstance(model, StoredModel):
+                raise TypeError(f"read returned {type(model).__name__}, not StoredModel")
+            return model
         except XrankError:
             raise
         except Exception as error:
-            raise XrankError(
-                f"{path} cannot be read: {self._describe(error)}",
-                file=path,
-                next_step=f"report it to the authors of {self._package}, with its traceback",
-            ) from error
+            kind: type[XrankError] = XrankError
+            next_step = f"report it to the authors of {self._package}, with its traceback"
+            if isinstance(error, FileNotFoundError):
+                kind, next_step = IncompleteError, "bring the missing file"
+            elif isinstance(error, PermissionError):
+                kind, next_step = UsageError, "run as its owner, or let this user read it"
+            raise kind(f"{path} cannot be read: {self._describe(error)}", file=path, next_step=next_step) from error
 
     def _describe(self, error: Exception) -> str:
         failure = one_line(f"{type(error).__name__}: {error}")
