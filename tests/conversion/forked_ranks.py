@@ -6,8 +6,10 @@ Run as a program it is the process that forks; how its ranks ended is the answer
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +80,8 @@ def _environ(job: dict[str, Any], rank: int, number: int, port: int) -> dict[str
 def befall(what: str, moment: int) -> None:
     """Let something befall this process at its so manieth call that changes a file, or that sends to rank 0.
 
-    ``kill`` and ``stop`` are signals, ``full`` is a disk that takes no more bytes of weights.
+    ``kill`` and ``stop`` are signals, ``full`` is a disk that takes no more bytes of weights. The name of an errno lets
+    the call fail that changes a file.
     """
     from xrank.gather.exchange import GatherExchange
 
@@ -87,19 +90,29 @@ def befall(what: str, moment: int) -> None:
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             nonlocal calls
+            if (
+                what.startswith("E")
+                and isinstance(arguments[0], int)
+                and not stat.S_ISREG(os.fstat(arguments[0]).st_mode)
+            ):
+                return function(*arguments, **named)  # a pipe between threads
             calls += 1
             if calls == moment:
-                if what == "full":
-                    raise OSError(28, "No space left on device")
+                if what not in ("kill", "stop"):
+                    number = errno.ENOSPC if what == "full" else getattr(errno, what)
+                    raise OSError(
+                        number, os.strerror(number), *(path for path in arguments[:1] if isinstance(path, str))
+                    )
                 os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
             return function(*arguments, **named)
 
         return call
 
-    names = ("pwrite", "write", "fsync", "rename", "open", "unlink")
-    for name in names if what != "full" else ("pwrite",):
+    changing = ("pwrite", "write", "fsync", "rename", "unlink")
+    names = {"kill": (*changing, "open"), "stop": (*changing, "open"), "full": ("pwrite",)}
+    for name in names.get(what, (*changing, "mkdir", "ftruncate")):
         setattr(os, name, watched(getattr(os, name)))
-    if what != "full":
+    if what in ("kill", "stop"):
         GatherExchange.send = watched(GatherExchange.send)  # type: ignore[method-assign]
         GatherExchange.collect = watched(GatherExchange.collect)  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ PARTS: dict[str, tuple[str, str, int]] = {
     "corruptions": ("corruptions", "corrupt_sources", 6_000),
     "kills": ("stops", "kill_jobs", 2_500),
     "errors": ("stops", "fail_jobs", 2_500),
+    "ranks": ("rank_stops", "stop_ranks", 200),
     "power": ("power", "lose_power", 2_500),
 }
 """Part -> module, function, and how much `make faults` tries."""

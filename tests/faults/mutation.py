@@ -101,7 +101,15 @@ def _change_value(rng: random.Random, value: Any) -> Any:
         return changed
     if type(value) is int and rng.random() < 0.4:
         return rng.choice(
-            (value + 1, value - 1, -value, 2 * value, value * 10**9, value + 0.0 if abs(value) < 2**60 else 0.5, [value])
+            (
+                value + 1,
+                value - 1,
+                -value,
+                2 * value,
+                value * 10**9,
+                value + 0.0 if abs(value) < 2**60 else 0.5,
+                [value],
+            )
         )
     return rng.choice(_VALUES)
 
