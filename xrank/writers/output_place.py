@@ -118,6 +118,7 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_state
         if not overwrite:
             raise make_exists_error(place.path, "")
         check_replaceable(place.path, replaces_states=replaces_states)
+        _check_owner(place)
     there = place.parent
     while not os.path.lexists(there):
         there = os.path.dirname(there)
@@ -139,6 +140,19 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_state
             got=why,
             want="a folder this user may write to",
             next_step=f"choose another {option('out')}, or change the folder's owner or mode",
+        )
+
+
+def _check_owner(place: OutputPlace) -> None:
+    """Refuse another user's output in a sticky folder, such as /tmp: only its owner may rename it (inode(7))."""
+    folder, output = os.stat(place.parent), os.lstat(place.path)
+    if folder.st_mode & stat.S_ISVTX and system.user_id() not in (0, folder.st_uid, output.st_uid):
+        raise UsageError(
+            f"{place.path}: another user's, in a folder where only owners replace ({describe(place.path)})",
+            file=place.path,
+            got=describe(place.path),
+            want="an output of this user",
+            next_step=f"choose another {option('out')}, or let its owner run this",
         )
 
 
