@@ -29,7 +29,8 @@ PARTS: dict[str, tuple[str, str, int]] = {
     "kills": ("stops", "kill_jobs", 2_500),
     "errors": ("stops", "fail_jobs", 2_500),
     "ranks": ("rank_stops", "stop_ranks", 200),
-    "power": ("power", "lose_power", 2_500),
+    "power": ("power", "lose_power", 9_000),
+    "images": ("images", "lose_images", 300),
 }
 """Part -> module, function, and how much `make faults` tries."""
 _UNPRIVILEGED = ("texts", "commands")

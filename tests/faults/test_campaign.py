@@ -22,7 +22,16 @@ from xrank.recipes.terms import evaluate, is_term
 pytestmark = pytest.mark.timeout(240)
 
 QUICK = ("texts", "commands")
-_COUNTS = {"texts": 3000, "commands": 80, "corruptions": 60, "kills": 150, "errors": 150, "ranks": 8, "power": 150}
+_COUNTS = {
+    "texts": 3000,
+    "commands": 80,
+    "corruptions": 60,
+    "kills": 150,
+    "errors": 150,
+    "ranks": 8,
+    "power": 150,
+    "images": 60,
+}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +40,8 @@ _COUNTS = {"texts": 3000, "commands": 80, "corruptions": 60, "kills": 150, "erro
 def test_part_of_the_campaign(part: str) -> None:
     found = run_part(part, 20261125, _COUNTS[part])
     assert not found.wrong, "\n".join(f"{kind}\n    {example}" for kind, example in found.wrong.items())
+    if part == "images" and not found.counts["states"]:
+        pytest.skip("images of file systems cannot be mounted here")
     assert found.counts["inputs"] + found.counts["commands"] + found.counts["corruptions"] + found.counts["states"] or (
         found.counts["seen new"] and found.counts["seen absent"] + found.counts["seen old"]
     )

@@ -21,7 +21,7 @@ pytest.importorskip("zstandard", reason="pip install xrank[orbax]")
 from tests.readers.orbax_checkpoints import Keys, save_step, save_tree
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
 from xrank.readers.orbax import OrbaxReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model
 
@@ -487,3 +487,17 @@ def test_what_gather_reads_the_other_commands_read(tmp_path: Path) -> None:
         assert gathered(room / "states", recipe="none") == {
             name: WholeTensor("F32", tuple(tensor.shape), tensor.numpy().tobytes()) for name, tensor in want.items()
         }
+
+
+@pytest.mark.parametrize("is_ocdbt", [True, False], ids=["ocdbt", "folders"])
+def test_an_array_that_the_tree_does_not_name_is_no_smaller_model(tmp_path: Path, is_ocdbt: bool) -> None:
+    """Damage that leaves JSON may take entries out of the tree, which has no checksum."""
+    folder = save_tree(tmp_path / "5", _params(), is_ocdbt=is_ocdbt)
+    path = folder / "_METADATA"
+    tree = json.loads(path.read_text())
+    moved = next(key for key in tree["tree_metadata"] if "scalar" in key)
+    tree[moved] = tree["tree_metadata"].pop(moved)
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ContradictionError, match=r"net\.scalar: .* contains this array") as caught:
+        gather_checkpoint(folder, tmp_path / "out")
+    assert caught.value.file == str(path) and not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from xrank.errors import IncompleteError
+from xrank.errors import ContradictionError, IncompleteError
 from xrank.faces import AGAIN
 from xrank.formats.zarr_array import ZarrArray
 from xrank.plan.source import StoredModel
@@ -27,7 +27,7 @@ from xrank.readers.orbax.items import (
 from xrank.readers.orbax.pieces import locate
 from xrank.readers.orbax.stores import ArrayStore, open_store, read_array
 from xrank.readers.saved_keys import is_left_out
-from xrank.words import list_text
+from xrank.words import list_text, plural
 
 __all__ = ["OrbaxReader"]
 
@@ -91,6 +91,7 @@ def _read_tree(folder: str, store: ArrayStore) -> _SavedArrays:
 
     Raises:
         IncompleteError: an array that the metadata names is missing, and belongs to no optimizer.
+        ContradictionError: the metadata lacks the name of an array.
         CorruptError, UsageError: as `read_leaves` and `read_array`.
     """
     leaves = read_leaves(folder)
@@ -105,6 +106,16 @@ def _read_tree(folder: str, store: ArrayStore) -> _SavedArrays:
                 want=f"all arrays that {TREE} names",
                 next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}",
             )
+    unnamed = next((name for name in store.arrays() if name not in found), None)
+    if unnamed is not None:
+        raise ContradictionError(
+            f"{unnamed}: {folder} contains this array, and {TREE} does not name it",
+            tensor=unnamed,
+            file=os.path.join(folder, TREE),
+            got=f"{plural(len(found), 'name')} in {TREE}",
+            want="the names of all arrays",
+            next_step=f"copy the checkpoint again from where it was written, then {AGAIN}; or take another step",
+        )
     return _SavedArrays(
         {name: array for name, array in found.items() if array is not None},
         {leaf.name: leaf.keys for leaf in leaves},

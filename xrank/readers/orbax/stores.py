@@ -32,6 +32,9 @@ class ArrayStore(Protocol):
     def keys(self, name: str) -> Iterator[str]:
         """Yield the keys below an array's name."""
 
+    def arrays(self) -> Iterator[str]:
+        """Yield the names of all arrays."""
+
     def rank_of(self, value: StoredValue) -> int:
         """Return the process that wrote a value; 0 if it is not recorded."""
 
@@ -54,6 +57,10 @@ class OcdbtStore:
     def keys(self, name: str) -> Iterator[str]:
         """Yield the keys below an array's name."""
         return _below(self._keys, name)
+
+    def arrays(self) -> Iterator[str]:
+        """Yield the names of all arrays."""
+        return _arrays(self._keys)
 
     def rank_of(self, value: StoredValue) -> int:
         """Return the process that wrote a value; 0 if it is not recorded."""
@@ -92,6 +99,10 @@ class FolderStore:
         """Yield the keys below an array's name."""
         return _below(self._keys, name)
 
+    def arrays(self) -> Iterator[str]:
+        """Yield the names of all arrays."""
+        return _arrays(self._keys)
+
     def rank_of(self, value: StoredValue) -> int:
         """Return 0: files of chunks do not record their process."""
         return 0
@@ -104,6 +115,14 @@ def _below(keys: Sequence[str], name: str) -> Iterator[str]:
         if not keys[at].startswith(start):
             return
         yield keys[at][len(start) :]
+
+
+def _arrays(keys: Sequence[str]) -> Iterator[str]:
+    """Yield the names of the arrays whose metadata lies among the keys."""
+    for key in keys:
+        name, _, last = key.rpartition("/")
+        if name and last in ARRAY_FILES.values():
+            yield name
 
 
 def open_store(folder: str) -> ArrayStore:
