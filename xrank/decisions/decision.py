@@ -63,8 +63,8 @@ class Request:
     """Tied name -> name of the tensor that is written for it, from a layout file."""
     config_overrides: Mapping[str, Any] | None = None
     """Additional content of config.json."""
-    module_names: Collection[str] = ()
-    """Names of the live module to fill."""
+    module_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """Name in the live module to fill -> global shape; None where one rank does not know it."""
     file_names: Collection[str] = ()
     """Names of the same model in other files; a base model's count first."""
 
@@ -188,7 +188,7 @@ def _convert(found: FoundSource, stored: StoredModel, request: Request, base: Ba
     if request.purpose is Purpose.STATES:
         return convert_states(stored, found.config)
     if request.purpose is Purpose.MODULE:
-        return convert_to_module(stored, found.config, request.module_names)
+        return convert_to_module(stored, found.config, request.module_shapes)
     names = base.tensors if base is not None and base.tensors else request.file_names
     return convert_to_files(stored, found.config, base_names=names, own=found.own, is_asked=request.recipe == TABLE)
 

@@ -50,7 +50,7 @@ def complete_adapter(
         for name in (config.parameters_of(pair.module) if pair.depth else ()) or [f"{pair.module}.weight"]
     }
     stacked = {name for pair in names.pairs for name in config.parameters_of(pair.module)}
-    converted = convert_to_module(stored, base.config, adapted | stacked)
+    converted = convert_to_module(stored, base.config, dict.fromkeys(adapted | stacked))
     own = set(names.base.values())
     inner = stored if converted is None else converted.model
     kept = replace(inner, shards=tuple(shard for shard in inner.shards if shard.name not in own))

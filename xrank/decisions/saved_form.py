@@ -23,6 +23,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.held_tensor import whole
 from xrank.recipes.conversion_table import Transform, find_transforms
 from xrank.recipes.conversions import Converted, convert_model, find_used, is_loaded_as
+from xrank.recipes.tensor_operations import Shape
 
 __all__ = ["TABLE", "convert_adapted", "convert_states", "convert_to_files", "convert_to_module", "keep_routers"]
 
@@ -82,23 +83,38 @@ def convert_to_files(
 
 
 def convert_to_module(
-    source: StoredModel, config: Mapping[str, Any] | None, module_names: Collection[str]
+    source: StoredModel, config: Mapping[str, Any] | None, module_shapes: Mapping[str, Shape | None]
 ) -> Converted | None:
     """Return the model of files under a module's names; None where it has them.
+
+    Args:
+        source: the model.
+        config: the content of config.json.
+        module_shapes: name in the module -> global shape; None where it is not known.
 
     Raises:
         LayoutError: the tensors do not fit transformers' conversion.
         ContradictionError: tensors that become one differ in type.
     """
-    names = {shard.name for shard in source.shards}
-    wanted = set(module_names)
-    if config is None or "quantization_config" in config or wanted <= names:
+    if config is None or "quantization_config" in config or not _count_misfits(source, module_shapes):
         return None
-    converted = convert_model(source, find_transforms(config), config, is_save=False, module_names=wanted)
-    new = {shard.name for shard in converted.model.shards}
-    if len(new & wanted) <= len(names & wanted) or _has_scales(names, converted):
+    transforms = find_transforms(config)
+    converted = convert_model(source, transforms, config, is_save=False, module_shapes=module_shapes)
+    is_closer = _count_misfits(converted.model, module_shapes) < _count_misfits(source, module_shapes)
+    if not is_closer or _has_scales({shard.name for shard in source.shards}, converted):
         return None
     return _describe(converted, config)
+
+
+def _count_misfits(source: StoredModel, module_shapes: Mapping[str, Shape | None]) -> int:
+    """Return how many of a module's tensors the source lacks, or has with their dims in another order.
+
+    Other shapes are no conversion's doing: rows of padding, or another model.
+    """
+    held = {shard.name: shard.shape for shard in source.shards}
+    num_missing = sum(name not in held for name in module_shapes)
+    pairs = ((shape, held[name]) for name, shape in module_shapes.items() if name in held and shape is not None)
+    return num_missing + sum(want != got and sorted(want) == sorted(got) for want, got in pairs)
 
 
 def convert_states(source: StoredModel, config: Mapping[str, Any] | None) -> Converted | None:

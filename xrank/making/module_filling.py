@@ -56,7 +56,8 @@ def prepare_load(
     on_mesh = live_layouts(layouts, mesh)
     rank, world_size = find_world()
     local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
-    request = Request(Purpose.MODULE, recipe=recipe, module_names=local.tensors.keys())
+    shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
+    request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
     decision = decide(read_source(place, part=part), request)
     source = decision.source
     load = plan_load(local, source, on_mesh, decision.padded_names)

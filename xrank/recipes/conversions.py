@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -13,7 +13,7 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversion_names import Group, NamePass
 from xrank.recipes.conversion_table import Side, Transform
 from xrank.recipes.rewriting import join_shards, move_shard
-from xrank.recipes.tensor_operations import Placed, place_input, run_operations
+from xrank.recipes.tensor_operations import Placed, Shape, place_input, run_operations
 
 __all__ = ["Converted", "convert_model", "find_used", "is_loaded_as"]
 
@@ -52,7 +52,7 @@ def convert_model(
     config: Mapping[str, Any],
     *,
     is_save: bool,
-    module_names: Collection[str] = (),
+    module_shapes: Mapping[str, Shape | None] | None = None,
 ) -> Converted:
     """Return the model with the names and tensors that saving (or loading) gives it.
 
@@ -61,7 +61,8 @@ def convert_model(
         transforms: the transforms to apply, in the order of loading.
         config: the model's config.json.
         is_save: whether to go from memory to files.
-        module_names: when loading, names of the module, if they are known.
+        module_shapes: when loading, name in the module -> global shape, or None where it is not known; None: no module
+            is there.
 
     Raises:
         LayoutError: a converter does not fit the tensors, or two tensors would have one name.
@@ -69,10 +70,11 @@ def convert_model(
     """
     names = NamePass(transforms, is_save=is_save)
     shards = {shard.name: shard for shard in source.shards}
-    groups = names.find_groups(shards, module_names, _prefix_of(transforms))
+    wanted = module_shapes or {}
+    groups = names.find_groups(shards, wanted, _prefix_of(transforms))
     made: dict[str, StoredShard] = {}
     renamed: dict[str, str] = {}
-    known: dict[tuple[Any, ...], dict[str, Placed]] = {}
+    run = _GroupRun(config, is_save, wanted)
     for group in groups:
         labels = [name for each in group.inputs.values() for name in each]
         try:
@@ -82,7 +84,7 @@ def convert_model(
                 _add(made, replace(shards[old], name=group.name))
                 continue
             _check_indices(group)
-            placed = _convert_group(group, group.side, shards, config, known, is_save=is_save)
+            placed = run.convert(group, group.side, shards)
             for name, value in _name_outputs(group.name, placed).items():
                 _add(made, _make_shard(names.finish_name(name), value, [shards[label] for label in labels]))
         except LayoutError as error:
@@ -140,23 +142,26 @@ def _check_indices(group: Group) -> None:
             )
 
 
-def _convert_group(
-    group: Group,
-    side: Side,
-    shards: Mapping[str, StoredShard],
-    config: Mapping[str, Any],
-    known: dict[tuple[Any, ...], dict[str, Placed]],
-    *,
-    is_save: bool,
-) -> dict[str, Placed]:
-    """Return the outputs, whose parts name inputs by number; equal layers are computed once."""
-    shapes = tuple((pattern, tuple(shards[name].shape for name in names)) for pattern, names in group.inputs.items())
-    key = (side, shapes)
-    if key not in known:
-        number = count()
-        inputs = {p: [place_input(str(next(number)), shape) for shape in each] for p, each in shapes}
-        known[key] = run_operations(side, inputs, config, is_save=is_save)
-    return known[key]
+@dataclass(frozen=True, slots=True)
+class _GroupRun:
+    """The converters of a model on groups of its tensors; equal layers are computed once."""
+
+    config: Mapping[str, Any]
+    is_save: bool
+    module_shapes: Mapping[str, Shape | None]
+    known: dict[tuple[Any, ...], dict[str, Placed]] = field(default_factory=dict)
+
+    def convert(self, group: Group, side: Side, shards: Mapping[str, StoredShard]) -> dict[str, Placed]:
+        """Return the outputs, whose parts name inputs by number."""
+        shapes = tuple((p, tuple(shards[name].shape for name in names)) for p, names in group.inputs.items())
+        # As transformers finds the module's tensors (core_model_loading.py: Split, Transpose).
+        wanted = {to: self.module_shapes.get(group.name.replace(side.targets[0], to)) for to in side.targets}
+        key = (side, shapes, *wanted.values())
+        if key not in self.known:
+            number = count()
+            inputs = {p: [place_input(str(next(number)), shape) for shape in each] for p, each in shapes}
+            self.known[key] = run_operations(side, inputs, self.config, is_save=self.is_save, module_shapes=wanted)
+        return self.known[key]
 
 
 def _name_outputs(group_name: str, placed: Mapping[str, Placed]) -> dict[str, Placed]:

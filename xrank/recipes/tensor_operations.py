@@ -16,7 +16,7 @@ from xrank.faces import option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.recipes.conversion_table import Side, find_num_heads
 
-__all__ = ["Placed", "place_input", "run_operations"]
+__all__ = ["Placed", "Shape", "place_input", "run_operations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Placed:
         return Placed(tuple(shape), parts)
 
 
+Shape = tuple[int, ...]
 _Tensors = dict[str, list[Placed]]
 
 
@@ -42,7 +43,12 @@ def place_input(name: str, shape: Sequence[int]) -> Placed:
 
 
 def run_operations(
-    side: Side, inputs: Mapping[str, Sequence[Placed]], config: Mapping[str, Any], *, is_save: bool
+    side: Side,
+    inputs: Mapping[str, Sequence[Placed]],
+    config: Mapping[str, Any],
+    *,
+    is_save: bool,
+    module_shapes: Mapping[str, Shape | None] | None = None,
 ) -> dict[str, Placed]:
     """Return the outputs of a converter, under its targets.
 
@@ -51,6 +57,7 @@ def run_operations(
         inputs: pattern -> the tensors that match it, in natural order.
         config: the model's config.json.
         is_save: whether the converter goes from memory to files.
+        module_shapes: when loading, target -> global shape of the module's tensor, where it is known.
 
     Raises:
         LayoutError: the shapes do not fit, or the operation needs what only a module knows.
@@ -60,7 +67,7 @@ def run_operations(
         function = _FUNCTIONS.get(operation.kind)
         if function is None:
             raise _misfit(f"transformers' operation {operation.kind} is no copy that xrank knows")
-        tensors = function(_Chain(side, config, dict(operation.arguments), is_save), tensors)
+        tensors = function(_Chain(side, config, dict(operation.arguments), is_save, module_shapes or {}), tensors)
     if any(len(each) != 1 for each in tensors.values()):
         raise _misfit(f"a converter of {side.patterns[0]} leaves lists of tensors")
     return {name: each[0] for name, each in tensors.items()}
@@ -74,6 +81,7 @@ class _Chain:
     config: Mapping[str, Any]
     arguments: Mapping[str, Any]
     is_save: bool
+    module_shapes: Mapping[str, Shape | None]
 
     @property
     def dim(self) -> int:
@@ -173,6 +181,21 @@ def _chunk(chain: _Chain, tensors: _Tensors) -> _Tensors:
     return {target: [part] for target, part in zip(targets, _split(value, sizes, chain.dim), strict=True)}
 
 
+def _split_by_module(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    """Cut a tensor into its targets, each as long as the module's own tensor."""
+    value, dim = _single(tensors), chain.dim
+    shapes = [chain.module_shapes.get(target) for target in chain.side.targets]
+    lengths = [shape[dim] for shape in shapes if shape is not None]
+    if len(lengths) < len(shapes):
+        raise _misfit(f"only a module shows how {chain.side.patterns[0]} is cut in {len(shapes)} tensors")
+    if sum(lengths) != value.shape[dim]:
+        raise _misfit(
+            f"{value.shape[dim]} rows of {chain.side.patterns[0]} are not the module's {' + '.join(map(str, lengths))}"
+        )
+    parts = _split(value, lengths, dim)
+    return {target: [part] for target, part in zip(chain.side.targets, parts, strict=True)}
+
+
 def _join(chain: _Chain, tensors: _Tensors) -> _Tensors:
     if missing := [pattern for pattern in chain.side.patterns if pattern not in tensors]:
         raise _misfit(f"nothing matches {missing[0]}, which belongs to {chain.target}")
@@ -221,9 +244,11 @@ def _transpose(chain: _Chain, tensors: _Tensors) -> _Tensors:
     name = chain.side.patterns[0] if len(chain.side.targets) > 1 else chain.target
     if chain.arguments.get("check_dims", False):
         # transformers compares with the module's shape; a tensor that is saved has it.
-        if not chain.is_save:
+        want = value.shape if chain.is_save else chain.module_shapes.get(chain.side.targets[0])
+        if want is None:
             raise _misfit(f"only a module shows whether {name} is transposed in files")
-        return {name: [value]}
+        if value.shape == want:
+            return {name: [value]}
     return {name: [_swap_dims(value, chain.arguments.get("dim0", 0), chain.arguments.get("dim1", 1))]}
 
 
@@ -279,6 +304,7 @@ _FUNCTIONS: Mapping[str, Callable[[_Chain, _Tensors], _Tensors]] = {
     "Interleave": _interleave,
     "MergeModulelist": _merge,
     "PermuteForRope": _permute_heads,
+    "Split": _split_by_module,
     "SplitModulelist": _unmerge,
     "Transpose": _transpose,
 }

@@ -38,6 +38,19 @@ class LocalModel:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied name -> name, of parameters inside flat buffers; others are tied by a common view."""
 
+    def find_global_shapes(self, *, has_layouts: bool) -> dict[str, tuple[int, ...] | None]:
+        """Return the global shape of each tensor; None where this rank does not know it.
+
+        Args:
+            has_layouts: whether layouts located the tensors, so that plain ones may be parts.
+        """
+        found: dict[str, tuple[int, ...] | None] = {}
+        for name, tensor in self.tensors.items():
+            known = self.record.tensors.get(name)
+            is_plain = not has_layouts and (known is None or known.layout is None)
+            found[name] = tuple(tensor.shape) if is_plain else known and known.shape
+        return found
+
     def describe(self) -> str:
         """Return everything except the values, as text for `xrank.readers.live.ranks`."""
         return json.dumps(
