@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import xrank
 from tests.conversion.loaded_modules import Block, assert_loaded, cut, is_zero, left, watched_reads, weights
 from tests.conversion.made_workspaces import flip
 from tests.recipes.made_checkpoints import tiny
+from tests.recipes.made_vision import tiny_vision
 from xrank.errors import ContradictionError, CorruptError, LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.testing.workspace_contract import has_same_bytes, tensor_zoo
@@ -62,6 +63,22 @@ def test_experts_are_fused_as_transformers_has_them_in_memory(tmp_path, family):
     assert [name for name, tensor in saved.state_dict().items() if not torch.equal(state[name], tensor)] == []
     with pytest.raises(UsageError, match=r"gate_up_proj: the source has no|down_proj: the source has no|mlp\.gate"):
         xrank.load_model(module, tmp_path / "model", recipe="none")
+
+
+@pytest.mark.timeout(300)
+def test_experts_that_files_hold_the_other_way_round(tmp_path):
+    """The Hub's files of Qwen3-VL-MoE; transformers compares their shapes with the module's, too."""
+    saved, module = tiny_vision("qwen3_vl_moe"), tiny_vision("qwen3_vl_moe")
+    saved.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    turned = {name: t.transpose(1, 2).contiguous() for name, t in tensors.items() if ".experts." in name}
+    save_file({**tensors, **turned}, file)
+    for tensor in module.state_dict().values():
+        tensor.zero_()
+    assert len(turned) >= 2 and xrank.load_model(module, tmp_path / "model").source["recipe"] is not None
+    state = module.state_dict()
+    assert [name for name, tensor in saved.state_dict().items() if not torch.equal(state[name], tensor)] == []
 
 
 def test_autograd_notices(tmp_path):

@@ -13,11 +13,13 @@ from torch.distributed import checkpoint
 
 import xrank
 from tests.conversion.exported import tensors_of
+from tests.recipes.made_checkpoints import leave
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.recipes.conversion_table import find_transforms
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -241,3 +243,20 @@ def test_a_missing_expert_is_refused_by_name_and_so_is_the_advice_to_keep_names(
     assert raised.value.file == str(tmp_path / "saved")
     with pytest.raises(UsageError, match="the source has no"):
         xrank.load_model(module, tmp_path / "saved", recipe="none")
+
+
+def test_a_class_that_the_table_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}
+    source = leave(tmp_path / "ws", {"model.norm.weight": torch.ones(4)}, config)
+    with pytest.raises(LayoutError, match=r"the conversion of Gemma4AssistantForCausalLM is not in xrank's table"):
+        gather_checkpoint(source, tmp_path / "out")
+    gather_checkpoint(source, tmp_path / "out", recipe="none")
+    assert tensors_of(tmp_path / "out").keys() == {"model.norm.weight"}
+
+
+def test_a_backbone_has_the_conversion_of_its_own_type() -> None:
+    """Segmenters and detectors take any backbone; the table has one of each."""
+    config = {"model_type": "upernet", "architectures": ["UperNetForSemanticSegmentation"]}
+    swin, beit = (find_transforms({**config, "backbone_config": {"model_type": kind}}) for kind in ("swin", "beit"))
+    assert all(str(each.scope).startswith("backbone") for each in (*swin, *beit))
+    assert swin != beit

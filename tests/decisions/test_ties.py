@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
 
 from tests.cli.bench import run
+from xrank import export_model
 from xrank.conversion.gather import gather_checkpoint
 from xrank.decisions.ties import embedding_of, find_config_ties
 from xrank.recipes.tied_weights import declares_ties, find_class_ties
@@ -151,3 +153,25 @@ def test_values_that_differ_are_not_dropped(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WHISPER))
     ended = run("gather", tmp_path, "--out", tmp_path / "out")
     assert ended.exit_code == 4 and "proj_out.weight" in ended.stderr
+
+
+class Detector(torch.nn.Module):
+    """Heads of two layers that are one, also in the decoder, as Grounding DINO has them."""
+
+    _tied_weights_keys = {r"head\.(?!0)\d+": "head.0", "decoder.head": "head"}  # noqa: RUF012 -- as transformers' classes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = torch.nn.Module()
+        self.head = torch.nn.ModuleList([torch.nn.Linear(3, 2)] * 2)
+        self.decoder.head = self.head
+        self.config = PretrainedConfig()
+
+
+def test_the_name_that_a_live_module_keeps(tmp_path: Path) -> None:
+    model = Detector()
+    assert next(iter(model.state_dict())) == "decoder.head.0.weight"
+    export_model(model, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == {"head.0.weight", "head.0.bias"}
+    assert torch.equal(written["head.0.weight"], model.head[1].weight)

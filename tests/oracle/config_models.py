@@ -100,7 +100,8 @@ def build(model_type: str, name: str, values: dict[str, Any] | None, device: str
     """Make a model of a config's values; return None where the class does not take them, or lacks a package."""
     try:
         with _time_limit(20), torch.device(device):
-            kind = CONFIG_MAPPING[model_type]
+            known = model_type in CONFIG_MAPPING
+            kind = CONFIG_MAPPING[model_type] if known else getattr(transformers, name).config_class
             config = kind() if values is None else kind.from_dict(copy.deepcopy(values))
             return getattr(transformers, name)(config)
     except Exception:  # a class that does not take the sizes
@@ -111,7 +112,7 @@ def build_small(model_type: str, name: str, values: dict[str, Any]) -> Any:
     """Make a small model on the meta device: with small sizes, or else of few layers; None where neither is taken."""
     small = shrink(values)
     few = shrink(values, {key: size for key, size in _SIZES.items() if "layer" in key or key == "depth"})
-    tries = (tailor(model_type, values, small), small, few)
+    tries = (tailor(model_type, name, values, small), small, few)
     models = (build(model_type, name, each, "meta") for each in tries)
     return next((model for model in models if model is not None), None)
 
@@ -181,8 +182,11 @@ def read_config(model: Any, name: str) -> dict[str, Any]:
 
 
 def read_defaults(config_class: Any) -> dict[str, Any]:
-    """Return the values of a config class."""
-    return parse_config(config_class().to_json_string())
+    """Return the values of a config class; its type alone where it needs arguments."""
+    try:
+        return parse_config(config_class().to_json_string())
+    except Exception:
+        return {"model_type": config_class.model_type}
 
 
 def parse_config(text: str) -> dict[str, Any]:

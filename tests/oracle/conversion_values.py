@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from tests.oracle import config_models
 from tests.oracle.config_models import parse_config, read_defaults
+from tests.oracle.make_conversion_table import UNMADE, find_classes
 from xrank import export_model, load_model
 from xrank.errors import XrankError
 from xrank.recipes.conversion_table import find_transforms
@@ -39,13 +40,18 @@ class Outcome:
 
 
 def list_converted_classes() -> Iterator[tuple[str, str]]:
-    """Yield model types and classes whose names or tensors differ in files; one class for each distinct conversion."""
-    seen = set()
-    for model_type, name in config_models.find_classes():
-        try:
-            config = {**read_defaults(CONFIG_MAPPING[model_type]), "architectures": [name]}
-        except Exception:  # a config without defaults
-            config = {"model_type": model_type, "architectures": [name]}
+    """Yield model types and classes whose names or tensors differ in files; one class for each distinct conversion.
+
+    First those of auto classes, then the others that transformers exports.
+    """
+    seen: set[tuple[str, Any]] = set()
+    listed = config_models.find_classes()
+    known = {name for _, name in listed}
+    others = [(cls.config_class.model_type, cls.__name__) for cls in find_classes() if cls.__name__ not in known]
+    for model_type, name in [*listed, *(each for each in others if each[0] in CONFIG_MAPPING)]:
+        if name in UNMADE:
+            continue
+        config = {**read_defaults(CONFIG_MAPPING[model_type]), "architectures": [name]}
         key = (model_type, find_transforms(config))
         if key[1] and key not in seen:
             seen.add(key)
@@ -66,11 +72,7 @@ def compare_class(model_type: str, name: str, folder: Path) -> Outcome:
 
 
 def _compare(model_type: str, name: str, folder: Path) -> tuple[str, str]:
-    try:
-        values = read_defaults(CONFIG_MAPPING[model_type])
-    except Exception as error:
-        return "not made", f"its config needs arguments ({type(error).__name__})"
-    meta = config_models.build_small(model_type, name, values)
+    meta = config_models.build_small(model_type, name, read_defaults(CONFIG_MAPPING[model_type]))
     if meta is None or meta.num_parameters() > MAX_PARAMETERS:
         # Auto classes also list classes that take the config of another type, such as an inner one.
         model_type = getattr(transformers, name).config_class.model_type
@@ -80,6 +82,7 @@ def _compare(model_type: str, name: str, folder: Path) -> tuple[str, str]:
     if meta.num_parameters() > MAX_PARAMETERS:
         return "not made", f"{meta.num_parameters() / 1e6:,.0f} million parameters with few layers"
     small = parse_config(meta.config.to_json_string())
+    model_type = small.get("model_type", model_type)  # of the inner config, where the class takes that of an outer one
     model, other = (config_models.build(model_type, name, small, "cpu") for _ in range(2))
     if model is None or other is None:
         return "not made", "the class cannot be made on a CPU"

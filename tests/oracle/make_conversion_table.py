@@ -5,6 +5,8 @@ transformers; review the difference as you would review code:
 
     PYTHONPATH=. .venv-oracle/bin/python tests/oracle/make_conversion_table.py
 
+It needs timm, pillow and torchvision, too (``pip install timm torchvision``); a class that it cannot make fails it.
+
 Everything comes from transformers itself: its table of conversions (transformers/conversion_mapping.py), the reverse
 of each as ``reverse_transform`` gives it (transformers/core_model_loading.py), and the nesting of models, which decides
 whose conversions apply under which prefix (``get_model_conversion_mapping``), from a model of every class on the meta
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from transformers import PreTrainedModel
 from transformers import conversion_mapping as mappings
 from transformers import core_model_loading as loading
 from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.dinat import modeling_dinat
+from transformers.models.layoutlmv2 import modeling_layoutlmv2
 
 from tests.oracle.config_models import build_small, read_defaults
+from tests.oracle.small_configs import has_own_sizes
 from xrank.decisions.config_sections import SIZE_KEYS
 
 _OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "transformers.json"
@@ -38,7 +42,20 @@ _KINDS = {
     loading.WeightRenaming: "rename",
     loading.WeightConverter: "convert",
 }
-_AUTO = {"base": modeling_auto.MODEL_MAPPING_NAMES, "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+UNMADE = {
+    # Each of their layers shares another's cache, and transformers 5.23 refuses configs without a layer that has one.
+    "Gemma4AssistantForCausalLM",
+    "Gemma4UnifiedAssistantForCausalLM",
+}
+"""Classes that transformers itself cannot make; a conversion that they would need is refused by name."""
+_PARTS = {"Qwen3OmniMoeCode2WavDecoderBlock", "UVDocBridge"}
+"""Parts of models that take more than a config; they are in no config.json."""
+_AUTO = {
+    "backbone": modeling_auto.MODEL_FOR_BACKBONE_MAPPING_NAMES,
+    "base": modeling_auto.MODEL_MAPPING_NAMES,
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+}
+"""Kinds of models whose class follows from a config; a config without a class is one of the last kind that has it."""
 
 
 def describe_operation(operation: loading.ConversionOps) -> dict[str, Any]:
@@ -72,15 +89,14 @@ def describe_transform(transform: loading.WeightTransform) -> dict[str, Any]:
 
 
 def find_classes() -> Iterator[type[PreTrainedModel]]:
-    """Yield the model classes of all auto classes."""
-    found: dict[str, None] = {}
-    for name, table in vars(modeling_auto).items():
-        if name.startswith("MODEL_") and name.endswith("_NAMES"):
-            for classes in table.values():
-                found.update(dict.fromkeys([classes] if isinstance(classes, str) else classes))
-    for name in sorted(found):
+    """Yield the model classes that transformers exports, under the names that config.json gives them."""
+    found: dict[str, type[PreTrainedModel]] = {}
+    for name in dir(transformers):
         cls = getattr(transformers, name, None)
         if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and cls.config_class is not None:
+            found[cls.__name__] = cls
+    for name, cls in sorted(found.items()):
+        if "PreTrainedModel" not in name and name not in _PARTS:  # bases of others
             yield cls
 
 
@@ -94,6 +110,18 @@ def make_meta_model(cls: type[PreTrainedModel]) -> PreTrainedModel:
         if model is None:
             raise
         return model
+
+
+def make_meta_models(cls: type[PreTrainedModel]) -> Iterator[PreTrainedModel]:
+    """Yield models without values: one as `make_meta_model` makes it, and one of the type's own small sizes, if any.
+
+    The second may hold a model where the first holds layers of another package, as DETR's backbone.
+    """
+    yield make_meta_model(cls)
+    if has_own_sizes(cls.config_class.model_type):
+        small = build_small(cls.config_class.model_type, cls.__name__, read_defaults(cls.config_class))
+        if small is not None:
+            yield small
 
 
 def find_parts(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
@@ -116,9 +144,8 @@ def describe_model(model: PreTrainedModel, models: dict[str, Any]) -> None:
         auto = [name for name, table in _AUTO.items() if cls in _names(table.get(kind, ()))]
         parts.append([path, cls, key, auto[0] if auto and key else None])
         describe_model(part, models)
-    name = type(model).__name__
-    if name not in models or len(parts) > len(models[name][2]):
-        models[name] = [model.base_model_prefix, model.config.model_type, parts]
+    known = models.setdefault(type(model).__name__, [model.base_model_prefix, model.config.model_type, []])[2]
+    known += [part for part in parts if part[0] not in {each[0] for each in known}]
 
 
 def _names(classes: str | Iterable[str]) -> tuple[str, ...]:
@@ -149,7 +176,12 @@ def describe_sizes() -> dict[str, list[str]]:
 
 
 def make_table() -> dict[str, Any]:
-    """Return the whole table; print the classes that cannot be made on this machine."""
+    """Return the whole table.
+
+    Raises:
+        RuntimeError: a class cannot be made on this machine, so that the models in it are unknown.
+    """
+    _make_layers_of_absent_packages()
     numbers: dict[str, int] = {}
     mappings.get_checkpoint_conversion_mapping("llama")  # fills the cache
     keys = {
@@ -161,18 +193,18 @@ def make_table() -> dict[str, Any]:
     permuted: set[str] = set()
     failed: list[str] = []
     for cls in find_classes():
+        if cls.__name__ in UNMADE:
+            continue
         try:
-            model = make_meta_model(cls)
+            made = list(make_meta_models(cls))
         except Exception as error:  # its constructor lacks something here
             failed.append(f"{cls.__name__}: {type(error).__name__}: {str(error)[:80]!r}")
             continue
-        describe_model(model, models)
-        for transform in mappings.get_model_conversion_mapping(model, add_legacy=False):
-            for operation in getattr(transform, "operations", ()):
-                if isinstance(operation, loading.PermuteForRope):
-                    config = getattr(model.config, operation.subconfig_key or "", model.config)
-                    permuted.add(config.model_type)
-    print(f"{len(failed)} classes cannot be made:", *failed, sep="\n  ", file=sys.stderr)
+        for model in made:
+            describe_model(model, models)
+            permuted.update(find_permuted(model))
+    if failed:
+        raise RuntimeError("\n  ".join([f"{len(failed)} classes cannot be made:", *failed]))
     known = find_needed(models, keys)
     return {
         "transformers": transformers.__version__,
@@ -185,8 +217,22 @@ def make_table() -> dict[str, Any]:
         },
         "heads": describe_heads(sorted(permuted)),
         "sizes": describe_sizes(),
-        "failed": sorted(text.split(":")[0] for text in failed),
+        "unmade": sorted(UNMADE),
     }
+
+
+def _make_layers_of_absent_packages() -> None:
+    """Let models be made that use natten or detectron2, which need a GPU; neither holds a model of transformers."""
+    modeling_dinat.requires_backends = modeling_layoutlmv2.requires_backends = lambda *_: None  # type: ignore[assignment]
+    modeling_layoutlmv2.LayoutLMv2VisualBackbone = lambda config: torch.nn.Identity()  # type: ignore[assignment, misc]
+
+
+def find_permuted(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the types of the configs whose heads a model's conversions permute."""
+    for transform in mappings.get_model_conversion_mapping(model, add_legacy=False):
+        for operation in getattr(transform, "operations", ()):
+            if isinstance(operation, loading.PermuteForRope):
+                yield getattr(model.config, operation.subconfig_key or "", model.config).model_type
 
 
 def find_needed(models: dict[str, Any], keys: dict[str, Any]) -> set[str]:

@@ -83,7 +83,9 @@ def test_every_model_is_saved_and_loaded_under_the_same_names_and_shapes() -> No
         num_converted += 1
         assert is_loaded_as(chosen, want, state), name
         wanted = {n: tuple(t.shape) for n, t in state.items()}
-        assert shapes(convert_model(saved, transforms, config, is_save=False, module_shapes=wanted).model) == wanted, name
+        assert shapes(convert_model(saved, transforms, config, is_save=False, module_shapes=wanted).model) == wanted, (
+            name
+        )
     assert num_converted > 140
 
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 DOCS = Path(__file__).parents[2] / "docs" / "conversions.md"
 NUM_PARTS = 28
-"""About ten classes each: a run that is cut has lost the last part alone (``ARGS="-m slow -k 17-of-28"`` repeats it)."""
+"""About ten classes each, so that a run that is cut loses one part; ``ARGS="-m slow -k 17-of-28"`` repeats it."""
 EXCEPTIONS = {
     "GroundingDinoForObjectDetection": "files differ",
     "MMGroundingDinoForObjectDetection": "files differ",

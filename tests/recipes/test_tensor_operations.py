@@ -26,16 +26,19 @@ def run(
     arrays: Arrays,
     targets: Sequence[str],
     config: Mapping[str, Any] | None = None,
+    module: Mapping[str, tuple[int, ...]] | None = None,
     **arguments: Any,
 ) -> dict[str, np.ndarray]:
-    """Run a converter on arrays, by its nests."""
+    """Run a converter on arrays, by its nests; `module` has the shapes of the module that it loads."""
     chain = [(kinds, arguments)] if isinstance(kinds, str) else kinds
     operations = tuple(Operation(kind, tuple(each.items())) for kind, each in chain)
     side = Side(tuple(arrays), tuple(targets), operations)
     inputs = {p: [place_input(f"{p}/{i}", each.shape) for i, each in enumerate(values)] for p, values in arrays.items()}
     sources = {f"{p}/{i}": each.ravel() for p, values in arrays.items() for i, each in enumerate(values)}
     found = {}
-    for name, placed in run_operations(side, inputs, config or {}, is_save=True).items():
+    for name, placed in run_operations(
+        side, inputs, config or {}, is_save=module is None, module_shapes=module
+    ).items():
         flat = np.full(prod(placed.shape), -1)
         for source, nest in placed.parts:
             for x, y in addresses(nest):
@@ -101,6 +104,20 @@ def test_swapped_dims(a: int, b: int, c: int) -> None:
 
 def test_a_transpose_that_only_a_module_decides_is_none_when_saving() -> None:
     assert equal(run("Transpose", {"a": [made(2, 3)]}, ["b"], check_dims=True), {"b": made(2, 3)})
+
+
+def test_the_modules_shapes_decide() -> None:
+    module = {"q": (3, 2), "k": (1, 2), "v": (2, 2)}
+    parts = {"q": made(6, 2)[:3], "k": made(6, 2)[3:4], "v": made(6, 2)[4:]}
+    assert equal(run("Split", {"qkv": [made(6, 2)]}, ["q", "k", "v"], module=module), parts)
+    with pytest.raises(LayoutError, match=r"7 rows of qkv are not the module's 3 \+ 1 \+ 2"):
+        run("Split", {"qkv": [made(7, 2)]}, ["q", "k", "v"], module=module)
+    for shape, want in (((2, 3), made(2, 3)), ((3, 2), made(2, 3).T)):
+        assert equal(
+            run("Transpose", {"a": [made(2, 3)]}, ["b"], module={"b": shape}, dim1=1, check_dims=True), {"b": want}
+        )
+    with pytest.raises(LayoutError, match="only a module shows"):
+        run("Transpose", {"a": [made(2, 3)]}, ["b"], module={}, dim1=1, check_dims=True)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), lengths)

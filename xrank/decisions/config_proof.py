@@ -9,7 +9,7 @@ from typing import Any
 from xrank import dtypes
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.config_claims import Claim, make_claims
-from xrank.decisions.config_sections import Section, group_tensors, split_config
+from xrank.decisions.config_sections import SIZE_KEYS, Section, group_tensors, split_config
 from xrank.decisions.config_sizes import make_family_claims
 from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layer_holes import find_hole
@@ -32,7 +32,7 @@ _Notes = tuple[tuple[str, str], ...]
 _OTHER_MEANINGS = {
     "vocab_size": "csm_depth_decoder_model|kyutai_speech_to_text|marian|mllama_text_model|moshi",
     "hidden_size": "clap_audio_model|neomme|perceiver|pp_ocrv6_tiny_rec",
-    "intermediate_size": "lfm2|recurrent_gemma",
+    "intermediate_size": "lfm2|omdet-turbo|recurrent_gemma",
     "decoder_ffn_dim": "deimv2",
     "num_hidden_layers": "align_vision_model|bridgetower_vision_model|clap_audio_model|donut-swin"
     "|efficientnet|hrm_text|janus_vision_model|maskformer|qwen2_5_omni_dit|swin"
@@ -179,6 +179,9 @@ def _advise(found: FoundSource, base: BaseModel | None) -> str:
 
 def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, Claim] | None:
     """Return the first claim of a config.json that the tensors contradict, with the object in it; None: all hold."""
+    if config.get("model_type") == "dpt" and isinstance(config.get("backbone_config"), Mapping):
+        # The backbone stands in the place of DPT's own layers, whose sizes remain in the config.
+        config = {key: value for key, value in config.items() if key not in SIZE_KEYS}
     kinds = group_tensors(shapes)
     for section in split_config(config, kinds):
         if any(map(_UNPROVEN.fullmatch, section.model_types)):

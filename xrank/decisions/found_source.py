@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,11 +176,29 @@ def find_live_source(stored: StoredModel, own: OwnConfig, base: BaseModel | None
     config_path = next((c.path for c in base.companions if c.name == "config.json"), None) if base else None
     plain = plain_names([*(shard.name for shard in stored.shards), *stored.absent])
     stored = rename_tensors(stored, plain)
+    stored = replace(stored, aliases=_choose_saved(stored.aliases, own.tied))
     unsaved = tuple(shard.name for shard in stored.shards if shard.name in own.unsaved)
     stored = replace(stored, shards=tuple(shard for shard in stored.shards if shard.name not in own.unsaved))
     _check_tensors(stored, base)
     config = base.config if base is not None and config_path is not None else own.config
     return FoundSource(stored, config, config_path, own=own, plain_names=plain, unsaved=unsaved)
+
+
+def _choose_saved(aliases: Mapping[str, str], tied: Sequence[str]) -> Mapping[str, str]:
+    """Return aliases of the name that `save_pretrained` keeps for each tensor.
+
+    It leaves out the names that match a pattern, in their order, as long as one name remains
+    (transformers/modeling_utils.py: remove_tied_weights_from_state_dict).
+    """
+    names_of: dict[str, list[str]] = {}
+    for alias, target in aliases.items():
+        names_of.setdefault(target, [target]).append(alias)
+    found: dict[str, str] = {}
+    for target, names in names_of.items():
+        left_out = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in tied)]
+        kept = target if target not in left_out else next((n for n in names if n not in left_out), max(names))
+        found |= {name: kept for name in names if name != kept}
+    return found
 
 
 def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:

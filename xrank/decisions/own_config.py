@@ -33,6 +33,8 @@ class OwnConfig:
     """Text of PEFT's adapter_config.json for the active adapter."""
     unsaved: tuple[str, ...] = ()
     """Names of tensors that `save_pretrained` leaves out."""
+    tied: tuple[str, ...] = ()
+    """Patterns of names that `save_pretrained` leaves out where another name has the same tensor."""
     conversions: tuple[str, ...] | None = None
     """The conversions that `save_pretrained` would undo: patterns, one per line; None if the module does not show them.
     """
@@ -70,8 +72,18 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
         else None,
         adapter_text,
         tuple(sorted(map(str, unsaved))),
+        _find_tied(module),
         *_find_conversions(module),
     )
+
+
+def _find_tied(module: Any) -> tuple[str, ...]:
+    """Return the ties of a module and of those in it (transformers/modeling_utils.py: _get_tied_weight_keys)."""
+    found = []
+    for path, part in module.named_modules():
+        keys = getattr(part, "_tied_weights_keys", None)  # a list in transformers 4
+        found += [f"{path}.{key}" if path else str(key) for key in keys or ()]
+    return tuple(sorted(found))
 
 
 def _find_conversions(module: Any) -> tuple[tuple[str, ...] | None, bool]:

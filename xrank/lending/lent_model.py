@@ -208,7 +208,7 @@ def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tu
     plan = plan_export(
         live.stored,
         request.options,
-        OwnConfig(**{**own, "unsaved": tuple(own["unsaved"])}),
+        OwnConfig(**{**own, "unsaved": tuple(own["unsaved"]), "tied": tuple(own["tied"])}),
         base_model=request.base_model,
         layouts=request.layouts,
         recipe=request.recipe,

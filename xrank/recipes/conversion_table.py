@@ -16,6 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from xrank.errors import LayoutError
+from xrank.faces import option
+
 __all__ = ["Operation", "Side", "Transform", "find_num_heads", "find_transforms", "is_known_size", "is_known_type"]
 
 _PATH = Path(__file__).parent / "transformers.json"
@@ -70,9 +73,20 @@ def find_transforms(config: Mapping[str, Any]) -> tuple[Transform, ...]:
 
     Args:
         config: the content of config.json.
+
+    Raises:
+        LayoutError: the table lacks the models inside this class.
     """
     table = _read_table()
     root = _find_class(config)
+    if root in table["unmade"]:
+        raise LayoutError(
+            f"the conversion of {root} is not in xrank's table, since transformers {table['transformers']} cannot make "
+            "such a model",
+            got=f"{root} in config.json",
+            want="a class whose names in files and in memory are known",
+            next_step=f"keep the names as they are with {option('recipe', 'none')}",
+        )
     prefix = table["models"][root][0] if root in table["models"] else ""
     claimed: dict[str, list[str]] = defaultdict(list)
     found: list[Transform] = []

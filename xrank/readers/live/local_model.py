@@ -48,7 +48,7 @@ class LocalModel:
         for name, tensor in self.tensors.items():
             known = self.record.tensors.get(name)
             is_plain = not has_layouts and (known is None or known.layout is None)
-            found[name] = tuple(tensor.shape) if is_plain else known and known.shape
+            found[name] = tuple(tensor.shape) if is_plain else None if known is None else known.shape
         return found
 
     def describe(self) -> str:
