@@ -31,7 +31,7 @@ from transformers.models.dinat import modeling_dinat
 from transformers.models.layoutlmv2 import modeling_layoutlmv2
 
 from tests.oracle.config_models import build_small, read_defaults
-from tests.oracle.small_configs import has_own_sizes
+from tests.oracle.small_configs import OWN
 from xrank.decisions.config_sections import SIZE_KEYS
 
 _OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "transformers.json"
@@ -118,7 +118,7 @@ def make_meta_models(cls: type[PreTrainedModel]) -> Iterator[PreTrainedModel]:
     The second may hold a model where the first holds layers of another package, as DETR's backbone.
     """
     yield make_meta_model(cls)
-    if has_own_sizes(cls.config_class.model_type):
+    if cls.config_class.model_type in OWN:
         small = build_small(cls.config_class.model_type, cls.__name__, read_defaults(cls.config_class))
         if small is not None:
             yield small

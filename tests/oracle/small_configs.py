@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["has_own_sizes", "tailor"]
+__all__ = ["OWN", "tailor"]
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "depth")
 
@@ -39,7 +39,7 @@ _TEXT_DETECTOR = {
 }
 _VIDEO = {"vision_config": {"architecture": "vit_pe_core_tiny_patch16_384"}}
 _VIBE = {"depths": [1] * 4, "downsampling_ratios": [2, 2, 2], "num_filters": 8}
-_OWN: dict[str, dict[str, Any]] = {
+OWN: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 8},
     "beit": {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
     "chameleon": {"vocabulary_map": {"<image>": 3}},
@@ -155,11 +155,6 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
 """Class -> values for its config, beside those of its model type."""
 
 
-def has_own_sizes(model_type: str) -> bool:
-    """Return whether a model type has values here."""
-    return model_type in _OWN
-
-
 def tailor(model_type: str, name: str, values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
     """Return a small config that is consistent in itself.
 
@@ -170,7 +165,7 @@ def tailor(model_type: str, name: str, values: dict[str, Any], small: dict[str, 
         small: the same with small sizes, which some keys contradict.
     """
     made = _cut(values, small)
-    _merge(made, _OWN.get(model_type, {}))
+    _merge(made, OWN.get(model_type, {}))
     _merge(made, _OF_CLASSES.get(name, {}))
     return made
 
