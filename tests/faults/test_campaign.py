@@ -74,7 +74,9 @@ def test_a_link_file_of_two_thousand_tables(tmp_path: Path, bench: Bench) -> Non
     leave(bench.workspace)
     link = tmp_path / "link.toml"
     link.write_text(".".join(["a"] * 2000) + ' = "1GB/s"\n')
-    refusal(run("simulate", bench.workspace, "--link", link, "--json"), "UsageError", says=["nest deeper than"])
+    refusal(
+        run("simulate", bench.workspace, "--link", link, "--json"), "UsageError", says=["nests deeper than 64 tables"]
+    )
 
 
 def test_a_lock_that_a_killed_run_left_beside_its_output_goes(bench: Bench) -> None:
@@ -131,3 +133,19 @@ def test_a_device_as_output(bench: Bench) -> None:
         ended = run("gather", "--workspace", bench.workspace, "-o", out, "--json")
         assert ended.exit_code == 2, ended.stderr
         assert os.path.dirname(os.path.realpath(out)) in json.loads(ended.stdout)["error"]["file"]
+
+
+@pytest.mark.parametrize("where", ["[sizes]\n{} = 3", "[sizes]\n[{}]", "{} = 1", "x = {}", "[mesh]\ngrid.{} = 1"])
+@pytest.mark.parametrize("nested", [".".join(["a"] * 2000), "[" * 190 + "]" * 190, "[\n" * 500 + "]" * 500])
+def test_a_layout_file_that_nests_is_refused_at_once(tmp_path: Path, where: str, nested: str) -> None:
+    path = tmp_path / "layout.toml"
+    path.write_text(where.format(nested))
+    ended = run("layout", "check", path)
+    assert ended.exit_code == 2 and "is not TOML: " in ended.stderr, ended.stderr
+
+
+def test_a_flat_layout_of_a_thousand_members_is_no_nesting(tmp_path: Path) -> None:
+    path = tmp_path / "layout.toml"
+    members = ", ".join(f"p{i} [4]" for i in range(1000))
+    path.write_text(f'[mesh]\ngrid = "dp=2"\n[tensors]\n"f" = "flat({members})/dp"\n')
+    assert run("layout", "check", path).exit_code == 0

@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +31,7 @@ from xrank.faces import AGAIN
 from xrank.layout.binding import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
 from xrank.layout.mesh_views import mesh_from_order
+from xrank.layout.toml_text import parse_toml
 from xrank.public_calls import check_no_url
 
 __all__ = [
@@ -103,12 +103,12 @@ def read_layout_file(file: str) -> LayoutFile:
     if len(content) > MAX_FILE_NBYTES:
         raise LayoutError(f"{file} is too large for a layout file", file=file, want=f"at most {MAX_FILE_NBYTES} bytes")
     try:
-        tables = tomllib.loads(content.decode("utf-8"))
+        tables = parse_toml(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise LayoutError(
             f"the layout file {file} is not text", file=file, got=f"{error.reason} at byte {error.start}", want="UTF-8"
         ) from error
-    except (ValueError, RecursionError) as error:  # tomllib passes on int()'s ValueError
+    except ValueError as error:
         raise LayoutError(
             f"the layout file {file} is not TOML: {error}",
             file=file,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from math import inf, isfinite
 from typing import Literal, NamedTuple, TypeAlias
 
 from xrank.errors import UsageError
+from xrank.layout.toml_text import parse_toml
 
 __all__ = ["Kind", "Words", "read_words"]
 
@@ -34,7 +34,6 @@ _EXAMPLES = {"seconds": "5us", "bandwidth": "25GB/s", "flops": "10TFLOP/s"}
 _LINK: Mapping[str, Kind] = {"latency": "seconds", "bandwidth": "bandwidth"}
 
 _MAX_FILE_NBYTES = 1 << 20
-_MAX_DEPTH = 8
 
 
 class Words(NamedTuple):
@@ -113,17 +112,15 @@ def _values(pairs: Iterable[tuple[str, ...]], kinds: Mapping[str, Kind], file: s
 def _pairs_of_file(path: str) -> list[tuple[str, str]]:
     try:
         with open(path, "rb") as stream:
-            tables = tomllib.loads(stream.read(_MAX_FILE_NBYTES).decode())
+            tables = parse_toml(stream.read(_MAX_FILE_NBYTES).decode())
     except OSError as error:
         raise _unreadable(path, f"{error.strerror}", "words name=value, or a file") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _unreadable(path, f"not TOML: {error}", "a TOML file") from error
     return list(_flatten(tables, "", path))
 
 
 def _flatten(table: dict[str, object], prefix: str, path: str) -> Iterable[tuple[str, str]]:
-    if prefix.count(".") > _MAX_DEPTH:
-        raise _unreadable(path, f"tables nest deeper than {_MAX_DEPTH}", "names of one axis, or none")
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.", path)
