@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+    from xrank.refit.offer import offer_weights
+    from xrank.refit.take import take_weights
     from xrank.simulation.simulation import simulate
     from xrank.version import __version__
     from xrank.workspace.nfs import NFSWorkspace
@@ -37,9 +39,11 @@ __all__ = [
     "inspect",
     "iter_model",
     "load_model",
+    "offer_weights",
     "open_checkpoint",
     "reshard_checkpoint",
     "simulate",
+    "take_weights",
     "verify_model",
 ]
 
@@ -55,9 +59,11 @@ _HOMES = {
     "inspect": "conversion.inspect",
     "iter_model": "conversion.iterate",
     "load_model": "conversion.load",
+    "offer_weights": "refit.offer",
     "open_checkpoint": "conversion.checkpoint",
     "reshard_checkpoint": "conversion.reshard",
     "simulate": "simulation.simulation",
+    "take_weights": "refit.take",
     "verify_model": "conversion.verify",
 }
 

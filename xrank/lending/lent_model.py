@@ -104,6 +104,8 @@ class LentModel:
     """To be closed by the caller."""
     holder: IntArray
     """Record -> position in the team of the rank that holds it."""
+    parts: Sequence[dict[str, Any]]
+    """By position in the team, as JSON: the rank's model, its offer, and the config of its module."""
 
 
 _Parts = Sequence[dict[str, Any]]
@@ -148,6 +150,7 @@ def lend_model(
     *,
     part: ModelPart | None = None,
     check: Callable[[], None] = lambda: None,
+    across_hosts: bool = False,
 ) -> LentModel:
     """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
 
@@ -157,13 +160,14 @@ def lend_model(
         loan: ends the loan; to be closed when all ranks have ended.
         part: this rank's part; None: that of the request, in place.
         check: called on the first rank once all ranks have described their parts; all ranks raise its error.
+        across_hosts: whether processes of other hosts also read, although all ranks may be on one host.
 
     Raises:
         XrankError: as `xrank.conversion.export.export_model`, before anything is written or handed out.
     """
     # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
     part = locate_part(request, team) if part is None else part
-    offer = MemoryOffer(part.views, across_hosts=not team.is_one_host)
+    offer = MemoryOffer(part.views, across_hosts=across_hosts or not team.is_one_host)
     loan.callback(offer.close)
     loan.push(partial(_raise_own, team.rank, offer))
     own = json.dumps({"model": part.description, "offer": offer.describe(), "own": asdict(part.config)})
@@ -189,7 +193,7 @@ def lend_model(
         except BaseException:
             source.close()
             raise
-    return LentModel(gather, source, holder)
+    return LentModel(gather, source, holder, parts)
 
 
 def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -> list[str]:

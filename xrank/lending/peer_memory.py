@@ -12,17 +12,33 @@ import errno
 import secrets
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from xrank.system import c_library
 
-__all__ = ["LendingEndedError", "LendingSign", "PeerMemory", "UnreadableMemoryError", "address_of", "memory_at"]
+__all__ = [
+    "MAX_SPANS",
+    "LendingEndedError",
+    "LendingSign",
+    "PeerMemory",
+    "SpanArray",
+    "UnreadableMemoryError",
+    "address_of",
+    "memory_at",
+]
 
 _FOR_WRITING = 0x200  # CPython, Include/cpython/object.h: PyBUF_WRITE
 _SET_PTRACER = 0x59616D61  # linux/prctl.h: PR_SET_PTRACER
 _ANY_PTRACER = ctypes.c_ulong(-1)  # linux/prctl.h: PR_SET_PTRACER_ANY
 _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _SIGN_NBYTES = 16
+MAX_SPANS = 1024
+"""Spans of one side in one call (linux/uio.h: UIO_MAXIOV)."""
+SpanArray: TypeAlias = npt.NDArray[np.uint64]
+"""Rows of (address, bytes), laid out as struct iovec; shape [n, 2]."""
 _MAX_NBYTES = 256 << 20
 """Bytes of one call; the kernel's limit is a little less than 2 GiB."""
 
@@ -160,6 +176,26 @@ class PeerMemory:
                 raise UnreadableMemoryError
             if copy.raw != self._sign:
                 raise LendingEndedError
+
+    def copy_spans(self, there: SpanArray, here: SpanArray) -> None:
+        """Copy spans of that process's memory to spans of this one's, in order; the caller checks the sign afterwards.
+
+        Args:
+            there: (address, bytes) of each span to read; at most `MAX_SPANS`.
+            here: spans to fill, of as many bytes in all; they may be cut otherwise.
+
+        Raises:
+            LendingEndedError: the process has ended.
+            UnreadableMemoryError: the kernel cannot read these bytes. Part of them may be copied.
+        """
+        assert len(there) <= MAX_SPANS and len(here) <= MAX_SPANS
+        count: int = _process_vm_readv(self._pid, here.ctypes.data, len(here), there.ctypes.data, len(there), 0)
+        if count == int(there[:, 1].sum()):
+            return
+        if count < 0 and ctypes.get_errno() == errno.ESRCH:
+            raise LendingEndedError
+        self.check_lent()  # freed memory cannot be read either
+        raise UnreadableMemoryError
 
     def _read(self, spans: list[tuple[int, int, int]]) -> int:
         """Copy spans of (remote address, local address, bytes), and return the number of copied bytes."""

@@ -16,7 +16,7 @@ from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, 
 from xrank.faces import AGAIN
 from xrank.lending.local_bytes import LocalBytes
 from xrank.lending.memory_offer import MemoryOffer, PeerOffer
-from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
+from xrank.lending.peer_memory import LendingEndedError, PeerMemory, UnreadableMemoryError
 from xrank.ranks.failure import FailureRecord
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, Tick, connect
 from xrank.sockets.peer_wire import AnswerKind
@@ -46,6 +46,7 @@ class PeerSource:
         check: raises if a rank is known to have failed; one thread at a time calls it.
         timeout_seconds: time for which a peer may be silent.
         direct: whether the kernel may read other processes' memory.
+        grace_seconds: time in which `check` may still give the reason for a peer's end.
 
     Raises:
         CorruptError: an offer's description is invalid.
@@ -64,11 +65,12 @@ class PeerSource:
         check: Callable[[], object],
         timeout_seconds: float,
         direct: bool = True,
+        grace_seconds: float = _GRACE_SECONDS,
     ) -> None:
         self._own, self._rank = own, rank
         self._record_rank, self._record_view = record_rank, record_view
         self._check, self._check_lock = check, threading.Lock()
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._grace_seconds = timeout_seconds, grace_seconds
         self._idle: deque[tuple[PeerOffer, PeerConnection]] = deque()
         self._lock = threading.Lock()
         self._closed = False
@@ -84,6 +86,13 @@ class PeerSource:
     def direct_ranks(self) -> list[int]:
         """Peers whose memory the kernel reads."""
         return sorted(rank for rank, peer in self._peers.items() if peer.memory is not None)
+
+    def find_memory(self, record: int) -> tuple[PeerMemory, int] | None:
+        """Return a peer's memory and the address of a record in it; None if the kernel does not read it in a row."""
+        peer, view = self._peers.get(int(self._record_rank[record])), int(self._record_view[record])
+        if peer is None or peer.memory is None or view >= len(peer.nbytes) or not peer.addresses[view]:
+            return None
+        return peer.memory, int(peer.addresses[view])
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
@@ -210,7 +219,7 @@ class PeerSource:
 
     def _explain_end(self, peer: PeerOffer, how: str) -> RankFailedError:
         """Return the error for a peer that has gone, unless `check` raises an error with the reason."""
-        end = monotonic() + _GRACE_SECONDS
+        end = monotonic() + self._grace_seconds
         wait = threading.Event()
         while True:
             with self._check_lock:

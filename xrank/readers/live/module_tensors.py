@@ -10,7 +10,15 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FilledModule", "check_materialised", "check_model", "count_changes", "is_extra_state", "names_left_out"]
+__all__ = [
+    "FilledModule",
+    "check_materialised",
+    "check_model",
+    "count_changes",
+    "is_extra_state",
+    "list_tensors",
+    "names_left_out",
+]
 
 FilledModule: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]"
 """A module, Megatron's chunks of one, or a state dict."""
@@ -55,7 +63,7 @@ def check_materialised(module: FilledModule) -> None:
         UsageError: a parameter or a persistent buffer is on the meta device, or the argument is not a model.
     """
     check_model(module)
-    for name, tensor in _tensors(module):
+    for name, tensor in list_tensors(module):
         if tensor.device.type == "meta":
             raise UsageError(
                 f"{name} is on the meta device: it has no memory to fill",
@@ -80,12 +88,13 @@ def count_changes(module: FilledModule, views: Sequence[torch.Tensor]) -> None:
     """
     import torch
 
-    changed = [*(tensor for _, tensor in _tensors(module)), *views]
+    changed = [*(tensor for _, tensor in list_tensors(module)), *views]
     # Inference tensors have no version to count.
     torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
 
 
-def _tensors(module: FilledModule) -> list[tuple[str, torch.Tensor]]:
+def list_tensors(module: FilledModule) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that checkpoints contain, with their names: parameters and persistent buffers."""
     import torch
 
     if isinstance(module, Mapping):

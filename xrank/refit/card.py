@@ -1,0 +1,155 @@
+"""The directory in which a trainer and engines find each other: one card of the trainer, one of each engine rank.
+
+A card has the token with which its rank's memory can be read, so cards are files of mode 0600, and a card of another
+user is refused. They appear by a rename. A card proves nothing about the life of its process: `peer_rank` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from xrank.errors import CorruptError, UsageError
+from xrank.system import NEW, replace, user_id
+from xrank.workspace.shared_directory import list_names, make_directory
+
+__all__ = ["Address", "Card"]
+
+_TRAINER = "trainer.json"
+_ENGINE = "engine-"
+_ENDING = ".json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The content of a card."""
+
+    id: str
+    """Random; a new process writes a new one."""
+    content: Mapping[str, Any]
+    path: str
+
+
+class Address:
+    """A directory that the ranks of both jobs see.
+
+    Args:
+        path: the directory; it is created if it is absent.
+
+    Raises:
+        UsageError: the path is not a directory, or other users may write to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        make_directory(self.path)
+        status = os.stat(self.path)
+        if status.st_mode & 0o002 and not status.st_mode & 0o1000:
+            raise UsageError(
+                f"{self.path}: other users may replace the cards in this directory",
+                file=self.path,
+                got=f"mode {status.st_mode & 0o7777:04o}",
+                want="a directory that only its owner or group may write to",
+                next_step=f"type chmod o-w {self.path}, or choose another directory",
+            )
+
+    @property
+    def trainer_path(self) -> str:
+        """Path of the trainer's card."""
+        return os.path.join(self.path, _TRAINER)
+
+    def read_trainer(self) -> Card | None:
+        """Return the trainer's card; None if there is none.
+
+        Raises:
+            UsageError: another user has written it.
+            CorruptError: it is damaged.
+        """
+        return self._read(_TRAINER)
+
+    def read_engines(self, known: Mapping[str, Card]) -> dict[str, Card]:
+        """Return the cards of all engine ranks by file name; files of known names are not read again."""
+        found = {}
+        for name in sorted(list_names(self.path)):
+            if name.startswith(_ENGINE) and name.endswith(_ENDING):
+                card = known.get(name) or self._read(name)
+                if card is not None:
+                    found[name] = card
+        return found
+
+    def write_trainer(self, content: Mapping[str, Any]) -> Card:
+        """Write the trainer's card, in place of an earlier one."""
+        return self._write(_TRAINER, content)
+
+    def write_engine(self, engine: str, rank: int, content: Mapping[str, Any]) -> Card:
+        """Write the card of an engine rank."""
+        return self._write(f"{_ENGINE}{engine}-{rank}{_ENDING}", content)
+
+    def has(self, card: Card) -> bool:
+        """Return whether a card, or a newer one in its place, is there."""
+        return os.path.exists(card.path)
+
+    def remove(self, card: Card) -> None:
+        """Remove a card, unless another one is there in its place."""
+        with suppress(OSError, UsageError, CorruptError):
+            there = self._read(os.path.basename(card.path))
+            if there is not None and there.id == card.id:
+                os.unlink(card.path)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> Card:
+        path, card_id = os.path.join(self.path, name), secrets.token_hex(16)
+        staged = os.path.join(self.path, f".{name}-{card_id}")
+        text = json.dumps({"format": _FORMAT, "id": card_id, **content})
+        try:
+            with os.fdopen(os.open(staged, NEW, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            replace(staged, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(staged)
+            raise
+        return Card(card_id, content, path)
+
+    def _read(self, name: str) -> Card | None:
+        path = os.path.join(self.path, name)
+        try:
+            with open(path, encoding="utf-8") as file:
+                owner = os.fstat(file.fileno()).st_uid
+                text = file.read()
+        except FileNotFoundError:
+            return None
+        except PermissionError as error:
+            raise _owner_error(path, str(error)) from None
+        if owner != user_id():
+            raise _owner_error(path, f"a card of user {owner}")
+        try:
+            content = json.loads(text)
+            if content["format"] != _FORMAT:
+                raise ValueError(f"format {content['format']}")
+            return Card(content["id"], content, path)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                f"{path} is not a card of xrank's",
+                file=path,
+                got=f"{type(error).__name__}: {error}",
+                want=f"a card of format {_FORMAT}",
+                next_step="use the same version of xrank in both jobs, or remove the file",
+            ) from None
+
+
+def _owner_error(path: str, got: str) -> UsageError:
+    return UsageError(
+        f"{path}: another user has written this card",
+        file=path,
+        got=got,
+        want=f"a card of user {user_id()}",
+        next_step="start both jobs as one user, or choose another directory",
+    )

@@ -1,0 +1,84 @@
+"""The ranks of one engine, which take a step all together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+
+from xrank.errors import RankFailedError, RankTimeoutError
+from xrank.refit.peer_rank import PeerRank, check_phase
+from xrank.refit.status import Phase, Status, StatusBlock
+
+__all__ = ["EngineRanks"]
+
+_PAUSE_SECONDS = 0.0005
+_MAX_WAIT_SECONDS = 2.0
+
+
+class EngineRanks:
+    """The other ranks of this engine, by their statuses.
+
+    Args:
+        block: this rank's status.
+        peers: the other ranks.
+    """
+
+    def __init__(self, block: StatusBlock, peers: Sequence[PeerRank]) -> None:
+        self._block, self._peers = block, peers
+
+    def check(self) -> None:
+        """Raise if another rank has failed in this call of `update`, has ended, or is stopped.
+
+        Raises:
+            RankFailedError, RankTimeoutError: it names the rank.
+        """
+        for peer in self._peers:
+            status = peer.read()
+            if status.phase is Phase.ENDED or status.round == self._block.value.round:
+                check_phase(peer, status)
+
+    def wait_for_all(self, own: Status, check: Callable[[], object]) -> bool:
+        """Wait until all ranks hold this rank's step; return False if one holds a newer step, or another trainer's.
+
+        A rank that holds a step leaves it only for a newer one of another rank. So if each rank was seen with the same
+        step, even one after the other, all of them keep it.
+
+        Args:
+            own: this rank's status, with the step that it holds.
+            check: raises if a rank has failed or the time is over.
+        """
+        waiting = list(self._peers)
+        while waiting:
+            for peer in list(waiting):
+                status = peer.read()
+                if status.round > own.round:  # it saw all ranks with one step
+                    waiting.remove(peer)
+                elif status.round == own.round and status.phase in (Phase.DONE, Phase.CLOSED):
+                    if status.offer != own.offer or status.step > own.step:
+                        return False
+                    if status.step == own.step:
+                        waiting.remove(peer)
+            if waiting:
+                check()
+                sleep(_PAUSE_SECONDS)
+        return True
+
+    def wait_until_seen(self) -> None:
+        """Wait until no rank still looks for this rank's last step, for a moment at most: it is about to close."""
+        end, waiting = monotonic() + _MAX_WAIT_SECONDS, list(self._peers)
+        while waiting and monotonic() < end:
+            for peer in list(waiting):
+                try:
+                    status = peer.read()
+                except (RankFailedError, RankTimeoutError):
+                    waiting.remove(peer)
+                    continue
+                if status.phase is not Phase.DONE or status.round != self._block.value.round:
+                    waiting.remove(peer)
+            if waiting:
+                sleep(_PAUSE_SECONDS)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for peer in self._peers:
+            peer.close()

@@ -1,0 +1,94 @@
+"""The content of a trainer's card: all ranks' tensors, offers and configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError
+from xrank.lending.lent_model import ModelRequest
+from xrank.refit.card import Address, Card
+from xrank.refit.peer_rank import PeerRank
+from xrank.refit.status import Phase
+from xrank.teams.agreement import path_text
+from xrank.teams.team import Team
+
+__all__ = ["check_no_trainer", "find_trainer_ranks", "number_of", "write_offer"]
+
+
+def number_of(card: Card) -> int:
+    """Return the number by which statuses refer to an offer."""
+    return crc32(card.id.encode())
+
+
+def write_offer(place: Address, team: Team, request: ModelRequest, parts: Sequence[Mapping[str, Any]]) -> Card:
+    """Write the trainer's card on the first rank, and return it on every rank.
+
+    Args:
+        place: the address.
+        team: the trainer's ranks, together.
+        request: the arguments of the call.
+        parts: by position in the team, each rank's model, offer and config.
+    """
+    card = None
+    if team.is_first:
+        content = {
+            "ranks": list(team.ranks),
+            "parts": list(parts),
+            "recipe": path_text(request.recipe),
+            "aliases": {} if request.layouts is None else dict(request.layouts.aliases),
+        }
+        card = place.write_trainer(content)
+    card_id = team.broadcast("the offer's card", None if card is None else card.id)
+    return card or Card(card_id, {}, place.trainer_path)
+
+
+def check_no_trainer(place: Address) -> None:
+    """Check that no live trainer offers its weights at the address.
+
+    Raises:
+        UsageError: one does, or may do so on another host.
+    """
+    card = place.read_trainer()
+    if card is None:
+        return
+    rank, offer = find_trainer_ranks(card)[0]
+    try:
+        peer = PeerRank(f"trainer rank {rank}", rank, offer)
+    except CorruptError:
+        return
+    try:
+        if peer.read().phase is Phase.ENDED:
+            return
+    except (RankFailedError, RankTimeoutError):
+        if not peer.may_return:
+            return
+    finally:
+        peer.close()
+    raise UsageError(
+        f"another trainer offers its weights at {place.path}",
+        file=card.path,
+        got=f"an offer of {peer.place}",
+        want="one trainer at an address",
+        next_step=f"close the other offer, choose another directory, or, if that trainer is gone, remove {card.path}",
+    )
+
+
+def find_trainer_ranks(card: Card) -> list[tuple[int, dict[str, Any]]]:
+    """Return the ranks of a trainer's card, each with its offer.
+
+    Raises:
+        CorruptError: the card lacks them.
+    """
+    try:
+        ranks, parts = card.content["ranks"], card.content["parts"]
+        return [(int(rank), part["offer"]) for rank, part in zip(ranks, parts, strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            f"{card.path} does not describe a trainer's ranks",
+            file=card.path,
+            got=f"{type(error).__name__}: {error}",
+            want="ranks, and each one's model and offer",
+            next_step="use the same version of xrank in both jobs",
+        ) from None

@@ -1,0 +1,174 @@
+"""A rank of the other job, or of the same one, as this process sees it: its status, and whether it lives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+from xrank.errors import RankFailedError, RankTimeoutError
+from xrank.lending.memory_offer import PeerOffer
+from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
+from xrank.refit.status import STATUS_NBYTES, Phase, Status
+from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
+
+__all__ = ["PeerRank", "check_phase"]
+
+_SILENT_SECONDS = 1.5
+"""Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
+_LOOK_SECONDS = 0.25
+"""Time between two looks at the state of a process of this host."""
+_STOPPED = ("T", "t")
+"""proc(5), /proc/pid/stat: stopped by a signal, or by a tracer."""
+_MAX_TRIES = 1000
+"""Readings of a status that its owner writes meanwhile."""
+
+
+class PeerRank:
+    """Reads the status of a rank: by the kernel on this host, else over a socket.
+
+    Args:
+        role: the rank in words, such as ``"trainer rank 3"``.
+        rank: its number.
+        description: of its `MemoryOffer`, whose last view is its status.
+
+    Raises:
+        CorruptError: the description is invalid.
+        RankFailedError: its process has ended.
+    """
+
+    def __init__(self, role: str, rank: int, description: Mapping[str, Any]) -> None:
+        self.role, self.rank = role, rank
+        self._offer = PeerOffer.from_description(rank, description)
+        self._offer.watch(direct=True)
+        self._view = len(self._offer.nbytes) - 1
+        self._connection: PeerConnection | None = None
+        self._next_look = 0.0
+        self._stopped_since: float | None = None
+        self._content = bytearray(STATUS_NBYTES)
+        self._lock = threading.Lock()
+        self.may_return = False
+        """Whether the last error was that the rank is stopped or silent, and not that it ended."""
+
+    @property
+    def place(self) -> str:
+        """The host and the process, for errors."""
+        return f"host {self._offer.host}, pid {self._offer.pid}"
+
+    def read(self) -> Status:
+        """Return its status.
+
+        Raises:
+            RankFailedError: its process ended, no longer lends its memory, or is stopped.
+            RankTimeoutError: it does not answer over the network.
+        """
+        with self._lock:
+            self.may_return = False
+            if self._offer.has_ended:
+                raise self.make_error("its process ended")
+            for _ in range(_MAX_TRIES):
+                self._bring()
+                status = Status.from_bytes(bytes(self._content))
+                if status is not None:
+                    self._look()
+                    return status
+        raise self.make_error("its status is damaged")
+
+    def make_error(self, cause: str) -> RankFailedError:
+        """Return the error that names this rank."""
+        return RankFailedError(
+            f"{self.role} failed: {cause}",
+            rank=self.rank,
+            host=self._offer.host,
+            pid=self._offer.pid,
+            cause=cause,
+            got=f"{cause}; {self.place}",
+            next_step=f"look at {self.role}'s own error first, start it again if it ended, then repeat the call",
+        )
+
+    def close(self) -> None:
+        """Close the connection, and stop watching the process."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._offer.close()
+
+    def _bring(self) -> None:
+        memory, address = self._offer.memory, int(self._offer.addresses[self._view])
+        into = memoryview(self._content)
+        if memory is not None:
+            try:
+                memory.read_into(address, into)
+            except LendingEndedError:
+                raise self.make_error("its process ended, or no longer lends its memory") from None
+            except UnreadableMemoryError:
+                self._offer.memory = None
+            else:
+                return
+        try:
+            if self._connection is None:
+                offer = self._offer
+                self._connection = connect(offer.socket, offer.port, offer.hosts, offer.token, self._tick)
+            self._connection.read_into(self._view, 0, into, self._tick)
+        except BaseException as error:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            if isinstance(error, PeerGoneError | PeerRefusalError):
+                raise self.make_error(str(error)) from None
+            raise
+
+    def _tick(self, silent_seconds: float) -> None:
+        if self._offer.has_ended:
+            raise self.make_error("its process ended")
+        self._look()
+        if silent_seconds > _SILENT_SECONDS:
+            self.may_return = True
+            raise RankTimeoutError(
+                f"{self.role} has not answered for {silent_seconds:.1f} s",
+                rank=self.rank,
+                host=self._offer.host,
+                waiting_for=(self.rank,),
+                got=f"no answer from {self.place}",
+                next_step=f"check whether {self.role} is stopped, or its host cut off; then repeat the call",
+            )
+
+    def _look(self) -> None:
+        """Raise if its process has been stopped for two looks.
+
+        Raises:
+            RankFailedError: it is stopped.
+        """
+        now = monotonic()
+        if self._offer.life is None or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        if not _is_stopped(self._offer.pid):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now >= self._stopped_since + _LOOK_SECONDS:
+            self.may_return = True
+            raise self.make_error("its process is stopped (SIGSTOP)")
+
+
+def check_phase(peer: PeerRank, status: Status) -> None:
+    """Raise if a rank reports that it has failed or ended.
+
+    Raises:
+        RankFailedError: it names the rank and its cause.
+    """
+    if status.phase is Phase.FAILED:
+        raise peer.make_error(status.cause)
+    if status.phase is Phase.ENDED:
+        raise peer.make_error("it has closed its side")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name of the program, in parentheses, may contain anything (proc(5)).
+            return file.read().rpartition(")")[2].split()[0] in _STOPPED
+    except (OSError, IndexError):
+        return False

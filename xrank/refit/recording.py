@@ -1,0 +1,358 @@
+"""The copies that an engine's own loader makes, found by running it once on stand-ins without memory.
+
+A view of a tensor on the meta device keeps the offset and the strides into the stand-in. So each ``copy_`` of such a
+view into a parameter is one nest from a Hugging Face tensor to the parameter, whatever narrow, view, transpose or chunk
+came before. A result that is not a view ends the chain: the loader then takes that tensor whole at each update, as do
+all tensors of the same parameters. Nothing is written to a parameter while the loader runs on stand-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from xrank import dtypes
+from xrank.errors import UsageError
+from xrank.layout.nest_table import NestTable
+from xrank.layout.nests import Nest, canonical
+from xrank.plan.coverage import find_fault, range_text
+from xrank.plan.output import OutputTensor, TensorPart
+
+if TYPE_CHECKING:
+    from xrank.refit.targets import Loader
+
+__all__ = ["Fill", "RecordedCopy", "Recording", "record_loader"]
+
+_aten = torch.ops.aten
+_SAME_VALUES = {_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedCopy:
+    """One copy of a part of a Hugging Face tensor into a part of a parameter."""
+
+    output: OutputTensor
+    """The part of the Hugging Face tensor, in the parameter's element type."""
+    target: torch.Tensor
+    """The part of the parameter, in place."""
+    parameter: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill:
+    """A part of a parameter that the loader sets to a constant, such as the padding of a vocabulary."""
+
+    target: torch.Tensor
+    value: float
+    parameter: str
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """The copies of a loader."""
+
+    copies: list[RecordedCopy] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+    """Tensor that the loader must take whole -> the reason."""
+
+
+def record_loader(
+    load: Loader, parameters: Sequence[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> Recording:
+    """Run a loader on stand-ins, and return its copies, proven to write each element of each parameter once.
+
+    Args:
+        load: takes (Hugging Face name, tensor) pairs; it need not use all of them.
+        parameters: the tensors that it fills, with names.
+        shapes: Hugging Face name -> safetensors name of its element type, and shape.
+
+    Raises:
+        UsageError: elements of a parameter are written twice or never, or the loader replaces a parameter.
+    """
+    places = {name: tensor.data_ptr() for name, tensor in parameters}
+    recorder = _Recorder(parameters, shapes)
+    failed: dict[str, str] = {}
+    try:
+        recorder.run(load, list(shapes))
+    except Exception as error:
+        if isinstance(error, UsageError):
+            raise
+        # One tensor after another, to learn which of them the loader cannot take without values.
+        recorder = _Recorder(parameters, shapes)
+        for name in shapes:
+            try:
+                recorder.run(load, [name])
+            except Exception as failure:
+                failed[name] = f"{type(failure).__name__}: {failure}"[:200]
+    for name, tensor in parameters:
+        if tensor.device.type == "meta" or tensor.data_ptr() != places[name]:
+            raise UsageError(
+                f"{name}: the loader replaces the parameter in place of filling it",
+                tensor=name,
+                got="another tensor after the loader",
+                want="a loader that copies into its parameters",
+                next_step="give the engine's tensors with layouts=, or feed it by iter_model",
+            )
+    recording = recorder.finish(failed)
+    _prove(recording, recorder, parameters, may_have_gaps=bool(failed))
+    return recording
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows stand-ins through the operations of a loader."""
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = shapes
+        self._parameters = [
+            (name, tensor.data_ptr(), tensor.data_ptr() + _span_nbytes(tensor)) for name, tensor in parameters
+        ]
+        self._stand_ins: dict[str, torch.Tensor] = {}
+        self._owner: dict[int, str] = {}
+        """Storage of a stand-in -> its name."""
+        self._derived: dict[int, frozenset[str]] = {}
+        """Storage of a result that is not a view -> the stand-ins it is made of."""
+        self._kept: list[torch.Tensor] = []
+        """Keeps storages alive, whose addresses are the keys above."""
+        self.copies: list[tuple[str, RecordedCopy]] = []
+        self.fills: list[Fill] = []
+        self.whole: dict[str, str] = {}
+        self.whole_regions: list[tuple[str, frozenset[str], torch.Tensor]] = []
+        """Parameter, names and part of it that is filled from whole tensors."""
+
+    def run(self, load: Loader, names: Sequence[str]) -> None:
+        """Run the loader on the stand-ins of these names."""
+        for name in names:
+            dtype, shape = self._shapes[name]
+            stand_in = torch.empty(shape, dtype=getattr(torch, dtypes.dtype(dtype).torch_name), device="meta")
+            self._stand_ins[name] = stand_in
+            self._owner[_key(stand_in)] = name
+        with torch.no_grad(), self:
+            load(iter([(name, self._stand_ins[name]) for name in names]))
+
+    def finish(self, failed: Mapping[str, str]) -> Recording:
+        """Return the copies, without those of parameters that are filled from whole tensors."""
+        whole = {**self.whole, **failed}
+        while True:
+            mixed = {parameter for parameter, names, _ in self.whole_regions if names & whole.keys()}
+            mixed |= {copy.parameter for name, copy in self.copies if name in whole}
+            more = {name: copy.parameter for name, copy in self.copies if copy.parameter in mixed and name not in whole}
+            if not more:
+                break
+            whole |= {name: f"it shares {parameter} with a whole tensor" for name, parameter in more.items()}
+        copies = [copy for name, copy in self.copies if name not in whole]
+        return Recording(copies, self.fills, whole)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        names = frozenset[str]().union(*(self._names_of(tensor) for tensor in tensors))
+        written = [value for value in _written(func, args, kwargs) if isinstance(value, torch.Tensor)]
+        parameter = next((found for value in written if (found := self._find_parameter(value)) is not None), None)
+        if parameter is not None:
+            return self._write(func, args, kwargs, names, parameter)
+        if not names:
+            return func(*args, **kwargs)
+        if func in _SAME_VALUES or (func is _aten._to_copy.default and _keeps_dtype(args, kwargs)):
+            return args[0].as_strided(args[0].shape, args[0].stride(), args[0].storage_offset())
+        if written:
+            self._end(names, f"{func} changes it in place")
+        args, kwargs = tree_map_only(torch.Tensor, _without_memory, (args, kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        result = func(*args, **kwargs)
+        for value in tree_flatten(result)[0]:
+            if isinstance(value, torch.Tensor) and not self._names_of(value):
+                self._kept.append(value)
+                self._derived[_key(value)] = names
+        return result
+
+    def _write(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str], parameter: str
+    ) -> Any:
+        """Record a write to a parameter, which is not carried out."""
+        target = args[0]
+        if func is _aten.copy_.default and names:
+            source = args[1]
+            name = self._owner.get(_key(source))
+            copy = None if name is None else _make_copy(name, self._shapes[name], source, target, parameter)
+            if copy is not None and name is not None:
+                self.copies.append((name, copy))
+            else:
+                self._end(names, "it is changed before it is copied")
+                self.whole_regions.append((parameter, names, target))
+        elif names:
+            self._end(names, f"{func} is not a copy")
+            self.whole_regions.append((parameter, names, target))
+        elif func in (_aten.zero_.default, _aten.fill_.Scalar):
+            value = 0.0 if func is _aten.zero_.default else args[1]
+            self.fills.append(Fill(target.detach(), value, parameter))
+        else:
+            raise UsageError(
+                f"{parameter}: the loader writes values to it that are not of a checkpoint",
+                tensor=parameter,
+                got=str(func),
+                want="copies of the checkpoint's tensors, or a constant",
+                next_step="give the engine's tensors with layouts=, or feed it by iter_model",
+            )
+        return target
+
+    def _end(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            self.whole.setdefault(name, why)
+
+    def _names_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        if tensor.device.type != "meta":
+            return frozenset()
+        key = _key(tensor)
+        name = self._owner.get(key)
+        return frozenset((name,)) if name is not None else self._derived.get(key, frozenset())
+
+    def _find_parameter(self, tensor: torch.Tensor) -> str | None:
+        if tensor.device.type == "meta" or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        return next((name for name, low, high in self._parameters if low <= address < high), None)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return max(0, reach * tensor.element_size()) if tensor.numel() else 0
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    """Yield the arguments that an operation changes in place."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[number] if number < len(args) else kwargs.get(argument.name)
+
+
+def _keeps_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("dtype") in (None, args[0].dtype)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a stand-in for one with values: operations take one device."""
+    return tensor if tensor.device.type == "meta" else torch.empty_like(tensor, device="meta")
+
+
+def _make_copy(
+    name: str, kind: tuple[str, tuple[int, ...]], source: torch.Tensor, target: torch.Tensor, parameter: str
+) -> RecordedCopy | None:
+    """Return the copy of a view of a stand-in; None if it is broadcast, or not a cast of floating-point numbers."""
+    dtype, shape = kind
+    new = dtypes.by_torch_name(str(target.dtype).removeprefix("torch."))
+    if source.numel() != target.numel() or (dtype != new.name and not (new.is_float and dtypes.dtype(dtype).is_float)):
+        return None
+    if str(source.dtype).removeprefix("torch.") != dtypes.dtype(dtype).torch_name or source.is_conj():
+        return None  # a view as another element type
+    source = source.expand(target.shape)
+    strides = source.stride()
+    steps = _row_major(target.shape)
+    loops = [(n, x, y) for n, x, y in zip(target.shape, steps, strides, strict=True) if n != 1]
+    if any(y <= 0 for _, _, y in loops):
+        return None
+    nest = canonical(Nest(0, int(source.storage_offset()), tuple(loops)))
+    part = None
+    if tuple(target.shape) != shape or nest != canonical(_whole_nest(shape)):
+        part = TensorPart(shape, (nest,), (nest,))
+    output = OutputTensor(name, new.name, tuple(target.shape), part=part)
+    return RecordedCopy(output, target.detach(), parameter)
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[k + 1 :]) for k in range(len(shape))]
+
+
+def _whole_nest(shape: Sequence[int]) -> Nest:
+    loops = tuple((n, s, s) for n, s in zip(shape, _row_major(shape), strict=True) if n != 1)
+    return Nest(0, 0, loops)
+
+
+def _prove(
+    recording: Recording, recorder: _Recorder, parameters: Sequence[tuple[str, torch.Tensor]], *, may_have_gaps: bool
+) -> None:
+    """Check that each element of each parameter is written once.
+
+    Raises:
+        UsageError: it names the parameter and the elements.
+    """
+    regions: dict[str, list[torch.Tensor]] = {}
+    for copy in recording.copies:
+        regions.setdefault(copy.parameter, []).append(copy.target)
+    for parameter, names, target in recorder.whole_regions:
+        if names & recording.whole.keys():
+            regions.setdefault(parameter, []).append(target)
+    for name, copy in recorder.copies:
+        if name in recording.whole:
+            regions.setdefault(copy.parameter, []).append(copy.target)
+    fills: dict[str, list[torch.Tensor]] = {}
+    for fill in recording.fills:
+        fills.setdefault(fill.parameter, []).append(fill.target)
+    for name, tensor in parameters:
+        its = regions.get(name, [])
+        filled = fills.get(name, [])
+        if any(fill.numel() == tensor.numel() for fill in filled):
+            # The copies come after the constant, and must only not meet each other.
+            fault = _find_fault_by_count(tensor, its, may_have_gaps=True)
+        elif tensor.is_contiguous():
+            fault = _find_fault_by_nests(tensor, [*its, *filled])
+        else:
+            fault = _find_fault_by_count(tensor, [*its, *filled], may_have_gaps=False)
+        if fault is None or (fault[0] == "gap" and may_have_gaps):
+            continue
+        kind, address = fault
+        where = range_text(tuple(tensor.shape), address, address)
+        raise UsageError(
+            f"{name}, from {where} on: the loader {'never writes' if kind == 'gap' else 'writes twice'}",
+            tensor=name,
+            index_range=where,
+            got=f"{len(its)} copies from the trainer's tensors",
+            want="each element once",
+            next_step="give the trainer's model all tensors that the engine loads; parameters that no checkpoint has "
+            "must not be among the engine's",
+        )
+
+
+def _find_fault_by_nests(tensor: torch.Tensor, regions: Sequence[torch.Tensor]) -> tuple[str, int] | None:
+    if not tensor.numel():
+        return None
+    nests = []
+    for region in regions:
+        start = (region.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+        loops = [(n, x, y) for n, x, y in zip(region.shape, _row_major(region.shape), region.stride(), strict=True)]
+        nests.append(canonical(Nest(0, start, tuple(loop for loop in loops if loop[0] != 1))))
+    fault = find_fault(NestTable.from_nests(nests), tensor.numel())
+    return None if fault is None else (fault.kind, int(fault.address))
+
+
+def _find_fault_by_count(
+    tensor: torch.Tensor, regions: Sequence[torch.Tensor], *, may_have_gaps: bool
+) -> tuple[str, int] | None:
+    """Count the writes of each element: one byte for each of the parameter."""
+    reach = _span_nbytes(tensor) // tensor.element_size()
+    counts = torch.zeros(reach, dtype=torch.uint8)
+    for region in regions:
+        start = (region.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+        counts.as_strided(region.shape, region.stride(), start).add_(1)
+    own = counts.as_strided(tensor.shape, tensor.stride(), 0).flatten()
+    wrong = own > 1 if may_have_gaps else own != 1
+    if not wrong.any():
+        return None
+    address = int(wrong.nonzero()[0])
+    return ("overlap" if own[address] > 1 else "gap"), address

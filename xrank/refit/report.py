@@ -1,0 +1,43 @@
+"""Reports of both sides of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["PublishReport", "UpdateReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """The result of `WeightsOffer.publish` on one trainer rank."""
+
+    step: int
+    takers: tuple[str, ...]
+    """Engine ranks that have taken the step."""
+    missed: tuple[str, ...]
+    """Engine ranks that came after another trainer rank had closed the step; they take the next one."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The result of `TakenWeights.update` on one engine rank."""
+
+    step: int
+    nbytes: int
+    """Bytes that this rank holds and has filled."""
+    moved_nbytes: int
+    """Bytes that were read from trainer ranks for them."""
+    direct_nbytes: int
+    """Bytes of `moved_nbytes` that the kernel copied straight to their places."""
+    seconds: float
+    """Duration of the copies and their confirmation, without the wait for the step."""
+    copy_seconds: float
+    """Duration of the copies alone."""
+    plan_seconds: float
+    """Duration of the planning; 0 if an earlier update has planned."""
+    whole: Mapping[str, int]
+    """Tensors that the engine's loader took whole because their way could not be recorded, and their bytes."""
+    unused: tuple[str, ...]
+    """Tensors of the trainer of which this rank holds no part."""

@@ -1,0 +1,139 @@
+"""Runs: the bytes that fill a tensor as spans of two processes' memory, in as few calls of the kernel as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xrank.layout.nest_table import IntArray, NestTable
+from xrank.lending.peer_memory import MAX_SPANS, SpanArray
+
+__all__ = ["Call", "Runs", "cut_calls", "find_runs", "join_runs", "mean_run_nbytes"]
+
+_CALL_NBYTES = 8 << 20
+"""Bytes of one call at most: threads share the calls, and look for failures between two of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Runs of bytes; arrays of one length."""
+
+    there: IntArray
+    """Address in the other process."""
+    here: IntArray
+    """Address in this process."""
+    nbytes: IntArray
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all runs."""
+        return int(self.nbytes.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The arguments of one process_vm_readv(2)."""
+
+    there: SpanArray
+    here: SpanArray
+    nbytes: int
+
+
+def mean_run_nbytes(nests: NestTable, width: int) -> float:
+    """Return the mean length of the runs that `find_runs` would return, before they are joined."""
+    num_elements = int(nests.sizes.sum())
+    num_runs = int((nests.sizes // np.maximum(1, _run_lengths(nests)[1])).sum())
+    return num_elements * width / max(1, num_runs)
+
+
+def find_runs(nests: NestTable, width: int) -> Runs:
+    """Return the runs of nests from one record (x) to one tensor (y), as byte offsets.
+
+    Args:
+        nests: canonical; addresses in elements.
+        width: bytes of an element.
+    """
+    depth, lengths = _run_lengths(nests)
+    there: list[IntArray] = []
+    here: list[IntArray] = []
+    counts: list[IntArray] = []
+    is_plain = depth == 0
+    if is_plain.any():
+        there.append(nests.x[is_plain])
+        here.append(nests.y[is_plain])
+        counts.append(lengths[is_plain])
+    for row in np.flatnonzero(~is_plain).tolist():
+        x, y = nests.x[row : row + 1], nests.y[row : row + 1]
+        for n, xs, ys in nests.loops[row, : depth[row]].tolist():
+            steps = np.arange(n, dtype=np.int64)
+            x, y = (x[:, None] + steps * xs).ravel(), (y[:, None] + steps * ys).ravel()
+        there.append(x)
+        here.append(y)
+        counts.append(np.full(len(x), lengths[row]))
+    if not there:
+        empty = np.zeros(0, np.int64)
+        return Runs(empty, empty, empty)
+    return Runs(*(np.concatenate(each) * width for each in (there, here, counts)))
+
+
+def _run_lengths(nests: NestTable) -> tuple[IntArray, IntArray]:
+    """Return the number of loops outside each nest's runs, and the elements of a run."""
+    rows = np.arange(len(nests))
+    depth = (nests.loops[:, :, 0] != 1).sum(axis=1)
+    lengths = np.ones(len(nests), np.int64)
+    if nests.loops.shape[1]:
+        inner = nests.loops[rows, np.maximum(depth - 1, 0)]
+        is_run = (depth > 0) & (inner[:, 1] == 1) & (inner[:, 2] == 1)
+        lengths = np.where(is_run, inner[:, 0], 1)
+        depth = depth - is_run
+    return depth, lengths
+
+
+def join_runs(parts: Sequence[Runs]) -> Runs:
+    """Return all runs of one other process by rising address there; runs that continue each other become one."""
+    there, here, nbytes = (np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__slots__)
+    order = np.argsort(there, kind="stable")
+    there, here, nbytes = there[order], here[order], nbytes[order]
+    is_first = np.ones(len(there), bool)
+    is_first[1:] = (there[1:] != there[:-1] + nbytes[:-1]) | (here[1:] != here[:-1] + nbytes[:-1])
+    first = np.flatnonzero(is_first)
+    return Runs(there[first], here[first], np.add.reduceat(nbytes, first) if len(first) else nbytes)
+
+
+def cut_calls(runs: Runs) -> Iterator[Call]:
+    """Yield the calls that copy all runs, in order.
+
+    Either side of a call is joined by itself: rows of a matrix that become columns elsewhere are one span here, and
+    many there.
+    """
+    runs = _split_long(runs)
+    ends = np.cumsum(runs.nbytes)
+    begin = 0
+    while begin < len(runs.nbytes):
+        limit = (ends[begin - 1] if begin else 0) + _CALL_NBYTES
+        end = min(begin + MAX_SPANS, int(np.searchsorted(ends, limit, side="right")))
+        end = max(end, begin + 1)
+        nbytes = runs.nbytes[begin:end]
+        there, here = _join_side(runs.there[begin:end], nbytes), _join_side(runs.here[begin:end], nbytes)
+        yield Call(there, here, int(nbytes.sum()))
+        begin = end
+
+
+def _split_long(runs: Runs) -> Runs:
+    """Cut runs that are longer than a call."""
+    counts = -(-runs.nbytes // _CALL_NBYTES)
+    if (counts <= 1).all():
+        return runs
+    owner = np.repeat(np.arange(len(counts)), counts)
+    skip = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * _CALL_NBYTES
+    nbytes = np.minimum(_CALL_NBYTES, runs.nbytes[owner] - skip)
+    return Runs(runs.there[owner] + skip, runs.here[owner] + skip, nbytes)
+
+
+def _join_side(addresses: IntArray, nbytes: IntArray) -> SpanArray:
+    is_first = np.ones(len(addresses), bool)
+    is_first[1:] = addresses[1:] != addresses[:-1] + nbytes[:-1]
+    first = np.flatnonzero(is_first)
+    return np.ascontiguousarray(np.stack((addresses[first], np.add.reduceat(nbytes, first)), axis=1)).astype(np.uint64)

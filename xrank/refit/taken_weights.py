@@ -1,0 +1,306 @@
+"""An engine rank's side: it takes the trainer's weights, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from time import monotonic, sleep
+from types import TracebackType
+from typing import NoReturn, Self
+
+from xrank.errors import (
+    ContradictionError,
+    IncompleteError,
+    RankFailedError,
+    RankTimeoutError,
+    UsageError,
+    XrankError,
+)
+from xrank.lending.memory_offer import MemoryOffer
+from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
+from xrank.public_calls import names_own_arguments
+from xrank.ranks.deadline import Deadline
+from xrank.refit.card import Address
+from xrank.refit.engine_ranks import EngineRanks
+from xrank.refit.peer_rank import check_phase
+from xrank.refit.report import UpdateReport
+from xrank.refit.status import Phase, Status, StatusBlock
+from xrank.refit.targets import Target
+from xrank.refit.trainer_link import TrainerLink, connect_trainer
+
+__all__ = ["TakenWeights"]
+
+_PAUSE_SECONDS = 0.0005
+_CARD_SECONDS = 0.25
+"""Time between two looks for another trainer's card."""
+_OPEN = (Phase.OPEN, Phase.STEADY)
+
+
+class TakenWeights:
+    """An engine rank's weights, made by `xrank.take_weights`. One thread may use it; it is a context manager, too."""
+
+    def __init__(
+        self,
+        place: Address,
+        target: Target,
+        block: StatusBlock,
+        offer: MemoryOffer,
+        siblings: EngineRanks,
+        loan: ExitStack,
+        max_memory_nbytes: int,
+    ) -> None:
+        self._place, self._target, self._block, self._offer = place, target, block, offer
+        self._siblings, self._loan, self._max_memory_nbytes = siblings, loan, max_memory_nbytes
+        self._link: TrainerLink | None = None
+        self._reported: dict[int, int] = {}
+        """Trainer rank -> the generation whose failure was raised."""
+        self._next_card = 0.0
+        self._is_closed = False
+        self._is_writing = False
+        self._planned = False
+        self.step: int | None = None
+        """The step whose weights all tensors hold; None before the first update, and after one that failed while it
+        wrote: the values are then undefined, and the engine must not serve until the next update."""
+
+    @names_own_arguments
+    def update(self, step: int | None = None, *, timeout_seconds: float = 600.0) -> UpdateReport:
+        """Take the weights of a step; every rank of the engine makes this call.
+
+        It waits for a step that this engine does not hold yet, and returns when all ranks of the engine hold it and
+        each trainer rank has confirmed that its weights did not change meanwhile. The tensors are written in place: no
+        request may use them during the call.
+
+        Args:
+            step: the step to take; None: the next one that is visible, or the newest.
+            timeout_seconds: how long the trainer and the other ranks may take.
+
+        Raises:
+            UsageError: the step is past, or the engine's tensors do not fit the trainer's.
+            IncompleteError: no trainer came to the address in time.
+            RankFailedError: a rank of the trainer or of this engine has failed, ended or was stopped. `step` is None
+                if the tensors are undefined; the next call takes a whole step again.
+            RankTimeoutError: no new step became visible in time, or a rank does not answer.
+            ContradictionError: the trainer has changed its weights while they were visible.
+            XrankError: as `xrank.load_model`, before a tensor changes.
+        """
+        deadline = Deadline(timeout_seconds)
+        if self._is_closed:
+            raise UsageError("the weights are closed", want="open weights", next_step="call take_weights again")
+        self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._block.value.round + 1, cause=""))
+        self._is_writing = False
+        try:
+            return self._update(step, deadline)
+        except BaseException as error:
+            if self._is_writing:
+                self.step = None
+            self._block.write(replace(self._block.value, phase=Phase.FAILED, cause=f"{type(error).__name__}: {error}"))
+            raise
+
+    def close(self) -> None:
+        """Stop taking weights: the trainer no longer waits for this rank. Further calls do nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._siblings.wait_until_seen()
+        self._block.write(replace(self._block.value, phase=Phase.ENDED))
+        self._drop_link()
+        self._siblings.close()
+        self._loan.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _update(self, step: int | None, deadline: Deadline) -> UpdateReport:
+        while True:
+            link = self._connect(deadline)
+            open_statuses = self._wait_for_step(link, step, deadline)
+            if open_statuses is None:  # another trainer has come
+                continue
+            found, started = open_statuses[0].step, monotonic()
+            moved = self._copy(link, open_statuses)
+            copy_seconds = monotonic() - started
+            if not self._confirm(link, open_statuses, deadline):
+                if step is not None:
+                    raise ContradictionError(
+                        f"the trainer closed step {found} before this rank had read it",
+                        want="a step that stays visible until it is read",
+                        next_step="let publish wait longer, and take the next step",
+                    )
+                continue
+            self._target.finish(link.filling)
+            link.held_step = found
+            self._block.write(replace(self._block.value, phase=Phase.DONE, step=found, offer=link.number))
+            if self._siblings.wait_for_all(self._block.value, lambda: self._check(deadline, "the other ranks")):
+                break
+        self.step, self._is_writing = found, False
+        self._block.write(replace(self._block.value, phase=Phase.CLOSED))
+        report = self._report(found, moved, monotonic() - started, copy_seconds)
+        self._planned = False
+        return report
+
+    def _connect(self, deadline: Deadline) -> TrainerLink:
+        """Return the link to the trainer of the present card, and plan if there is none yet."""
+        if self._link is not None and self._link.places != self._target.list_places():
+            self._drop_link()  # the engine has new tensors
+        failure: XrankError | None = None
+        while True:
+            card = self._place.read_trainer()
+            if card is not None and self._link is not None and self._link.card.id == card.id:
+                return self._link
+            self._drop_link()
+            if card is not None:
+                try:
+                    check = self._siblings.check
+                    self._link = connect_trainer(card, self._target, self._offer, self._max_memory_nbytes, check)
+                except (RankFailedError, RankTimeoutError) as error:
+                    failure = error  # an earlier trainer's card: another one may come
+                else:
+                    self._planned = True
+                    return self._link
+            if deadline.has_passed:
+                raise IncompleteError(
+                    f"no trainer offers its weights at {self._place.path}",
+                    file=self._place.trainer_path,
+                    got="no card" if failure is None else str(failure),
+                    want="a live trainer that has called offer_weights with this directory",
+                    next_step="start the trainer, then repeat the call",
+                )
+            self._siblings.check()
+            sleep(_CARD_SECONDS / 10)
+
+    def _wait_for_step(self, link: TrainerLink, step: int | None, deadline: Deadline) -> list[Status] | None:
+        """Return the trainer ranks' statuses once all show one new step; None if another trainer has come."""
+        while True:
+            statuses = self._read(link)
+            newest = statuses[0].step
+            if step is not None and any(_is_past(status, step) for status in statuses):
+                raise UsageError(
+                    f"step {step} is past",
+                    got=f"step {max(status.step for status in statuses)} of the trainer",
+                    want="a step that is visible or comes later, or None for the newest",
+                )
+            if all(status.phase in _OPEN and status.step == newest for status in statuses):
+                if newest == step or (step is None and (newest > link.held_step or self.step != newest)):
+                    return statuses
+            else:
+                self._report_missed(link, statuses)
+            self._check(deadline, "a new step" if step is None else f"step {step}")
+            if monotonic() >= self._next_card:
+                self._next_card = monotonic() + _CARD_SECONDS
+                card = self._place.read_trainer()
+                if card is not None and card.id != link.card.id:
+                    return None
+            sleep(_PAUSE_SECONDS)
+
+    def _report_missed(self, link: TrainerLink, statuses: Sequence[Status]) -> None:
+        """Report a step that some trainer ranks show and others have closed, so that none waits for this rank."""
+        visible = [status.step for status in statuses if status.phase is Phase.OPEN]
+        if not visible:
+            return
+        oldest = min(visible)
+        is_missed = any(
+            status.step > oldest or (status.step == oldest and status.phase is Phase.CLOSED) for status in statuses
+        )
+        if is_missed and oldest > link.held_step:
+            link.held_step = oldest
+            self._block.write(replace(self._block.value, phase=Phase.MISSED, step=oldest, offer=link.number))
+
+    def _copy(self, link: TrainerLink, statuses: Sequence[Status]) -> int:
+        """Fill all tensors, and return the number of bytes read."""
+        self._is_writing = True
+        self._block.write(replace(self._block.value, phase=Phase.READING, step=link.held_step, offer=link.number))
+        self._target.begin(link.filling)
+        try:
+            return link.transfer.run(self._siblings.check)
+        except (LendingEndedError, UnreadableMemoryError):
+            self._explain_end(link)
+        except (RankFailedError, RankTimeoutError):
+            self._read(link)  # it names the rank with its side
+            raise
+
+    def _explain_end(self, link: TrainerLink) -> NoReturn:
+        self._read(link)  # it names the rank that has ended
+        self._drop_link()
+        raise ContradictionError(
+            "memory of a trainer's tensor cannot be read any more",
+            want="the memory that the offer describes",
+            next_step="keep the offered tensors alive; then let the trainer offer its weights again",
+        )
+
+    def _confirm(self, link: TrainerLink, before: Sequence[Status], deadline: Deadline) -> bool:
+        """Wait until all trainer ranks confirm what was read; return False if they have closed the step."""
+        first: list[Status] | None = None
+        while True:
+            statuses = self._read(link)
+            if any(now.generation != then.generation for now, then in zip(statuses, before, strict=True)):
+                return False
+            first = first or statuses
+            # A check may have begun before the reads ended, the one after it did not.
+            if all(
+                now.phase is Phase.STEADY or now.checks >= then.checks + 2
+                for now, then in zip(statuses, first, strict=True)
+            ):
+                return True
+            self._check(deadline, "the trainer's confirmation")
+            sleep(_PAUSE_SECONDS)
+
+    def _read(self, link: TrainerLink) -> list[Status]:
+        """Return the trainer ranks' statuses; raise a failure of a step once, the end of a rank always."""
+        try:
+            statuses = link.read()
+        except (RankFailedError, RankTimeoutError):
+            if not any(peer.may_return for peer in link.peers):
+                self._drop_link()  # the next call looks for another trainer
+            raise
+        for peer, status in zip(link.peers, statuses, strict=True):
+            if status.phase is Phase.FAILED and self._reported.get(peer.rank) == status.generation:
+                continue
+            if status.phase is Phase.FAILED:
+                self._reported[peer.rank] = status.generation
+            elif status.phase is Phase.ENDED:
+                self._drop_link()
+            check_phase(peer, status)
+        return statuses
+
+    def _check(self, deadline: Deadline, what: str) -> None:
+        """Raise if another rank of this engine has failed, or the time is over."""
+        self._siblings.check()
+        if deadline.has_passed:
+            raise RankTimeoutError(
+                f"{what} did not come in {deadline.timeout_seconds:g} s",
+                got=f"step {'none' if self.step is None else self.step} is held",
+                want=what,
+                next_step="check that the trainer publishes, and all ranks of the engine call update; then repeat it",
+            )
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+            self._reported.clear()
+
+    def _report(self, step: int, moved: int, seconds: float, copy_seconds: float) -> UpdateReport:
+        link = self._link
+        whole = {} if link is None else {name: tensor.nbytes for name, tensor in link.filling.whole.items()}
+        return UpdateReport(
+            step=step,
+            nbytes=0 if link is None else link.transfer.nbytes,
+            moved_nbytes=moved,
+            direct_nbytes=0 if link is None or not moved else link.transfer.direct_nbytes,
+            seconds=seconds,
+            copy_seconds=copy_seconds,
+            plan_seconds=link.plan_seconds if link is not None and self._planned else 0.0,
+            whole=whole,
+            unused=() if link is None else link.filling.unused,
+        )
+
+
+def _is_past(status: Status, step: int) -> bool:
+    """Return whether a trainer rank will not show a step any more."""
+    return status.step > step or (status.step == step and status.phase is Phase.CLOSED)

@@ -1,0 +1,69 @@
+"""The trainer's model as its card describes it, under Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.found_source import FoundSource, find_live_source
+from xrank.decisions.own_config import OwnConfig
+from xrank.errors import CorruptError
+from xrank.plan.source import StoredModel
+from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.refit.card import Card
+
+__all__ = ["TrainerModel", "read_trainer_model"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerModel:
+    """A trainer's model in the memory of its ranks."""
+
+    live: LiveModel
+    source: StoredModel
+    """The model under Hugging Face's names."""
+    config: Mapping[str, Any] | None
+    padded_names: frozenset[str]
+    """Tensors that may have more rows in an engine, as engines pad a vocabulary."""
+
+    def name_as(self, module_names: Sequence[str]) -> StoredModel:
+        """Return the model in the form that a module with these names has in memory."""
+        found = FoundSource(self.source, self.config)
+        return decide(found, Request(Purpose.MODULE, module_names=module_names)).source
+
+
+def read_trainer_model(card: Card) -> TrainerModel:
+    """Return the model of a trainer's card; nothing of the ranks' memory is read.
+
+    Raises:
+        CorruptError: the card does not describe a model.
+        LayoutError, UsageError: no recipe fits the names; the trainer has raised it before.
+    """
+    content = card.content
+    try:
+        ranks = [int(rank) for rank in content["ranks"]]
+        descriptions = [str(part["model"]) for part in content["parts"]]
+        owns = [part["own"] for part in content["parts"]]
+        own = _read_config(owns)
+        recipe, aliases = content["recipe"], dict(content["aliases"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            f"{card.path} does not describe a model",
+            file=card.path,
+            got=f"{type(error).__name__}: {error}",
+            want="ranks, their parts, a recipe and aliases",
+            next_step="use the same version of xrank in both jobs",
+        ) from None
+    live = read_ranks(descriptions, ranks=ranks)
+    found = find_live_source(live.stored, own, None)
+    decision = decide(found, Request(Purpose.MODEL, recipe=recipe, aliases=aliases))
+    return TrainerModel(live, decision.source, found.config, decision.padded_names)
+
+
+def _read_config(owns: Sequence[Mapping[str, Any]]) -> OwnConfig:
+    """Return the config of the first rank that has one: ranks of a pipeline may lack it."""
+    nothing = {**asdict(OwnConfig()), "unsaved": []}
+    own = dict(next((own for own in owns if dict(own) != nothing), nothing))
+    return OwnConfig(**{**own, "unsaved": tuple(own["unsaved"])})
