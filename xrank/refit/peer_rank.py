@@ -162,7 +162,7 @@ def check_phase(peer: PeerRank, status: Status) -> None:
     if status.phase is Phase.FAILED:
         raise peer.make_error(status.cause)
     if status.phase is Phase.ENDED:
-        raise peer.make_error("it has closed its side")
+        raise peer.make_error(f"it has closed its side{f' after {status.cause}' if status.cause else ''}")
 
 
 def _is_stopped(pid: int) -> bool:

@@ -15,6 +15,9 @@ __all__ = ["Survey", "Takers"]
 _REFRESH_SECONDS = 0.05
 """Time between two looks into the directory."""
 
+_RETRY_SECONDS = 0.5
+"""Time in which an engine rank that has failed may repeat its call; then the trainer goes on without it."""
+
 
 @dataclass(slots=True)
 class Survey:
@@ -46,6 +49,8 @@ class Takers:
         """Rank -> the call of `update` whose failure was reported."""
         self._paused: set[str] = set()
         """Stopped or silent ranks, which are left alone until the next step."""
+        self._failed: dict[str, tuple[int, float]] = {}
+        """Rank -> the call of `update` that has failed, and the time since which this is known in the present step."""
         self._next_refresh = 0.0
         self.failures: list[XrankError] = []
         """Failures of engine ranks that the caller has not raised yet."""
@@ -53,10 +58,11 @@ class Takers:
     def begin_step(self) -> None:
         """Look again for ranks that were stopped or silent during the last step."""
         self._paused.clear()
+        self._failed.clear()
         self._next_refresh = 0.0
 
     def survey(self, step: int) -> Survey:
-        """Return the engine ranks' parts in a step. Ranks that have failed or ended are left out."""
+        """Return the engine ranks' parts in a step. Ranks that have ended, or failed some time ago, are left out."""
         self._refresh()
         found = Survey()
         for name, peer in list(self._peers.items()):
@@ -93,7 +99,9 @@ class Takers:
         if status.phase is Phase.ENDED:
             self._drop(name)
         elif status.phase is Phase.FAILED:
-            if self._reported.get(name) != status.round:
+            if self._may_retry(name, status.round):
+                found.waiting.append(peer)
+            elif self._reported.get(name) != status.round:
                 self._reported[name] = status.round
                 self.failures.append(peer.make_error(status.cause))
         elif status.offer == self._offer and status.step >= step:
@@ -102,6 +110,14 @@ class Takers:
             found.waiting.append(peer)
             if status.phase is Phase.READING:
                 found.reading.append(peer)
+
+    def _may_retry(self, name: str, round_: int) -> bool:
+        """Return whether a rank that has failed may still repeat its call: in its first moment in this step."""
+        known, since = self._failed.setdefault(name, (round_, monotonic()))
+        if known != round_:
+            since = monotonic()
+            self._failed[name] = (round_, since)
+        return monotonic() < since + _RETRY_SECONDS
 
     def _refresh(self) -> None:
         now = monotonic()

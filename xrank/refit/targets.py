@@ -15,7 +15,7 @@ from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, list_tensors
-from xrank.refit.held_memory import MemoryPlaces, list_places
+from xrank.refit.held_memory import MemoryPlaces, find_moved, list_places
 from xrank.refit.recording import Fill, Recording, record_loader
 from xrank.refit.trainer_model import TrainerModel
 from xrank.words import list_text
@@ -140,7 +140,19 @@ class LoaderTarget:
         """
         shards = {shard.name: shard for shard in model.source.shards}
         shapes = {name: (shard.dtype, tuple(shard.shape)) for name, shard in shards.items()}
-        recording = record_loader(self._load, _list_parameters(self._module), shapes)
+        places = self.list_places()
+        try:
+            recording = record_loader(self._load, _list_parameters(self._module), shapes)
+        finally:
+            moved = find_moved(places, self.list_places())
+            if moved is not None:
+                raise UsageError(
+                    f"{moved[0]}: the loader replaces the parameter in place of filling it",
+                    tensor=moved[0],
+                    got=moved[2],
+                    want=moved[1],
+                    next_step="make the engine's model anew, and give its tensors with layouts=, or use iter_model",
+                )
         files: list[OutputFile] = []
         tensors: list[torch.Tensor] = []
         for copy in recording.copies:

@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
-from xrank.errors import ContradictionError, RankTimeoutError, UsageError
+from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError
 from xrank.public_calls import names_own_arguments
 from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address, Card
@@ -26,6 +26,8 @@ from xrank.words import list_text, plural
 __all__ = ["WeightsOffer"]
 
 _PAUSE_SECONDS = 0.0005
+_MAX_WAIT_SECONDS = 2.0
+"""Longest wait of a rank that closes for the other ranks of its side."""
 _AHEAD_SECONDS = 1.0
 """Time for which another trainer rank may be a step ahead, until this one sees that all engine ranks are done."""
 
@@ -114,7 +116,8 @@ class WeightsOffer:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._set(Phase.ENDED, self._block.value.step)
+            self._wait_for_siblings()
+            self._set(Phase.ENDED, self._block.value.step, self._block.value.cause)
             self._takers.close()
             for peer in self._siblings:
                 peer.close()
@@ -162,6 +165,21 @@ class WeightsOffer:
             raise
         self._set(Phase.STEADY, step)
         return Survey()
+
+    def _wait_for_siblings(self) -> None:
+        """Wait until other ranks have seen that all engines took the last step, for a moment at most."""
+        end, waiting = monotonic() + _MAX_WAIT_SECONDS, list(self._siblings)
+        while waiting and monotonic() < end:
+            for peer in list(waiting):
+                try:
+                    status = peer.read()
+                except (RankFailedError, RankTimeoutError):
+                    waiting.remove(peer)
+                    continue
+                if status.phase is not Phase.OPEN or status.step != self._block.value.step:
+                    waiting.remove(peer)
+            if waiting:
+                sleep(_PAUSE_SECONDS)
 
     def _set(self, phase: Phase, step: int, cause: str = "") -> None:
         old = self._block.value

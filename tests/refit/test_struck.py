@@ -1,0 +1,51 @@
+"""A rank of either side is killed or stopped at seeded moments: all others name it, and no engine serves a mixture."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conversion.forker import Forker
+from tests.refit.forked_jobs import SIDES, forked_jobs
+from tests.sampled import sampled
+
+pytestmark = pytest.mark.timeout(300)
+
+NOTICED_SECONDS = 10
+"""Two are promised; a machine that is busy with other tests may take its time."""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Forker]:
+    with forked_jobs() as jobs:
+        yield jobs
+
+
+def test_all_steps_are_right_where_nothing_happens(jobs: Forker, tmp_path: Path) -> None:
+    _, answers = jobs.ask(address=str(tmp_path), steps=4)
+    assert all(answer["error"] is None for _, _, answer in answers), answers
+    assert [answer["held"] for side, _, answer in answers if side == "engine"] == [4, 4]
+    assert all(answer["right"] for side, _, answer in answers if side == "engine")
+
+
+@pytest.mark.parametrize("seed", sampled(range(200), 40))
+def test_a_struck_rank_is_named_by_all_others(jobs: Forker, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    side = rng.choice(list(SIDES))
+    victim, what = rng.randrange(SIDES[side]), rng.choice(["kill", "stop"])
+    struck, answers = jobs.ask(
+        address=str(tmp_path), steps=100_000, side=side, victim=victim, what=what, after=rng.random() ** 2 / 20
+    )
+    assert struck is not None
+    for own_side, rank, answer in answers:
+        if own_side == "engine" and answer is not None:
+            assert answer["right"], (own_side, rank, answer)  # also the one that went on after a stop
+        if (own_side, rank) != (side, victim):
+            assert f"{side} rank {victim}" in answer["error"], (own_side, rank, answer)
+            assert answer["at"] - struck < NOTICED_SECONDS, (own_side, rank, answer)
+    if seed % 3 == 0:  # new ranks at the same address, where dead ones have left their cards
+        (tmp_path / "struck").unlink()
+        test_all_steps_are_right_where_nothing_happens(jobs, tmp_path)
