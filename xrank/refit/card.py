@@ -141,7 +141,7 @@ class Address:
                 file=path,
                 got=f"{type(error).__name__}: {error}",
                 want=f"a card of format {_FORMAT}",
-                next_step="use the same version of xrank in both jobs, or remove the file",
+                next_step="use the same version of xrank in both jobs, or another directory",
             ) from None
 
 

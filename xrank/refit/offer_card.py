@@ -71,7 +71,7 @@ def check_no_trainer(place: Address) -> None:
         file=card.path,
         got=f"an offer of {peer.place}",
         want="one trainer at an address",
-        next_step=f"close the other offer, choose another directory, or, if that trainer is gone, remove {card.path}",
+        next_step="close the other offer, or choose another directory",
     )
 
 
