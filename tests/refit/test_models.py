@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import xrank
 from tests.conversion.exported import llama, shard
+from tests.conversion.loaded_modules import assert_loaded, cut, weights
 from tests.refit.jobs import serve_fused, train, wait_for_file
 
 pytestmark = pytest.mark.timeout(300)
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_an_engine_with_fused_weights_takes_each_step(run_jobs: Any, tmp_path: Path, snapshot: bool) -> None:
     folder = str(tmp_path / "address")
-    steps = 1 if snapshot else 5
+    steps = 1 if snapshot else 3
     if snapshot:
         Path(folder).mkdir()
     published, taken = run_jobs((4, train, (folder, steps, 2, snapshot)), (2, serve_and_tell, (folder, steps)))
@@ -42,6 +44,42 @@ def serve_and_tell(folder: str, steps: int) -> list[Any]:
     return reports
 
 
+CUTS_OF_STEPS = [("both", "columns and rows"), ("replicated rows", "both"), ("rows", "plain")]
+
+
+def test_modules_of_dtensors_fill_modules_of_other_cuts(run_jobs: Any, tmp_path: Path) -> None:
+    run_jobs((4, train_blocks, (str(tmp_path),)), (4, serve_blocks, (str(tmp_path),)))
+
+
+def train_blocks(folder: str) -> None:
+    for number, (how, _) in enumerate(CUTS_OF_STEPS):
+        block = cut(how)
+        with torch.no_grad():
+            for name, tensor in weights().items():
+                block.state_dict()[name].copy_(like(tensor, block.state_dict()[name]))
+        with xrank.offer_weights(block, f"{folder}/{number}") as offer:
+            offer.wait_for_takers(4, timeout_seconds=60)
+            offer.publish(1, timeout_seconds=60)
+        dist.barrier()
+
+
+def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor, cut as another one is."""
+    if not isinstance(other, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(other.dtype), other.device_mesh, other.placements)
+
+
+def serve_blocks(folder: str) -> None:
+    for number, (_, how) in enumerate(CUTS_OF_STEPS):
+        block = cut(how)
+        with xrank.take_weights(block, f"{folder}/{number}") as taken:
+            assert taken.update(timeout_seconds=60).unused == ()
+            assert_loaded(block)
+        dist.barrier()
+
+
+@pytest.mark.slow
 def test_fsdp_over_tensor_parallelism_into_other_meshes(run_jobs: Any, tmp_path: Path) -> None:
     run_jobs((4, train_llama, (str(tmp_path),)), (2, serve_llama, (str(tmp_path),)))
 
@@ -78,6 +116,7 @@ def serve_llama(folder: str) -> None:
                 assert got.equal(want.to(torch.bfloat16)), name
 
 
+@pytest.mark.slow  # it imports transformers
 def test_experts_of_a_moe_become_the_fused_experts_of_a_module(tmp_path: Path) -> None:
     """One process on each side: names and forms are decided as for a folder and a load."""
     from tests.conversion.exported import qwen3_moe
