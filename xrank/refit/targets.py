@@ -89,7 +89,7 @@ class ModuleTarget:
         local = local_model(
             self._module, layouts=self._layouts, mesh=self._mesh, rank=self._rank, world_size=self._world_size
         )
-        source = model.name_as(list(local.tensors))
+        source = model.name_as(local.find_global_shapes(has_layouts=self._layouts is not None))
         load = plan_load(local, source, self._layouts, model.padded_names)
         if load.missing:
             raise UsageError(

@@ -28,10 +28,14 @@ class TrainerModel:
     padded_names: frozenset[str]
     """Tensors that may have more rows in an engine, as engines pad a vocabulary."""
 
-    def name_as(self, module_names: Sequence[str]) -> StoredModel:
-        """Return the model in the form that a module with these names has in memory."""
+    def name_as(self, module_shapes: Mapping[str, tuple[int, ...] | None]) -> StoredModel:
+        """Return the model in the form that a module has in memory.
+
+        Args:
+            module_shapes: name in the module -> global shape; None where one rank does not know it.
+        """
         found = FoundSource(self.source, self.config)
-        return decide(found, Request(Purpose.MODULE, module_names=module_names)).source
+        return decide(found, Request(Purpose.MODULE, module_shapes=module_shapes)).source
 
 
 def read_trainer_model(card: Card) -> TrainerModel:
