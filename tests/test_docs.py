@@ -1,5 +1,6 @@
 """README and docs hold: code runs, commands print what is shown but for the numbers, and links lead somewhere."""
 
+import os
 import re
 import shlex
 import shutil
@@ -118,6 +119,23 @@ def check_arguments(line: str) -> None:
         assert (ROOT / words[1]).is_file()
     else:
         assert not words or words[0] in {"pip", "openssl", "model_signing"}, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tutorial-tests.md", "tutorial-reader.md"])
+def test_the_tests_that_a_tutorial_writes_pass(name: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _, language, text in blocks(ROOT / "docs" / name):
+        if language == "python":
+            exec(text, {})
+    installed = tmp_path / "rows_reader-1.dist-info"  # stands for pip install ./rows-reader
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: rows-reader\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[xrank.readers]\nrows = rows_reader:RowsReader\n")
+    paths = os.pathsep.join([str(ROOT), str(tmp_path / "rows-reader"), str(tmp_path)])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xrank.testing.plugin", "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 def test_the_page_shows_the_layers_that_the_linter_checks():
