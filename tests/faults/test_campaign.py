@@ -149,3 +149,12 @@ def test_a_flat_layout_of_a_thousand_members_is_no_nesting(tmp_path: Path) -> No
     members = ", ".join(f"p{i} [4]" for i in range(1000))
     path.write_text(f'[mesh]\ngrid = "dp=2"\n[tensors]\n"f" = "flat({members})/dp"\n')
     assert run("layout", "check", path).exit_code == 0
+
+
+@pytest.mark.parametrize("pattern", ["(" * 5000 + ")" * 5000, "a{99999999999}", "("])
+@pytest.mark.parametrize("name", ["--include", "--exclude", "--keep-fp32"])
+def test_patterns_that_python_cannot_compile(bench: Bench, name: str, pattern: str) -> None:
+    leave(bench.workspace)
+    ended = run("gather", "--workspace", bench.workspace, "-o", bench.out, "--dtype", "bf16", name, pattern, "--json")
+    error = refusal(ended, "UsageError", says=[f"{name} must be a regular expression"])
+    assert len(error["got"]) < 200

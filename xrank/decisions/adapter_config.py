@@ -14,6 +14,7 @@ from xrank.decisions.adapter_names import AdapterNames, Pair
 from xrank.decisions.base_model import read_config
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
 from xrank.faces import either, needs, option
+from xrank.layout.name_pattern import compile_pattern
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 
 __all__ = [
@@ -228,8 +229,8 @@ def _values_of(patterns: Any, key: str, path: str) -> list[Any]:
         raise _wrong(path, key, patterns, "an object")
     for pattern in patterns:
         try:
-            re.compile(pattern)
-        except re.error:
+            compile_pattern(pattern)
+        except ValueError:
             raise _wrong(path, key, pattern, "regular expressions as keys") from None
     return list(patterns.values())
 

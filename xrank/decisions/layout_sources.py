@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 
 from xrank.decisions.base_model import BaseModel
@@ -15,6 +14,7 @@ from xrank.faces import option
 from xrank.formats.rank_state import rank_of
 from xrank.layout import LayoutMap
 from xrank.layout.layout_file import LayoutFile, to_text
+from xrank.layout.name_pattern import compile_pattern
 from xrank.layout.notation import with_sizes
 from xrank.layout.tensor_name import has_groups, parse_name
 from xrank.plan.holdings import Survey
@@ -108,8 +108,8 @@ def filter_tensors(found: Survey, pattern: str | None) -> Survey:
     if pattern is None:
         return found
     try:
-        expression = re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+        expression = compile_pattern(pattern)
+    except ValueError as error:
         raise UsageError(
             f"{option('tensor')} must be a regular expression: {error}",
             got=repr(pattern),

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.formats.signed_statement import read_signing_key
+from xrank.layout.name_pattern import compile_pattern
 from xrank.plan.executor import Budget
 from xrank.system import count_cores
 from xrank.words import clip
@@ -115,11 +116,11 @@ class GatherOptions:
             object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
             for pattern in getattr(self, name):
                 try:
-                    re.compile(pattern)
-                except re.error as error:
+                    compile_pattern(pattern)
+                except ValueError as error:
                     raise UsageError(
-                        f"{option(name)} must be a regular expression; got {pattern!r}",
-                        got=f"{pattern!r}: {error}",
+                        f"{option(name)} must be a regular expression; got {clip(repr(pattern), 80)}",
+                        got=f"{clip(repr(pattern), 80)}: {error}",
                         want="a regular expression for whole names, as Python's re takes them",
                         next_step="correct the expression; escape what is meant literally",
                     ) from None

@@ -11,6 +11,7 @@ from xrank.layout.companion import Companion, is_companion, parse_companion
 from xrank.layout.layout_diff import LayoutDiff, diff_files
 from xrank.layout.layout_file import LayoutFile, name_file, read_layout_file, to_text, write_text
 from xrank.layout.mesh import DeviceMesh
+from xrank.layout.name_pattern import compile_pattern
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 from xrank.layout.tensor_name import TensorName, has_groups, parse_name
@@ -213,8 +214,10 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         compiled = self._expressions.get(rule)
         if compiled is None:
             try:
-                compiled = re.compile(parse_name(rule).expression if has_groups(rule) else rule)
-            except (re.error, OverflowError, RecursionError) as error:
+                compiled = compile_pattern(parse_name(rule).expression if has_groups(rule) else rule)
+            except LayoutError:
+                raise
+            except ValueError as error:
                 raise LayoutError(
                     f"the pattern {rule!r} is not a regular expression: {error}",
                     got=repr(rule),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from xrank.layout.binding import names_of_dim
+from xrank.layout.name_pattern import compile_pattern
 from xrank.layout.notation import MAX_SIZE
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_tables import misplaced
@@ -27,8 +27,8 @@ def check_patterns(lists: Mapping[str, tuple[str, ...]], file: str) -> None:
     for key in ("ignored", "dropped", "keep_fp32"):
         for pattern in lists[key]:
             try:
-                re.compile(pattern)
-            except (re.error, RecursionError, OverflowError) as error:
+                compile_pattern(pattern)
+            except ValueError as error:
                 raise misplaced(file, (key,), pattern, f"a regular expression ({error})") from error
 
 
