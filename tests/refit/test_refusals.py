@@ -144,6 +144,31 @@ def test_a_restarted_trainer_is_found_by_the_same_engine(tmp_path: Path) -> None
             taken.update(timeout_seconds=0.1)
 
 
+def test_several_engines_take_each_step_and_may_leave(tmp_path: Path) -> None:
+    held = weight(0.0, 16, 16)
+    targets = [weight(0.0, 16, 16), {"weight": torch.zeros(16, 16, dtype=torch.bfloat16)}]
+    found: list[list[int]] = [[], []]
+
+    def serve(number: int, steps: int) -> None:
+        with xrank.take_weights(targets[number], tmp_path) as taken:
+            for _ in range(steps):
+                step = taken.update(timeout_seconds=30).step
+                if (targets[number]["weight"] == step).all():
+                    found[number].append(step)
+
+    threads = [threading.Thread(target=serve, args=(number, steps)) for number, steps in enumerate((5, 2))]
+    with xrank.offer_weights(held, tmp_path) as offer:
+        for thread in threads:
+            thread.start()
+        offer.wait_for_takers(2, timeout_seconds=30)
+        for step in range(1, 6):
+            held["weight"].fill_(step)
+            offer.publish(step, timeout_seconds=30)
+        for thread in threads:
+            thread.join()
+    assert found == [[1, 2, 3, 4, 5], [1, 2]]
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_no_trainer_and_damaged_or_foreign_cards_are_named(tmp_path: Path, number: int) -> None:
     with xrank.take_weights(weight(), tmp_path) as taken:

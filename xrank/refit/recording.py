@@ -8,6 +8,7 @@ all tensors of the same parameters. Nothing is written to a parameter while the 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -103,9 +104,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = shapes
-        self._parameters = [
-            (name, tensor.data_ptr(), tensor.data_ptr() + _span_nbytes(tensor)) for name, tensor in parameters
-        ]
+        self._parameters = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + _span_nbytes(tensor), name) for name, tensor in parameters
+        )
         self._stand_ins: dict[str, torch.Tensor] = {}
         self._owner: dict[int, str] = {}
         """Storage of a stand-in -> its name."""
@@ -213,7 +214,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.device.type == "meta" or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        return next((name for name, low, high in self._parameters if low <= address < high), None)
+        at = bisect_right(self._parameters, address, key=lambda parameter: parameter[0]) - 1
+        return self._parameters[at][2] if at >= 0 and address < self._parameters[at][1] else None
 
 
 def _key(tensor: torch.Tensor) -> int:
