@@ -8,7 +8,7 @@ transformers; review the difference as you would review code. A run that was cut
 Everything comes from transformers itself: a small model of each class is made on the meta device, then again with each
 key of its config changed. Where that changes shapes and xrank's rules do not see it, an equation is sought that gives
 one of the changed lengths, before and after. An equation stays if it holds in every other variant of every class of
-the model type: with each size changed, each flag turned, and each empty key filled.
+the model type: with each size changed, each flag turned, each empty key filled, and with the sizes of its config class.
 """
 
 from __future__ import annotations
@@ -202,6 +202,13 @@ def make_variants(model_type: str, name: str, keys: Iterable[str]) -> Iterator[V
                 yield read_variant(changed, read_shapes(other))
 
 
+def make_default(model_type: str, name: str) -> Iterator[Variant]:
+    """Yield the variant of a class with the sizes of its config class; none where it cannot be made so."""
+    model = build(model_type, name, None, "meta")
+    if model is not None:
+        yield read_variant(read_config(model, name), read_shapes(model))
+
+
 def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple[list[str], list[str], int, list[str]]:
     """Return a model type's equations, the keys that remain unseen, how many keys no rule saw, and the classes cut.
 
@@ -217,6 +224,11 @@ def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple
     if found:
         keys = {key for _, equation in found for key in equation.exponents}
         variants += [variant for name in others for variant in make_variants(model_type, name, keys)]
+        # Sizes that no variant could change, such as a number of layers beside a list of them, differ by default.
+        defaults = [variant for name in [*names, *others] for variant in make_default(model_type, name)]
+        variants += defaults
+        # Without them, a number may be such a size.
+        found = [each for each in found if defaults or (each[1].factor.numerator == 1 and not each[1].offset)]
     right = [(key, equation) for key, equation in found if all(holds(equation, variant) for variant in variants)]
     texts = sorted({str(equation) for equation in choose(right, families)})
     unseen = set().union(*(family.unseen for family in families)) if families else set()
