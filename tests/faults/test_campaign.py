@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import leave
-from tests.faults.__main__ import PARTS, run_part
+from tests.faults.__main__ import run_part
 from xrank.decisions.options import parse_size
 from xrank.errors import ContradictionError, UsageError
 from xrank.layout.layout_file import write_whole
@@ -21,34 +21,14 @@ from xrank.recipes.terms import evaluate, is_term
 
 pytestmark = pytest.mark.timeout(240)
 
-QUICK = ("texts", "commands")
-_COUNTS = {
-    "texts": 3000,
-    "commands": 80,
-    "corruptions": 60,
-    "kills": 150,
-    "errors": 150,
-    "ranks": 8,
-    "power": 150,
-    "images": 60,
-}
+_COUNTS = {"texts": 2000, "commands": 80}
 
 
-@pytest.mark.parametrize(
-    "part", [*QUICK, *(pytest.param(part, marks=pytest.mark.slow) for part in PARTS if part not in QUICK)]
-)
+@pytest.mark.parametrize("part", [*_COUNTS])
 def test_part_of_the_campaign(part: str) -> None:
     found = run_part(part, 20261125, _COUNTS[part])
     assert not found.wrong, "\n".join(f"{kind}\n    {example}" for kind, example in found.wrong.items())
-    if part == "images" and not found.counts["states"]:
-        pytest.skip("images of file systems cannot be mounted here")
-    assert found.counts["inputs"] + found.counts["commands"] + found.counts["corruptions"] + found.counts["states"] or (
-        found.counts["seen new"] and found.counts["seen absent"] + found.counts["seen old"]
-    )
-
-
-def test_counts_are_of_all_parts() -> None:
-    assert _COUNTS.keys() == PARTS.keys()
+    assert found.counts["inputs"] + found.counts["commands"] == _COUNTS[part]
 
 
 @pytest.mark.parametrize("text", ["9" * 400 + "GB", "9" * 5000, "0.0000001B", "1.5 of GB"])
