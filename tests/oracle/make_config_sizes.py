@@ -227,8 +227,13 @@ def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple
         # Sizes that no variant could change, such as a number of layers beside a list of them, differ by default.
         defaults = [variant for name in [*names, *others] for variant in make_default(model_type, name)]
         variants += defaults
-        # Without them, a number may be such a size.
-        found = [each for each in found if defaults or (each[1].factor.numerator == 1 and not each[1].offset)]
+        # Where none has this length, a number may be such a size.
+        found = [
+            (key, equation)
+            for key, equation in found
+            if (equation.factor.numerator == 1 and not equation.offset)
+            or any(equation.length in default.lengths for default in defaults)
+        ]
     right = [(key, equation) for key, equation in found if all(holds(equation, variant) for variant in variants)]
     texts = sorted({str(equation) for equation in choose(right, families)})
     unseen = set().union(*(family.unseen for family in families)) if families else set()
