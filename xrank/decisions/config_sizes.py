@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -76,7 +76,9 @@ def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -
     An equation counts only if config.json has all its keys, and the tensors its length.
     """
     texts = _read_equations().get(str(config.get("model_type")), ())
-    lengths = measure(kinds) if texts else {}
+    # Moshi's depth_decoder has layers of its own sizes, under the names of Moshi's.
+    inner = {key.removesuffix("_config") for key, value in config.items() if isinstance(value, Mapping)}
+    lengths = measure(kinds, inner) if texts else {}
     for equation in map(parse_equation, texts):
         sizes = {key: _look_up(config, key) for key in equation.exponents}
         found = lengths.get(equation.length)
@@ -88,12 +90,16 @@ def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -
             yield Section("", sizes, (), ()), Claim(next(iter(sizes)), tuple(sizes), numbers, {found[0]: found[1]})
 
 
-def measure(kinds: Sequence[TensorKind]) -> Lengths:
+def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths:
     """Return the lengths that tensors have, by the left sides of equations.
 
     Names of modules count with and without the outermost one, which is the base model's in classes with a head. A
     length that differs between tensors of one name, or pattern, is left out. Where a shape is that of one tensor alone,
     such as ``mlp.2.weight``, its own name counts besides.
+
+    Args:
+        kinds: the tensors.
+        inner: outermost modules that hold inner models: their names count whole alone.
     """
     found: dict[str, tuple[int, Place] | None] = {}
     short: dict[str, tuple[int, Place] | None] = {}
@@ -103,7 +109,7 @@ def measure(kinds: Sequence[TensorKind]) -> Lengths:
             each = length, Place(kind.names[0], f"in dim {dim} of {kind.names[0]}")
             for name in {kind.pattern, *kind.names} if len(kind.names) == 1 else [kind.pattern]:
                 _add(found, f"{name}[{dim}]", each)
-                if name.count(".") > 1:
+                if name.count(".") > 1 and name.partition(".")[0] not in inner:
                     _add(short, f"{name}[{dim}]".partition(".")[2], each)
         for name in kind.names:
             for match in _INDEX.finditer(name):
@@ -112,7 +118,7 @@ def measure(kinds: Sequence[TensorKind]) -> Lengths:
     for path, (indices, name) in lists.items():
         place = Place(name, f"modules under {path}")
         _add(found, path, (len(indices), place))
-        if "." in path:
+        if "." in path and path.partition(".")[0] not in inner:
             _add(short, path.partition(".")[2], (len(indices), place))
     return {key: each for key, each in {**short, **found}.items() if each is not None}
 
