@@ -45,7 +45,8 @@ def test_refused_tensor_by_tensor(bench: Bench) -> None:
         "embed.weight: no layout is recorded, so it is unknown how it is cut over ranks 0-3",
         "likewise up.weight, down.weight, norm.weight, steps",
         "plain tensors of shape [8, 8]",
-        "give --layout FILE, or give --base-model DIR",
+        'give --layout FILE with lines such as [mesh], grid = "tp=4", [tensors], "embed.weight" = "[d0/tp, d1]"',
+        "or give --base-model DIR",
     ]
     bench.refused("LayoutError", says=says, tensor="embed.weight", rank=0, file="rank_0_state.pth")
     bench.succeeds(model, *layout_file(bench))

@@ -392,9 +392,10 @@ def test_other_families(tmp_path: Path, family: tuple[dict[str, Any], dict[str, 
 
 def test_key_that_no_model_of_this_type_reads_is_no_size(tmp_path: Path) -> None:
     """Files on the Hub have such keys; transformers keeps them, and reads others."""
-    save_file(
-        {"gpt_neox.layers.0.attention.query_key_value.weight": torch.rand(48, 16)}, tmp_path / "model.safetensors"
-    )
+    once = {name: torch.rand(8, 16) for name in ("gpt_neox.embed_in.weight", "embed_out.weight")}
+    norm = {f"gpt_neox.final_layer_norm.{name}": torch.rand(16) for name in ("weight", "bias")}
+    layer = {"gpt_neox.layers.0.attention.query_key_value.weight": torch.rand(48, 16)}
+    save_file({**once, **norm, **layer}, tmp_path / "model.safetensors")
     config = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert gather_checkpoint(tmp_path, tmp_path / "out").ok

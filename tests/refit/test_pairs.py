@@ -98,7 +98,12 @@ def wait_for(paths: list[Path], seconds: float = 30.0) -> None:
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 26))])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the parts: the first with 6 pairs, in `make soak` 26 with 506."""
+    if "part" in metafunc.fixturenames:
+        metafunc.parametrize("part", range(26 if metafunc.config.getoption("soak") else 1))
+
+
 def test_random_layouts_become_others_bit_by_bit(part: int, run_jobs: Any, tmp_path: Path) -> None:
     seeds = list(range(20 * part, 20 * part + 20)) if part else list(range(6))
     _, moved = run_jobs((WORLD_SIZE, train, (str(tmp_path), seeds)), (WORLD_SIZE, serve, (str(tmp_path), seeds)))
