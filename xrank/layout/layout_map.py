@@ -223,7 +223,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
                     got=repr(rule),
                     want="a tensor's name, or a regular expression for whole names",
                     next_step="escape literal characters with a backslash",
-                ) from error
+                ) from error.__cause__
             self._expressions[rule] = compiled
         return compiled
 

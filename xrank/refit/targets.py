@@ -16,12 +16,13 @@ from xrank.plan.source import StoredModel
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, list_tensors
 from xrank.refit.held_memory import MemoryPlaces, find_moved, list_places
-from xrank.refit.recording import Fill, Recording, record_loader
 from xrank.refit.trainer_model import TrainerModel
 from xrank.words import list_text
 
 if TYPE_CHECKING:
     import torch
+
+    from xrank.refit.recording import Fill, Recording
 
 __all__ = ["Filling", "Loader", "LoaderTarget", "ModuleTarget", "Target"]
 
@@ -142,6 +143,8 @@ class LoaderTarget:
         shapes = {name: (shard.dtype, tuple(shard.shape)) for name, shard in shards.items()}
         places = self.list_places()
         try:
+            from xrank.refit.recording import record_loader  # it imports torch
+
             recording = record_loader(self._load, _list_parameters(self._module), shapes)
         finally:
             moved = find_moved(places, self.list_places())

@@ -135,7 +135,7 @@ def _check_blob(path: str) -> None:
             file=path,
             got=f"the hash {found.hex()}",
             want=f"{name}, as the cache has named it",
-            next_step=f"remove {os.path.join(folder, name)}, and download the model again with hf download",
+            next_step="download the model again, with hf download into another cache",
         )
 
 
