@@ -15,7 +15,7 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OwnConfig", "override_config", "read_own_config"]
+__all__ = ["OwnConfig", "choose_config", "override_config", "read_own_config"]
 
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "module")
 """Attributes in which wrappers keep the inner module: torch.compile's, FSDP1's; DistributedDataParallel's etc."""
@@ -40,6 +40,24 @@ class OwnConfig:
     """
     is_loaded: bool = False
     """Whether `from_pretrained` used those conversions; otherwise they are all that transformers has for the class."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> OwnConfig:
+        """Return the config of a rank, whose fields have passed through JSON, which turns tuples into lists."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in dict(fields).items()
+        }
+        return cls(**values)
+
+
+def choose_config(ranks: Sequence[OwnConfig]) -> tuple[OwnConfig, dict[int, OwnConfig]]:
+    """Return the first config that is not empty, and by position the others that differ from it.
+
+    Ranks of a pipeline may lack the config.
+    """
+    held = {position: config for position, config in enumerate(ranks) if config != OwnConfig()}
+    own = next(iter(held.values()), OwnConfig())
+    return own, {position: config for position, config in held.items() if config != own}
 
 
 def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.folder_plan import FolderPlan, plan_export
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.own_config import OwnConfig, read_own_config
+from xrank.decisions.own_config import OwnConfig, choose_config, read_own_config
 from xrank.decisions.transformed_plan import plan_held_tensors
 from xrank.decisions.transforms import Transform
 from xrank.errors import ContradictionError, IncompleteError, RankFailedError, UsageError
@@ -204,15 +204,11 @@ def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -
 def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tuple[FolderPlan, LiveModel]:
     """Return the plan of the whole model, and the tensors of all ranks."""
     live = _read_parts([part["model"] for part in parts], ranks)
-    # As it would arrive from a rank: JSON turns tuples into lists.
-    nothing = json.loads(json.dumps(asdict(OwnConfig())))
-    # Ranks of a pipeline may lack the config; the first rank with one decides.
-    own = next((part["own"] for part in parts if part["own"] != nothing), nothing)
-    others = {r: part["own"] for r, part in zip(ranks, parts, strict=True) if part["own"] not in (own, nothing)}
+    own, others = choose_config([OwnConfig.from_json(part["own"]) for part in parts])
     plan = plan_export(
         live.stored,
         request.options,
-        OwnConfig(**{**own, "unsaved": tuple(own["unsaved"]), "tied": tuple(own["tied"])}),
+        own,
         base_model=request.base_model,
         layouts=request.layouts,
         recipe=request.recipe,
@@ -220,9 +216,9 @@ def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tu
         transform=request.transform,
     )
     if others and plan.decision.small.config_text is not None:
-        other, theirs = next(iter(others.items()))
-        difference = _first_difference(own, theirs)
-        note = f"rank {other}'s module has another config than the one that is written: {difference}"
+        position, other = next(iter(others.items()))
+        difference = _first_difference(asdict(own), asdict(other))
+        note = f"rank {ranks[position]}'s module has another config than the one that is written: {difference}"
         plan = replace(plan, notes=(*plan.notes, ("config-differs", note)))
     return plan, live
 

@@ -35,6 +35,22 @@ class Card:
     content: Mapping[str, Any]
     path: str
 
+    def make_error(self, error: Exception, what: str, want: str) -> CorruptError:
+        """Return the error for a card without the entries that it must have.
+
+        Args:
+            error: the exception of reading it.
+            what: the subject of the entries.
+            want: the entries.
+        """
+        return CorruptError(
+            f"{self.path} does not describe {what}",
+            file=self.path,
+            got=f"{type(error).__name__}: {error}",
+            want=want,
+            next_step="use the same version of xrank in both jobs",
+        )
+
 
 class Address:
     """A directory that the ranks of both jobs see.

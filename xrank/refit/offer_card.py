@@ -85,10 +85,4 @@ def find_trainer_ranks(card: Card) -> list[tuple[int, dict[str, Any]]]:
         ranks, parts = card.content["ranks"], card.content["parts"]
         return [(int(rank), part["offer"]) for rank, part in zip(ranks, parts, strict=True)]
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(
-            f"{card.path} does not describe a trainer's ranks",
-            file=card.path,
-            got=f"{type(error).__name__}: {error}",
-            want="ranks, and each one's model and offer",
-            next_step="use the same version of xrank in both jobs",
-        ) from None
+        raise card.make_error(error, "a trainer's ranks", "ranks, and each one's model and offer") from None

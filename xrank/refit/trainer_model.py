@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import FoundSource, find_live_source
-from xrank.decisions.own_config import OwnConfig
-from xrank.errors import CorruptError
+from xrank.decisions.own_config import OwnConfig, choose_config
 from xrank.plan.source import StoredModel
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.refit.card import Card
@@ -49,25 +48,11 @@ def read_trainer_model(card: Card) -> TrainerModel:
     try:
         ranks = [int(rank) for rank in content["ranks"]]
         descriptions = [str(part["model"]) for part in content["parts"]]
-        owns = [part["own"] for part in content["parts"]]
-        own = _read_config(owns)
+        own, _ = choose_config([OwnConfig.from_json(part["own"]) for part in content["parts"]])
         recipe, aliases = content["recipe"], dict(content["aliases"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(
-            f"{card.path} does not describe a model",
-            file=card.path,
-            got=f"{type(error).__name__}: {error}",
-            want="ranks, their parts, a recipe and aliases",
-            next_step="use the same version of xrank in both jobs",
-        ) from None
+        raise card.make_error(error, "a model", "ranks, their parts, a recipe and aliases") from None
     live = read_ranks(descriptions, ranks=ranks)
     found = find_live_source(live.stored, own, None)
     decision = decide(found, Request(Purpose.MODEL, recipe=recipe, aliases=aliases))
     return TrainerModel(live, decision.source, found.config, decision.padded_names)
-
-
-def _read_config(owns: Sequence[Mapping[str, Any]]) -> OwnConfig:
-    """Return the config of the first rank that has one: ranks of a pipeline may lack it."""
-    nothing = {**asdict(OwnConfig()), "unsaved": []}
-    own = dict(next((own for own in owns if dict(own) != nothing), nothing))
-    return OwnConfig(**{**own, "unsaved": tuple(own["unsaved"])})
