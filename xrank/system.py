@@ -43,6 +43,7 @@ __all__ = [
     "require_linux",
     "sync_folder",
     "user_id",
+    "write_all",
     "write_at",
 ]
 
@@ -94,6 +95,13 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
     with _seeking:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.write(fd, data)
+
+
+def write_all(fd: int, content: bytes | memoryview) -> None:
+    """Write every byte, however few the kernel takes at once."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def replace(source: str, target: str) -> None:

@@ -287,9 +287,7 @@ def write_whole(content: bytes, file: str) -> None:
     part = f"{file}.{secrets.token_hex(8)}.part"
     try:
         with open(os.open(part, system.NEW, 0o666), "wb", buffering=0) as stream:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(stream.fileno(), view) :]
+            system.write_all(stream.fileno(), content)
             # Before the rename: a power loss may keep a name and lose the bytes.
             os.fsync(stream.fileno())
         # Readers see the old file or the whole new one.

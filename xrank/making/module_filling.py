@@ -18,7 +18,7 @@ from xrank.making.manifest_digests import ManifestDigests
 from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.source import StoredModel
-from xrank.plan.windows import WINDOW_NBYTES
+from xrank.plan.windows import share_all
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
 from xrank.teams.launches import find_world
@@ -106,8 +106,7 @@ def fill_module(
             source,
             target,
             budget=budget,
-            # Shares of files: no rank reads the rest of a record only to check a checksum that others share.
-            shares={index: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for index, file in enumerate(plan.files)},
+            shares=share_all(plan),
             finish_share=prepared.digests.compare,
             cancelled=team.make_failure_check(),
             progress=count,

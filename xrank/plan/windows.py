@@ -19,9 +19,9 @@ from xrank.layout.nests import Nest, restrict, swap
 from xrank.plan.checksums import JoinedCrc32
 from xrank.plan.digests import TensorDigest
 from xrank.plan.file_parts import FilePart
-from xrank.plan.planner import Copies, FilePlan, TensorPlan
+from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
 
-__all__ = ["WINDOW_NBYTES", "FileWindows", "Portion", "PreparedCopies", "PreparedTensor"]
+__all__ = ["WINDOW_NBYTES", "FileWindows", "Portion", "PreparedCopies", "PreparedTensor", "share_all"]
 
 WINDOW_NBYTES = 1 << 20
 
@@ -70,6 +70,14 @@ class PreparedTensor:
         self.plan = plan
         self.copies = PreparedCopies(plan.copies)
         self.replicas = PreparedCopies(plan.replicas)
+
+
+def share_all(plan: Plan) -> dict[int, tuple[range]]:
+    """Return shares of all windows of all files, for ranks that make parts of tensors.
+
+    No rank then reads the rest of a record only to check a checksum that others share.
+    """
+    return {i: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for i, file in enumerate(plan.files)}
 
 
 class FileWindows:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import monotonic, sleep
+from time import sleep
 
-from xrank.errors import RankFailedError, RankTimeoutError
-from xrank.refit.peer_rank import PeerRank, check_phase
+from xrank.refit.peer_rank import PeerRank, check_phase, wait_until_done
 from xrank.refit.status import Phase, Status, StatusBlock
 
 __all__ = ["EngineRanks"]
 
 _PAUSE_SECONDS = 0.0005
-_MAX_WAIT_SECONDS = 2.0
 
 
 class EngineRanks:
@@ -65,18 +63,8 @@ class EngineRanks:
 
     def wait_until_seen(self) -> None:
         """Wait until no rank still looks for this rank's last step, for a moment at most: it is about to close."""
-        end, waiting = monotonic() + _MAX_WAIT_SECONDS, list(self._peers)
-        while waiting and monotonic() < end:
-            for peer in list(waiting):
-                try:
-                    status = peer.read()
-                except (RankFailedError, RankTimeoutError):
-                    waiting.remove(peer)
-                    continue
-                if status.phase is not Phase.DONE or status.round != self._block.value.round:
-                    waiting.remove(peer)
-            if waiting:
-                sleep(_PAUSE_SECONDS)
+        own = self._block.value.round
+        wait_until_done(self._peers, lambda status: status.phase is Phase.DONE and status.round == own)
 
     def close(self) -> None:
         """Close all connections."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from time import monotonic
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic, sleep
 from typing import Any
 
 from xrank.errors import RankFailedError, RankTimeoutError
@@ -13,7 +13,7 @@ from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.refit.status import STATUS_NBYTES, Phase, Status
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 
-__all__ = ["PeerRank", "check_phase"]
+__all__ = ["PeerRank", "check_phase", "wait_until_done"]
 
 _SILENT_SECONDS = 1.5
 """Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
@@ -21,6 +21,8 @@ _LOOK_SECONDS = 0.25
 """Time between two looks at the state of a process of this host."""
 _STOPPED = ("T", "t")
 """proc(5), /proc/pid/stat: stopped by a signal, or by a tracer."""
+_PAUSE_SECONDS = 0.0005
+_MAX_WAIT_SECONDS = 2.0
 _MAX_TRIES = 1000
 """Readings of a status that its owner writes meanwhile."""
 
@@ -163,6 +165,26 @@ def check_phase(peer: PeerRank, status: Status) -> None:
         raise peer.make_error(status.cause)
     if status.phase is Phase.ENDED:
         raise peer.make_error(f"it has closed its side{f' after {status.cause}' if status.cause else ''}")
+
+
+def wait_until_done(peers: Sequence[PeerRank], needs: Callable[[Status], bool]) -> None:
+    """Wait, for a moment at most, until no rank needs this one any more: it is about to close.
+
+    Args:
+        peers: the other ranks of this side.
+        needs: whether a rank of that status still looks for this one. Ranks that have failed need nothing.
+    """
+    end, waiting = monotonic() + _MAX_WAIT_SECONDS, list(peers)
+    while waiting and monotonic() < end:
+        for peer in list(waiting):
+            try:
+                if needs(peer.read()):
+                    continue
+            except (RankFailedError, RankTimeoutError):
+                pass
+            waiting.remove(peer)
+        if waiting:
+            sleep(_PAUSE_SECONDS)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -234,7 +234,7 @@ class TakenWeights:
         )
 
     def _confirm(self, link: TrainerLink, before: Sequence[Status], deadline: Deadline) -> bool:
-        """Wait until all trainer ranks confirm what was read; return False if they have closed the step."""
+        """Wait until all trainer ranks confirm the bytes that were read; return False if they have closed the step."""
         first: list[Status] | None = None
         while True:
             statuses = self._read(link)

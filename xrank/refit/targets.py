@@ -1,4 +1,4 @@
-"""What an engine rank fills: a module with layouts, or the parameters that an engine's own loader fills."""
+"""The tensors that an engine rank fills: a module's with layouts, or those that an engine's own loader fills."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ModuleTarget:
                 tensor=load.missing[0],
                 got=f"{list_text(load.missing)} in the engine alone",
                 want="tensors that the trainer has",
-                next_step="give both sides the same model, and tie in the engine what the trainer ties",
+                next_step="give both sides the same model, and tie the same tensors in the engine as in the trainer",
             )
         for view, tensor in zip(load.views, load.plan.tensors, strict=True):
             check_fillable(tensor.output.name, local.views[view])

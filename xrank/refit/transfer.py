@@ -22,7 +22,7 @@ from xrank.lending.tensor_target import TensorTarget
 from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
-from xrank.plan.windows import WINDOW_NBYTES
+from xrank.plan.windows import share_all
 from xrank.refit.runs import Call, Runs, cut_calls, find_runs, join_runs, mean_run_nbytes
 
 if TYPE_CHECKING:
@@ -111,10 +111,7 @@ class Transfer:
                 source,
                 target,
                 budget=self.budget,
-                shares={
-                    index: (range(-(-file.output.nbytes // WINDOW_NBYTES)),)
-                    for index, file in enumerate(self.buffered.files)
-                },
+                shares=share_all(self.buffered),
                 cancelled=cancelled,
             )
         finally:

@@ -10,14 +10,14 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
-from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError
+from xrank.errors import ContradictionError, RankTimeoutError, UsageError
 from xrank.public_calls import names_own_arguments
 from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces, find_moved
 from xrank.refit.offer_card import number_of
 from xrank.refit.own_part import OwnPart
-from xrank.refit.peer_rank import PeerRank, check_phase
+from xrank.refit.peer_rank import PeerRank, check_phase, wait_until_done
 from xrank.refit.report import PublishReport
 from xrank.refit.status import Phase, StatusBlock
 from xrank.refit.takers import Survey, Takers
@@ -26,8 +26,6 @@ from xrank.words import list_text, plural
 __all__ = ["WeightsOffer"]
 
 _PAUSE_SECONDS = 0.0005
-_MAX_WAIT_SECONDS = 2.0
-"""Longest wait of a rank that closes for the other ranks of its side."""
 _AHEAD_SECONDS = 1.0
 """Time for which another trainer rank may be a step ahead, until this one sees that all engine ranks are done."""
 
@@ -168,18 +166,8 @@ class WeightsOffer:
 
     def _wait_for_siblings(self) -> None:
         """Wait until other ranks have seen that all engines took the last step, for a moment at most."""
-        end, waiting = monotonic() + _MAX_WAIT_SECONDS, list(self._siblings)
-        while waiting and monotonic() < end:
-            for peer in list(waiting):
-                try:
-                    status = peer.read()
-                except (RankFailedError, RankTimeoutError):
-                    waiting.remove(peer)
-                    continue
-                if status.phase is not Phase.OPEN or status.step != self._block.value.step:
-                    waiting.remove(peer)
-            if waiting:
-                sleep(_PAUSE_SECONDS)
+        step = self._block.value.step
+        wait_until_done(self._siblings, lambda status: status.phase is Phase.OPEN and status.step == step)
 
     def _set(self, phase: Phase, step: int, cause: str = "") -> None:
         old = self._block.value

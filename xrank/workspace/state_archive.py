@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from xrank import system
 from xrank.errors import UsageError
 from xrank.extras import require_torch
 from xrank.formats.archive_layout import ALIGNMENT
@@ -106,14 +106,12 @@ class _Sink:
     def write(self, data: memoryview) -> int:
         if self.error is not None:
             raise self.error
-        done = 0
         try:
-            while done < len(data):
-                done += os.write(self._fd, data[done:])
+            system.write_all(self._fd, data)
         except OSError as error:
             self.error = error
             raise
-        return done
+        return len(data)
 
     def flush(self) -> None:
         """Do nothing: writes are not buffered."""

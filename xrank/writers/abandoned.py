@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from xrank import system
 from xrank.errors import OutputExistsError
 from xrank.faces import option
-from xrank.writers.disk import describe, explain_errors, sync_folder, write_all
+from xrank.writers.disk import describe, explain_errors, sync_folder
 from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, encode_journal, read_journal
 from xrank.writers.output_place import MANIFEST_NAME, OutputPlace
 from xrank.writers.rename import move, move_new
@@ -112,7 +112,7 @@ def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] 
             os.unlink(fresh)
         fd = os.open(fresh, system.NEW, 0o666)
         try:
-            write_all(fd, encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
+            system.write_all(fd, encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
             os.fsync(fd)
         finally:
             os.close(fd)

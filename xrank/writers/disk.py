@@ -29,7 +29,6 @@ __all__ = [
     "raise_after_commit",
     "reserve_room",
     "sync_folder",
-    "write_all",
 ]
 
 _MEMORY_FILE_SYSTEMS = {0x01021994, 0x858458F6}  # linux/magic.h: TMPFS_MAGIC, RAMFS_MAGIC
@@ -149,13 +148,6 @@ def allocate(fd: int, nbytes: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def write_all(fd: int, content: bytes | memoryview) -> None:
-    """Write every byte, however few the kernel takes at once."""
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def sync_folder(path: str) -> None:
     """Sync a folder, so that the names in it survive a power loss."""
     with explain_errors(path):
@@ -236,6 +228,6 @@ def copy_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
             raise explain(error, source_path) from error
         if not chunk:
             return nbytes, digest.hexdigest()
-        write_all(fd, chunk)
+        system.write_all(fd, chunk)
         digest.update(chunk)
         nbytes += len(chunk)

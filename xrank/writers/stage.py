@@ -17,7 +17,7 @@ from xrank.faces import AGAIN
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
-from xrank.writers.disk import copy_bytes, describe, explain, raise_after_commit, reserve_room, sync_folder, write_all
+from xrank.writers.disk import copy_bytes, describe, explain, raise_after_commit, reserve_room, sync_folder
 from xrank.writers.journal import JOURNAL_NAME, JournalLine, encode_line
 from xrank.writers.output_place import (
     MANIFEST_NAME,
@@ -100,7 +100,7 @@ class Stage:
             with self._journal_lock:
                 journal = os.open(os.path.join(self.path, JOURNAL_NAME), system.APPEND)
                 try:
-                    write_all(journal, encode_line(line))
+                    system.write_all(journal, encode_line(line))
                     os.fsync(journal)
                 finally:
                     os.close(journal)
@@ -119,7 +119,7 @@ class Stage:
         """Write a small file atomically; return its entry for the manifest."""
 
         def fill(fd: int) -> tuple[int, str]:
-            write_all(fd, content)
+            system.write_all(fd, content)
             return len(content), xxhash.xxh3_128_hexdigest(content)
 
         return self._write_small(name, fill, len(content))

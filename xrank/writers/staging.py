@@ -111,7 +111,7 @@ def _new_stage(place: OutputPlace, plan_digest: str) -> str:
 
 
 def settle_output(out: str | os.PathLike[str]) -> None:
-    """Finish what a run left undone that ended after its rename: sync the output's name, and remove the lock.
+    """Finish the work of a run that ended after its rename: sync the output's name, and remove the lock.
 
     Raises:
         XrankError: the folder cannot be synced.
