@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.conversion.forked_ranks import befall
-from tests.conversion.forker import Forker, answer_jobs, await_end, forker
+from tests.conversion.forker import Forker, answer_jobs, fork_answer, forker, read_answer
 from tests.conversion.made_workspaces import MESH, cut, layout_of, wide_model
 from tests.conversion.strikes import Board, arm, digests, watch
 from tests.open_files import open_files
@@ -164,42 +164,18 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
     }
 
 
-def _fork(job: dict[str, Any], rank: int, number: int, port: int, board: Board) -> tuple[int, int]:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    answer: dict[str, Any] = {"type": "no answer"}
-    try:
-        answer = _be_rank(job, rank, number, port, board)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os.write(writing, json.dumps(answer).encode())
-        os._exit(0)
-
-
 def _run(job: dict[str, Any], number: int, port: int) -> list[dict[str, Any] | None]:
     board = Board()
-    ranks = [_fork(job, rank, number, port, board) for rank in range(job["num_ranks"])]
+    nothing = {"type": "no answer"}
+    ranks = [
+        fork_answer(partial(_be_rank, job, rank, number, port, board), nothing) for rank in range(job["num_ranks"])
+    ]
     stopped = job["act"][0] if "act" in job and job["act"][1] == "stop" else None
     if job.get("strike", {}).get("what") == "stop":
         stopped = job["strike"]["victim"]
     answers: dict[int, Any] = {}
     for rank in sorted(range(len(ranks)), key=lambda rank: rank == stopped):
-        pid, reading = ranks[rank]
-        if rank == stopped:  # it goes on when all others have ended; what it says waits in the pipe
-            await_end(pid)
-        content = b""
-        while part := os.read(reading, 65536):
-            content += part
-        os.close(reading)
-        if rank != stopped:
-            os.waitpid(pid, 0)
-        answers[rank] = json.loads(content) if content else None
+        answers[rank] = read_answer(*ranks[rank], is_stopped=rank == stopped)
     return [answers[rank] for rank in range(len(ranks))]
 
 

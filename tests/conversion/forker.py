@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -72,6 +73,43 @@ def answer_jobs(run: Callable[[dict[str, Any], int, int], list[Any]]) -> None:
     port = _serve_store()
     for number, line in enumerate(sys.stdin):
         print(json.dumps(run(json.loads(line), number, port)), flush=True)
+
+
+def fork_answer(work: Callable[[], dict[str, Any]], nothing: dict[str, Any]) -> tuple[int, int]:
+    """Fork a process that does the work and writes its answer, or `nothing` if it raised; return its pid and pipe."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    answer = nothing
+    try:
+        os.close(reading)
+        answer = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os.write(writing, json.dumps(answer).encode())
+        os._exit(0)
+
+
+def read_answer(pid: int, reading: int, *, is_stopped: bool) -> Any:
+    """Return the answer of a forked process, once it has ended; None if it was killed.
+
+    Args:
+        pid: the process.
+        reading: its pipe, which is closed.
+        is_stopped: whether it is stopped, or will be: it goes on now, and its answer waits in the pipe.
+    """
+    if is_stopped:
+        await_end(pid)
+    content = b""
+    while part := os.read(reading, 65536):
+        content += part
+    os.close(reading)
+    if not is_stopped:
+        os.waitpid(pid, 0)
+    return json.loads(content) if content else None
 
 
 def await_end(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""Gathers of a real other user: what it may not read or replace is named, and stages of others are left alone."""
+"""Gathers of a real other user: errors name the files that it may not read or replace, and stages of others stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOBODY = 65534
 
 
 def as_nobody(bench: Bench, work: Callable[[], object]) -> None:
-    """Do the work in a child as another user; what it needs of Python is imported before."""
+    """Do the work in a child as another user; its modules are imported before."""
     run("gather", bench.workspace, "-o", bench.folder / "imported", "--json")
     run("gather", bench.folder / "none", "-o", bench.folder / "imported", "--json")
     pid = os.fork()
@@ -39,7 +39,7 @@ def as_nobody(bench: Bench, work: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def shared(bench: Bench) -> None:
-    """A folder where all may write, and remove what is their own."""
+    """A folder where all users may write, and remove their own files."""
     leave(bench.workspace)
     bench.folder.chmod(0o1777)
 

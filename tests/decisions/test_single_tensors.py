@@ -51,7 +51,7 @@ def test_an_absent_tensor_is_named() -> None:
     assert find_absent(make_shapes(), CONFIG) is None
     assert find_absent(without(NORM), CONFIG) == "norm.weight"
     assert find_absent(without("model.embed_tokens.weight", "lm_head.weight"), CONFIG) == "embed_tokens.weight"
-    # Of a tied pair either name will do, and files may leave the outer modules out.
+    # Either name of a tied pair will do, and files may leave the outer modules out.
     assert find_absent(without("lm_head.weight"), CONFIG) is None
     assert find_absent(without("model.embed_tokens.weight"), CONFIG) is None
     bare = {name.removeprefix("model."): shape for name, shape in without("lm_head.weight").items()}

@@ -1,4 +1,4 @@
-"""The campaign of faults: counts of what was tried, and each kind of finding once, with the seed that repeats it.
+"""The campaign of faults: its counts, and one example of each kind of finding, with the seed that repeats it.
 
 python -m tests.faults                          every part, in half an hour
 python -m tests.faults texts --count 1000000    one part, with as many inputs

@@ -26,7 +26,7 @@ from xrank.cli.main import cli
 __all__ = ["fuzz_commands"]
 
 SLOW_SECONDS = 5
-"""What a command may take for a small input; on a busy machine a start alone takes a part of a second."""
+"""Longest time of a command with a small input; on a busy machine a start alone takes a part of a second."""
 HUNG_SECONDS = 60
 
 _LINES = (

@@ -1,4 +1,4 @@
-"""Damaged sources and outputs: what a gather or a verification makes of them is an error, or the very same model."""
+"""Damaged sources and outputs: a gather or a verification of them must end with an error, or with the same model."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _raise_fault(model: Path) -> None:
 
 
 def _made(folder: Path, source: Source) -> tuple[Path, list[Path], dict[str, bytes]]:
-    """Make a source; return where, its files, and what a gather of it gives."""
+    """Make a source; return its folder, its files, and the result of its gather."""
     place = folder / source.name.replace(" ", "-")
     with warnings.catch_warnings(action="ignore"):
         source.make(place)

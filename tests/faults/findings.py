@@ -1,4 +1,4 @@
-"""Counts of a campaign, and what it found wrong; each kind of finding is kept once, with the seed that repeats it."""
+"""Counts and findings of a campaign; each kind of finding is kept once, with the seed that repeats it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Findings"]
 
 @dataclass
 class Findings:
-    """What a part of the campaign counted and found."""
+    """The counts and the findings of a part of the campaign."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: dict[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Power losses of real file systems: an image is copied as it is when a job is killed, and mounted.
 
-What the kernel had not written is lost, and the file system's own log is replayed. Only root may mount images.
+The image lacks the writes that the kernel still kept; a mount replays the file system's own log. Only root may mount.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from tests.faults.findings import Findings
-from tests.faults.jobs import EXTRA, Job, make_jobs
+from tests.faults.jobs import EXTRA, make_jobs
 from tests.writers.kill_points import kill_points
 
 __all__ = ["lose_images"]
@@ -49,7 +49,8 @@ def lose_images(folder: Path, seed: int, count: int) -> Findings:
                 findings.count("states")
                 findings.count(f"of {kind}")
                 disk.lose_power()
-                _judge(job, findings, f"{kind}: {job.name}, power is lost after call {point}")
+                where = f"{kind}: {job.name}, power is lost after call {point}"
+                job.judge(findings, where, after=" after a power loss")
                 disk.unmount()
                 disk.begin()
             job.work()  # to its end, and then the power is lost
@@ -58,15 +59,6 @@ def lose_images(folder: Path, seed: int, count: int) -> Findings:
                 findings.report(f"{job.name}: done, and lost by a power loss", kind)
             disk.unmount()
     return findings
-
-
-def _judge(job: Job, findings: Findings, where: str) -> None:
-    seen = job.seen()
-    findings.count(f"seen {seen}")
-    if seen not in job.allowed():
-        findings.report(f"{job.name}: {seen} is visible after a power loss", where)
-    elif (fault := job.finish()) is not None:
-        findings.report(f"{job.name}: {fault[:90]}", f"{where}\n{fault}")
 
 
 class _Disk:
@@ -85,7 +77,7 @@ class _Disk:
         )
 
     def unmount(self) -> None:
-        """Unmount what is mounted."""
+        """Unmount the mounted image."""
         _run("umount", self.folder)
         if self._kind == "btrfs":  # the next image has the same id
             subprocess.run(["btrfs", "device", "scan", "--forget"], capture_output=True, check=False)
@@ -96,7 +88,7 @@ class _Disk:
         assert self.mount(self._working)
 
     def lose_power(self) -> None:
-        """Mount the image as it is now, without what the file system has not written."""
+        """Mount the image as it is now, without the writes that the file system has not made yet."""
         _run("cp", "--sparse=always", self._working, self._lost)
         self.unmount()
         assert self.mount(self._lost), "the file system cannot be mounted any more"

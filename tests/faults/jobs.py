@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import xrank
 from tests.conversion.adapted_models import base_model, leave_adapted
 from tests.conversion.made_workspaces import CONFIG, LAYOUTS, MESH, cut, leave, made_model
+from tests.faults.findings import Findings
 from tests.writers.gathered import EXTRA
 from tests.writers.kill_points import in_child
 from xrank.conversion.gather import gather_checkpoint
@@ -39,11 +40,11 @@ class Job:
     Args:
         name: of the job.
         folder: where everything is.
-        out: what the work makes: a folder or a file.
-        work: does it.
+        out: the folder or file that the work makes.
+        work: makes it.
         has_old: whether an old output is in place before.
         is_exchanged: whether the old output is replaced at one instant; if not, it may be absent for an instant.
-        begins: what an earlier run left, from which the work goes on; None: nothing.
+        begins: leaves the files of an earlier run, from which the work goes on; None: there was no such run.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Job:
         return self
 
     def content(self) -> Any:
-        """Return what a reader finds; of manifests all but the plan's digest, which knows the times of sources."""
+        """Return the output's files, without the plan's digest of manifests, which depends on the sources' times."""
         if self.out.is_file():
             return self.out.read_bytes()
         return {
@@ -91,15 +92,15 @@ class Job:
 
     @property
     def before(self) -> str:
-        """What is visible before."""
+        """The version of the output that is visible before the work."""
         return "old" if self.has_old else "absent"
 
     def allowed(self) -> set[str]:
-        """Return what may be visible at any moment."""
+        """Return the versions of the output that may be visible at any moment."""
         return {self.before, "new"} | (set() if self.is_exchanged else {"absent"})
 
     def beside(self) -> list[Path]:
-        """Return what lies hidden beside the output, or half written."""
+        """Return the hidden and the half-written files beside the output."""
         return [path for path in self.folder.iterdir() if path.name.startswith(".") or path.name.endswith(".part")]
 
     def reset(self) -> None:
@@ -113,7 +114,7 @@ class Job:
                 self._copy(path, self.folder / f".{path.name.removeprefix('kept.')}")
 
     def finish(self) -> str | None:
-        """Do the work again, as the user would; return what is wrong then, or None."""
+        """Do the work again, as the user would; return the fault of that run, or None."""
         try:
             self.work()
         except Exception as error:
@@ -124,6 +125,24 @@ class Job:
             return f"after the next run {self.seen()} is visible"
         left = [path.name for path in self.beside()]
         return f"the next run leaves {left[0]}" if left else None
+
+    def judge(self, findings: Findings, where: str, *, after: str = "", is_done: bool = False) -> None:
+        """Report an output that may not be visible, then run the job again and report a fault of that.
+
+        Args:
+            findings: gets the reports.
+            where: the place of the stop.
+            after: the event before, such as ``" after a power loss"``.
+            is_done: whether the work had ended well, so that the new output must be there.
+        """
+        seen = self.seen()
+        findings.count(f"seen {seen}")
+        if seen not in self.allowed():
+            findings.report(f"{self.name}: {seen} is visible{after}", where)
+        elif is_done and seen != "new":
+            findings.report(f"{self.name}: done, and lost{after}", where)
+        elif (fault := self.finish()) is not None:
+            findings.report(f"{self.name}: {fault[:90]}", f"{where}\n{fault}")
 
     def _kept(self, version: str) -> Path:
         return self.folder / f"kept.{version}"
@@ -274,7 +293,7 @@ class _State(Job):
 
 
 class _SmallFile(Job):
-    """A small file: what is half written has a random name, and stays where a process is killed."""
+    """A small file. Its half-written form has a random name, and stays where a process is killed."""
 
     def finish(self) -> str | None:
         for path in self.beside():
@@ -324,7 +343,7 @@ def _without_exchange(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _interrupted(job: Job) -> Callable[[], None]:
-    """Return a function that leaves what a run leaves that was stopped when two files were finished."""
+    """Return a function that leaves the files of a run that was stopped when two files were finished."""
 
     def stop(number: int, call: Callable[[], object]) -> object:
         result = call()

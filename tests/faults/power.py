@@ -1,7 +1,7 @@
 """Power losses: a job's writes and syncs are recorded, and every state is made that POSIX lets a crash leave.
 
-Guaranteed is only what was synced: the bytes of a file by an fsync of it, the names in a folder by an fsync of that.
-Of what came after, any subset may be on the disk, and of a write any of its sectors. A rename is done or not.
+POSIX guarantees synced bytes and names alone: an fsync of a file keeps its bytes, an fsync of a folder its names. Any
+subset of the later changes may be on the disk, and any sectors of a write. A rename is done or not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Operation:
 
 @dataclass
 class Inode:
-    """A file or folder: what is surely on the disk, and the changes that may be."""
+    """A file or folder: its content that is surely on the disk, and the changes that may be there."""
 
     is_folder: bool
     content: bytes = b""
@@ -78,14 +78,7 @@ def lose_power(folder: Path, seed: int, count: int) -> Findings:
                 findings.count("states")
                 findings.count(f"of {job.name}")
                 where = f"{job.name}: power is lost after operation {point} of {len(operations)}; {how} on the disk"
-                seen = job.seen()
-                findings.count(f"seen {seen}")
-                if seen not in job.allowed():
-                    findings.report(f"{job.name}: {seen} is visible after a power loss", where)
-                elif is_last and seen != "new":
-                    findings.report(f"{job.name}: done, and lost by a power loss", where)
-                elif (fault := job.finish()) is not None:
-                    findings.report(f"{job.name}: {fault[:90]}", f"{where}\n{fault}")
+                job.judge(findings, where, after=" after a power loss", is_done=is_last)
                 job.reset()
     return findings
 
@@ -105,7 +98,7 @@ def _choices(rng: random.Random, num_random: int) -> Iterator[tuple[str, _Choose
     def is_data(operation: Operation) -> bool:
         return operation.kind in ("data", "size")
 
-    yield "only what was synced is", lambda operation: 0
+    yield "only synced content is", lambda operation: 0
     yield "everything is", lambda operation: 1
     yield "all names and no bytes are", lambda operation: 0 if is_data(operation) else 1
     yield "all bytes and no names are", lambda operation: 1 if is_data(operation) else 0

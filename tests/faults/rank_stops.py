@@ -1,4 +1,4 @@
-"""Ranks that share an export or a gather, one of which is killed, or let down by its disk, at a call of its own."""
+"""Ranks that share an export or a gather: one of them is killed, or its disk fails, at a call of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each job killed at its calls that change the disk, or let down by them: what is visible is absent, old or new."""
+"""Jobs are killed at their calls that change the disk, or these fail: the output is then absent, old or new."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import count as count_from
 from pathlib import Path
 
 from tests.faults.findings import Findings
-from tests.faults.jobs import EXTRA, Job, make_jobs
+from tests.faults.jobs import EXTRA, make_jobs
 from tests.writers.kill_points import error_points, kill_points
 from xrank.errors import XrankError
 
@@ -22,9 +22,9 @@ _ERRORS = (
 )
 """Each errno, and whether the call is made all the same: as a network file system does that loses an answer."""
 _CLOSING = ((errno.EIO, True), (errno.EDQUOT, True))
-"""What close() may answer; the descriptor is closed all the same (close(2))."""
+"""Errors of close(); the descriptor is closed all the same (close(2))."""
 _FORGIVEN = ("unlink", "rmdir", "close", "no call")
-"""Calls whose failure a work may pass over: it removes what is of no use any more, or closes what was only read."""
+"""Calls whose failure a job may pass over: they remove needless files, or close files that were only read."""
 
 
 def kill_jobs(folder: Path, seed: int, count: int) -> Findings:
@@ -35,7 +35,8 @@ def kill_jobs(folder: Path, seed: int, count: int) -> Findings:
         for point in kill_points(job.work, extra=EXTRA, every=every, first=first, torn=torn):
             findings.count("kills")
             findings.count(f"of {job.name}")
-            _judge(job, findings, f"{job.name}, killed {'in' if torn else 'after'} call {point}")
+            job.judge(findings, f"{job.name}, killed {'in' if torn else 'after'} call {point}")
+            job.reset()
     return findings
 
 
@@ -77,19 +78,9 @@ def fail_jobs(folder: Path, seed: int, count: int) -> Findings:
                     )
             elif outcome.error.filename is None:
                 findings.report(f"{job.name}: a plain OSError after {name} of {call}", f"{where}\n{outcome.error}")
-            _judge(job, findings, where)
+            job.judge(findings, where)
+            job.reset()
     return findings
-
-
-def _judge(job: Job, findings: Findings, where: str) -> None:
-    """Check what is visible, run the job again, and put the disk back."""
-    seen = job.seen()
-    findings.count(f"seen {seen}")
-    if seen not in job.allowed():
-        findings.report(f"{job.name}: {seen} is visible", where)
-    elif (fault := job.finish()) is not None:
-        findings.report(f"{job.name}: {fault[:90]}", f"{where}\n{fault}")
-    job.reset()
 
 
 def _spread(seed: int, count: int, num_runs: int) -> Iterator[tuple[int, int]]:

@@ -71,7 +71,7 @@ def test_so_is_it_from_other_engines(slow: Path, case: str) -> None:
 def test_the_snippets_of_the_page_run_in_their_trainers(case: str, tmp_path: Path) -> None:
     package = case.split("-")[0]
     if any(find_spec(name) is None for name in (package, "datasets", "tensorboard")):
-        pytest.skip(f"{package} and what it asks for are not installed (see tests/oracle/trainers/make.py)")
+        pytest.skip(f"{package} and its requirements are not installed (see tests/oracle/trainers/make.py)")
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.oracle.export_snippets", str(tmp_path), case]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -301,7 +301,7 @@ def case_of(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ma
     return cache(lambda name: CASES[name](rank_pool, tmp_path_factory.mktemp("case")))
 
 
-# What these record of themselves was changed, so that they fit beside the other run.
+# The records of these files were changed, so that they fit beside the other run.
 UNREADABLE = ("workspace, 2 and 3 ranks", "deepspeed, pipelines")
 
 

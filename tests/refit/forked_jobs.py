@@ -1,23 +1,23 @@
 """A trainer of four ranks and an engine of two, forked from a process that has imported torch; one rank is struck.
 
-Run as a program it is the process that forks; what its ranks found is the answer to a job.
+Run as a program it is the process that forks; the results of its ranks are the answer to a job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.fused_engine import FusedEngine
-from tests.conversion.forker import Forker, answer_jobs, await_end, forker
+from tests.conversion.forker import Forker, answer_jobs, fork_answer, forker, read_answer
 from tests.refit.jobs import SIZES, engine_of, same, shard, trainer_layouts, wait_for_file
 
 SIDES = {"trainer": 4, "engine": 2}
@@ -111,40 +111,16 @@ def _be_rank(job: dict[str, Any], side: str, rank: int, number: int, port: int) 
     return _train(job, rank) if side == "trainer" else _serve(job, rank)
 
 
-def _fork(job: dict[str, Any], side: str, rank: int, number: int, port: int) -> tuple[int, int]:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    answer: dict[str, Any] = {"error": "no answer"}
-    try:
-        os.close(reading)
-        answer = _be_rank(job, side, rank, number, port)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os.write(writing, json.dumps(answer).encode())
-        os._exit(0)
-
-
 def _run(job: dict[str, Any], number: int, port: int) -> list[Any]:
-    ranks = {(side, rank): _fork(job, side, rank, number, port) for side, size in SIDES.items() for rank in range(size)}
+    ranks = {
+        (side, rank): fork_answer(partial(_be_rank, job, side, rank, number, port), {"error": "no answer"})
+        for side, size in SIDES.items()
+        for rank in range(size)
+    }
     answers: dict[tuple[str, int], Any] = {}
     victim = (job.get("side"), job.get("victim"))
     for key in sorted(ranks, key=lambda key: key == victim):
-        pid, reading = ranks[key]
-        if key == victim:
-            await_end(pid)  # a stopped one goes on now; what it says waits in the pipe
-        content = b""
-        while part := os.read(reading, 65536):
-            content += part
-        os.close(reading)
-        if key != victim:
-            os.waitpid(pid, 0)
-        answers[key] = json.loads(content) if content else None
+        answers[key] = read_answer(*ranks[key], is_stopped=key == victim)
     struck = Path(job["address"], "struck")
     when = float(struck.read_text()) if struck.exists() else None
     return [when, [[*key, answers[key]] for key in sorted(answers)]]

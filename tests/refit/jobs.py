@@ -1,4 +1,4 @@
-"""What the ranks of a trainer and of an engine do in tests of refit."""
+"""The work of the ranks of a trainer and of an engine in tests of refit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def train(folder: str, steps: int, num_takers: int, snapshot: bool = False) -> l
 
 
 def serve_fused(folder: str, steps: int) -> list[Any]:
-    """Take some steps by the engine's own loader, and compare with what the loader makes of whole tensors."""
+    """Take some steps by the engine's own loader, and compare with the result of the loader for whole tensors."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     engine, reports = FusedEngine(SIZES, rank, world_size), []
     engine.register_buffer("cache", torch.ones(3))

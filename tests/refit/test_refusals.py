@@ -1,4 +1,4 @@
-"""What is refused by name: other trainers, steps out of order, changed models, wrong tokens, foreign cards."""
+"""Refusals by name: other trainers, steps out of order, changed models, wrong tokens, foreign cards."""
 
 from __future__ import annotations
 
