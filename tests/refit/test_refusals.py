@@ -325,7 +325,26 @@ def partly(module: Odd, loaded: torch.Tensor) -> None:
     module.plain.data[1:].copy_(loaded.t()[1:])
 
 
-@pytest.mark.parametrize(("load", "match"), [(twice, "writes twice"), (partly, "never writes")])
+def cleared_after(module: Odd, loaded: torch.Tensor) -> None:
+    module.plain.data.copy_(loaded.t())
+    module.plain.data.zero_()
+
+
+def cleared_in_part_after(module: Odd, loaded: torch.Tensor) -> None:
+    module.plain.data.zero_()
+    module.plain.data.copy_(loaded.t())
+    module.plain.data[0].zero_()
+
+
+@pytest.mark.parametrize(
+    ("load", "match"),
+    [
+        (twice, "writes twice"),
+        (partly, "never writes"),
+        (cleared_after, "writes twice"),
+        (cleared_in_part_after, "writes twice"),
+    ],
+)
 def test_a_loader_that_leaves_a_parameter_unproven_is_refused(load: Any, match: str) -> None:
     module = Odd()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from xrank import dtypes
 from xrank.errors import UsageError
-from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical
-from xrank.plan.coverage import find_fault, range_text
 from xrank.plan.output import OutputTensor, TensorPart
+from xrank.refit.recorded_coverage import prove_coverage, row_major_steps, span_nbytes
 
 if TYPE_CHECKING:
     from xrank.refit.targets import Loader
@@ -52,6 +50,8 @@ class Fill:
     target: torch.Tensor
     value: float
     parameter: str
+    is_first: bool
+    """Whether nothing was written to the parameter before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,8 @@ def record_loader(
             except Exception as failure:
                 failed[name] = f"{type(failure).__name__}: {failure}"[:200]
     recording = recorder.finish(failed)
-    _prove(recording, recorder, parameters, may_have_gaps=bool(failed))
+    regions = recorder.list_regions(recording.whole)
+    prove_coverage(regions, recording.fills, parameters, may_have_gaps=bool(failed))
     return recording
 
 
@@ -105,7 +106,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = shapes
         self._parameters = sorted(
-            (tensor.data_ptr(), tensor.data_ptr() + _span_nbytes(tensor), name) for name, tensor in parameters
+            (tensor.data_ptr(), tensor.data_ptr() + span_nbytes(tensor), name) for name, tensor in parameters
         )
         self._stand_ins: dict[str, torch.Tensor] = {}
         self._owner: dict[int, str] = {}
@@ -142,6 +143,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole |= {name: f"it shares {parameter} with a whole tensor" for name, parameter in more.items()}
         copies = [copy for name, copy in self.copies if name not in whole]
         return Recording(copies, self.fills, whole)
+
+    def list_regions(self, whole: Mapping[str, str]) -> dict[str, list[torch.Tensor]]:
+        """Return by parameter the parts that the loader fills from tensors, some of which it takes whole."""
+        regions: dict[str, list[torch.Tensor]] = {}
+        for _, copy in self.copies:
+            regions.setdefault(copy.parameter, []).append(copy.target)
+        for parameter, names, target in self.whole_regions:
+            if names & whole.keys():
+                regions.setdefault(parameter, []).append(target)
+        return regions
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -188,7 +199,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.whole_regions.append((parameter, names, target))
         elif func in (_aten.zero_.default, _aten.fill_.Scalar):
             value = 0.0 if func is _aten.zero_.default else args[1]
-            self.fills.append(Fill(target.detach(), value, parameter))
+            before = {copy.parameter for _, copy in self.copies} | {region[0] for region in self.whole_regions}
+            self.fills.append(Fill(target.detach(), value, parameter, is_first=parameter not in before))
         else:
             raise UsageError(
                 f"{parameter}: the loader writes values to it that are not of a checkpoint",
@@ -222,11 +234,6 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _span_nbytes(tensor: torch.Tensor) -> int:
-    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return max(0, reach * tensor.element_size()) if tensor.numel() else 0
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
     """Yield the arguments that an operation changes in place."""
     for number, argument in enumerate(func._schema.arguments):
@@ -255,7 +262,7 @@ def _make_copy(
         return None  # a view as another element type
     source = source.expand(target.shape)
     strides = source.stride()
-    steps = _row_major(target.shape)
+    steps = row_major_steps(target.shape)
     loops = [(n, x, y) for n, x, y in zip(target.shape, steps, strides, strict=True) if n != 1]
     if any(y <= 0 for _, _, y in loops):
         return None
@@ -267,84 +274,6 @@ def _make_copy(
     return RecordedCopy(output, target.detach(), parameter)
 
 
-def _row_major(shape: Sequence[int]) -> list[int]:
-    return [prod(shape[k + 1 :]) for k in range(len(shape))]
-
-
 def _whole_nest(shape: Sequence[int]) -> Nest:
-    loops = tuple((n, s, s) for n, s in zip(shape, _row_major(shape), strict=True) if n != 1)
+    loops = tuple((n, s, s) for n, s in zip(shape, row_major_steps(shape), strict=True) if n != 1)
     return Nest(0, 0, loops)
-
-
-def _prove(
-    recording: Recording, recorder: _Recorder, parameters: Sequence[tuple[str, torch.Tensor]], *, may_have_gaps: bool
-) -> None:
-    """Check that each element of each parameter is written once.
-
-    Raises:
-        UsageError: it names the parameter and the elements.
-    """
-    regions: dict[str, list[torch.Tensor]] = {}
-    for copy in recording.copies:
-        regions.setdefault(copy.parameter, []).append(copy.target)
-    for parameter, names, target in recorder.whole_regions:
-        if names & recording.whole.keys():
-            regions.setdefault(parameter, []).append(target)
-    for name, copy in recorder.copies:
-        if name in recording.whole:
-            regions.setdefault(copy.parameter, []).append(copy.target)
-    fills: dict[str, list[torch.Tensor]] = {}
-    for fill in recording.fills:
-        fills.setdefault(fill.parameter, []).append(fill.target)
-    for name, tensor in parameters:
-        its = regions.get(name, [])
-        filled = fills.get(name, [])
-        if any(fill.numel() == tensor.numel() for fill in filled):
-            # The copies come after the constant, and must only not meet each other.
-            fault = _find_fault_by_count(tensor, its, may_have_gaps=True)
-        elif tensor.is_contiguous():
-            fault = _find_fault_by_nests(tensor, [*its, *filled])
-        else:
-            fault = _find_fault_by_count(tensor, [*its, *filled], may_have_gaps=False)
-        if fault is None or (fault[0] == "gap" and may_have_gaps):
-            continue
-        kind, address = fault
-        where = range_text(tuple(tensor.shape), address, address)
-        raise UsageError(
-            f"{name}, from {where} on: the loader {'never writes' if kind == 'gap' else 'writes twice'}",
-            tensor=name,
-            index_range=where,
-            got=f"{len(its)} copies from the trainer's tensors",
-            want="each element once",
-            next_step="give the trainer's model all tensors that the engine loads; parameters that no checkpoint has "
-            "must not be among the engine's",
-        )
-
-
-def _find_fault_by_nests(tensor: torch.Tensor, regions: Sequence[torch.Tensor]) -> tuple[str, int] | None:
-    if not tensor.numel():
-        return None
-    nests = []
-    for region in regions:
-        start = (region.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-        loops = [(n, x, y) for n, x, y in zip(region.shape, _row_major(region.shape), region.stride(), strict=True)]
-        nests.append(canonical(Nest(0, start, tuple(loop for loop in loops if loop[0] != 1))))
-    fault = find_fault(NestTable.from_nests(nests), tensor.numel())
-    return None if fault is None else (fault.kind, int(fault.address))
-
-
-def _find_fault_by_count(
-    tensor: torch.Tensor, regions: Sequence[torch.Tensor], *, may_have_gaps: bool
-) -> tuple[str, int] | None:
-    """Count the writes of each element: one byte for each of the parameter."""
-    reach = _span_nbytes(tensor) // tensor.element_size()
-    counts = torch.zeros(reach, dtype=torch.uint8)
-    for region in regions:
-        start = (region.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-        counts.as_strided(region.shape, region.stride(), start).add_(1)
-    own = counts.as_strided(tensor.shape, tensor.stride(), 0).flatten()
-    wrong = own > 1 if may_have_gaps else own != 1
-    if not wrong.any():
-        return None
-    address = int(wrong.nonzero()[0])
-    return ("overlap" if own[address] > 1 else "gap"), address
