@@ -1,0 +1,139 @@
+"""S3 servers for tests: moto's, and a small one of our own; a bucket on either; and a proxy that injects faults.
+
+A test asks for ``bucket`` to run on both servers, for ``small_bucket`` to run on the fast one alone, and makes a
+``FaultProxy(bucket.server)`` to stand between. ``bucket.environment()`` is what a client needs, here or in a child.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.stores.fault_proxy import Chooser, FaultProxy, no_fault
+from tests.stores.small_s3 import SmallS3
+
+SECRET = "marked-secret-3f9a0c77"
+"""The secret key of every test: it may appear in no output."""
+KEY_ID = "AKIAMARKED7B21D4E5F6"
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """An empty bucket on a server."""
+
+    server: str
+    """The server's address."""
+    name: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which obstore and botocore find the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.server,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def behind(self, proxy: FaultProxy) -> Bucket:
+        """Return this bucket as clients of the proxy see it."""
+        return replace(self, server=proxy.url)
+
+    def client(self) -> Any:  # botocore has no types
+        """Return a plain client of Amazon's, to look at the bucket and to fill it."""
+        import botocore.session
+        from botocore.config import Config
+
+        return botocore.session.get_session().create_client(
+            "s3",
+            endpoint_url=self.server,
+            aws_access_key_id=KEY_ID,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+            config=Config(s3={"addressing_style": "path"}),
+        )
+
+    def read_all(self, prefix: str = "") -> dict[str, bytes]:
+        """Return the bytes of all objects below a prefix, by key."""
+        client = self.client()
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        keys = [row["Key"] for page in pages for row in page.get("Contents", ())]
+        return {key: client.get_object(Bucket=self.name, Key=key)["Body"].read() for key in keys}
+
+    def list_uploads(self) -> list[str]:
+        """Return the keys of uploads that are neither completed nor aborted."""
+        found = self.client().list_multipart_uploads(Bucket=self.name)
+        return sorted(row["Key"] for row in found.get("Uploads", ()))
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[str]:
+    """The address of moto's server."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def small_server() -> Iterator[SmallS3]:
+    """The small server."""
+    server = SmallS3()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def make_bucket(server: str) -> Bucket:
+    """Make a bucket with a name of its own."""
+    bucket = Bucket(server, f"bucket-{next(_numbers)}")
+    bucket.client().create_bucket(Bucket=bucket.name)
+    return bucket
+
+
+@pytest.fixture(params=["moto", "small"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket on each server in turn; this process's environment leads to it."""
+    if request.param == "moto":
+        server = request.getfixturevalue("moto_server")
+    else:
+        server = request.getfixturevalue("small_server").url
+    made = make_bucket(server)
+    for name, value in made.environment().items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+@pytest.fixture
+def small_bucket(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket on the small server; this process's environment leads to it."""
+    made = make_bucket(small_server.url)
+    for name, value in made.environment().items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+@contextmanager
+def open_proxy(target: str, choose: Chooser = no_fault, *, latency_seconds: float = 0.0) -> Iterator[FaultProxy]:
+    """Yield a proxy before a server."""
+    proxy = FaultProxy(target, choose, latency_seconds=latency_seconds)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
