@@ -346,6 +346,17 @@ def test_a_killed_peer_whose_child_holds_its_connections_is_named():
             made.read_into(0, 0, memoryview(bytearray(10)))
 
 
+def test_a_peer_that_was_killed_before_anybody_watched_it_is_named():
+    with lender("fork") as other:
+        other.fork()  # the child holds the listening sockets
+        other.kill()
+        with (
+            source(other.told, way="unix") as made,
+            pytest.raises(RankFailedError, match=r"rank 1.*its process ended"),
+        ):
+            made.read_into(0, 0, memoryview(bytearray(10)))
+
+
 def test_a_silent_place_is_left_for_the_next_and_finally_given_up(monkeypatch):
     monkeypatch.setattr(peer_connection, "_PLACE_SECONDS", 1.5)
     with lender() as other, socket.create_server(("127.0.0.2", 0)) as silent:

@@ -46,10 +46,15 @@ def test_the_end_of_a_process_of_this_host_is_seen():
     os.close(life)
 
 
-def test_a_process_that_is_gone_or_of_another_host_is_not_watched():
+def test_a_process_that_is_gone_is_known_to_have_ended():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    assert dataclasses.replace(ME, pid=child.pid, space=process_space()).open_life() is None
+    gone = dataclasses.replace(ME, pid=child.pid, space=process_space())
+    with pytest.raises(ProcessLookupError):
+        gone.open_life()
+
+
+def test_a_process_of_another_host_is_not_watched():
     # The number may well mean a process here; it is another one.
     assert dataclasses.replace(ME, pid=os.getpid(), space="another boot.1").open_life() is None
 

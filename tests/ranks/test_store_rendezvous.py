@@ -200,6 +200,36 @@ def test_a_first_rank_that_came_and_died_is_named_before_all_have_come():
         assert isinstance(error, RankFailedError) and error.rank == 0 and error.pid == child.pid
 
 
+def test_a_first_rank_that_died_and_was_reaped_before_any_other_looked_is_named():
+    with meeting_of([0, 1, 2]) as meeting, process() as child:
+        child.kill()
+        child.wait()
+        meeting.store.put(NAME, announced(0, pid=child.pid))
+        with soon():
+            meeting.come(1)
+            meeting.come(2)
+            for error in meeting.all_said().values():
+                assert isinstance(error, RankFailedError) and (error.rank, error.pid) == (0, child.pid)
+
+
+def test_a_first_rank_announces_itself_after_its_first_beat():
+    # Else it could die in between, and no rank of another host would miss a beat that never was.
+    store = AskedStore()
+    put, beat_at_announcement = store.put, []
+
+    def put_and_look(name, value):
+        if name == NAME:
+            beat_at_announcement.append(store.peek(f"{NAME}/beat/0"))
+        put(name, value)
+
+    store.put = put_and_look
+    with meeting_of([0, 1], store=store) as meeting:
+        meeting.come(0)
+        meeting.come(1)
+        assert not any(isinstance(said, Exception) for said in meeting.all_said().values())
+    assert beat_at_announcement != [None] and len(beat_at_announcement) == 1
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_of_another_host_that_came_and_died_is_named_by_its_beat(dead):
     # Rank 3, which would watch the first, has not come; rank 2 watches rank 3, and then whoever comes after it.

@@ -94,6 +94,7 @@ class PeerOffer:
     memory: PeerMemory | None = None
     life: int | None = None
     """A pidfd, if its process can be watched from here."""
+    _is_gone: bool = False
 
     @classmethod
     def from_description(cls, rank: int, description: Mapping[str, Any]) -> PeerOffer:
@@ -134,7 +135,10 @@ class PeerOffer:
         """
         if self.space != process_space():
             return
-        self.life = Peer(self.rank, self.host, self.pid, self.space).open_life()
+        try:
+            self.life = Peer(self.rank, self.host, self.pid, self.space).open_life()
+        except ProcessLookupError:
+            self._is_gone = True
         if direct:
             # If the kernel refuses, the peer's service sends the bytes.
             with suppress(LendingEndedError, UnreadableMemoryError):
@@ -143,7 +147,7 @@ class PeerOffer:
     @property
     def has_ended(self) -> bool:
         """Whether its process is known to have ended."""
-        return self.life is not None and is_readable(self.life)
+        return self._is_gone or (self.life is not None and is_readable(self.life))
 
     def close(self) -> None:
         """Stop watching the process."""

@@ -28,6 +28,8 @@ MAX_MISSED = 5
 class Heartbeat:
     """This rank's own beat and its watch on the others, from construction until `stop`.
 
+    The first beat is in the store when the construction returns: a rank that dies after it is found missing.
+
     Args:
         store: a store that no other thread uses.
         mine: name of this rank's number.
@@ -47,6 +49,8 @@ class Heartbeat:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stopped = threading.Event()
+        with suppress(XrankError):  # if the store is gone, its next user in the main thread raises
+            store.put(mine, "0")
         arguments = (self._stopped, store, mine, dict(others), report, period_seconds, clock)
         self._thread = threading.Thread(target=_beat, args=arguments, name="xrank heartbeat", daemon=True)
         _running.add(self)
@@ -69,7 +73,6 @@ def _beat(
     clock: Callable[[], float],
 ) -> None:
     seen, seen_at, num_missed, count = None, clock(), 0, 0
-    # If the store is gone, its next user in the main thread raises.
     with suppress(XrankError):
         while True:
             count += 1

@@ -6,6 +6,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from xrank.ranks.board import Board
 from xrank.ranks.failure import FailureRecord
@@ -92,7 +93,9 @@ class HostWire:
         for r, link in self._links.items():
             self._watch(link.fileno(), r)
         for r, peer in peers.items():
-            life = peer.open_life()
+            life = None
+            with suppress(ProcessLookupError):
+                life = peer.open_life()
             if life is None:
                 self.ended.add(r)  # the meeting proved that it can be watched, so it has ended already
             else:

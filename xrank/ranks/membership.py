@@ -67,12 +67,12 @@ class Membership:
         """Rank -> own failures at large that have failed one of that rank's calls, or were the same call's."""
         self._pid = os.getpid()
         self._heartbeat: Heartbeat | None = None
-        me = Peer.from_this_process(rank)
-        store.put(f"here/{rank}", json.dumps(me.to_dict()))
         if beats:
             self._heartbeat = Heartbeat(
                 store.clone(), f"beat/{rank}", {}, lambda store, rank: None, period_seconds=period_seconds, clock=clock
             )
+        # After the first beat: from now on other ranks may wait for this one.
+        store.put(f"here/{rank}", json.dumps(Peer.from_this_process(rank).to_dict()))
 
     # ---- processes
 
@@ -114,11 +114,11 @@ class Membership:
         life = self._lives.get(rank)
         if life is None:
             try:
-                life = self._lives[rank] = os.pidfd_open(peer.pid)
+                if (life := peer.open_life()) is None:
+                    return None
+                self._lives[rank] = life
             except ProcessLookupError:
                 return "its process ended without a report"
-            except OSError:  # no permission, or no descriptor left: other signs remain
-                return None
         return "its process ended without a report" if is_readable(life) else None
 
     def _find_end_elsewhere(self, rank: int) -> str | None:

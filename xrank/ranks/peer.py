@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,10 +51,18 @@ class Peer:
         )
 
     def open_life(self) -> int | None:
-        """Return a pidfd (pidfd_open(2)), readable once the process has ended; None if it can't be watched."""
+        """Return a pidfd (pidfd_open(2)), readable once the process has ended; None if it can't be watched.
+
+        Raises:
+            ProcessLookupError: the process has ended, and its parent has noticed it.
+        """
         if self.space == process_space():
-            with suppress(OSError):
+            try:
                 return os.pidfd_open(self.pid)
+            except ProcessLookupError:
+                raise
+            except OSError:  # no descriptor left
+                pass
         return None
 
 

@@ -30,13 +30,13 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
     """
     is_first = meeting.rank == meeting.ranks[0]
     known: dict[int, Peer] = {}
-    if is_first:
-        meeting.announce()
-    else:
+    if not is_first:
         first = Peer.from_dict(meeting.await_first())
         known[first.rank] = first
     wire = StoreWire(meeting.ranks, meeting.rank, meeting.store, meeting.name, period_seconds=period_seconds)
     try:
+        if is_first:
+            meeting.announce()  # after the first beat: the others may wait for this rank from now on
         wire.watch(known)
         me = Peer.from_this_process(meeting.rank)
         meeting.store.put(_name(meeting, me.rank), json.dumps(meeting.describe()))

@@ -91,8 +91,11 @@ class StoreWire:
         for rank, peer in peers.items():
             if rank not in self._peers:
                 self._peers[rank] = peer
-                if (life := peer.open_life()) is not None:
-                    self._lives[rank] = life
+                try:
+                    if (life := peer.open_life()) is not None:
+                        self._lives[rank] = life
+                except ProcessLookupError:
+                    self.ended.add(rank)
 
     def send(self, rank: int, message: Message) -> None:
         """Send; see `Wire`."""
