@@ -27,8 +27,17 @@ __all__ = [
     "setting",
 ]
 
-SETTINGS = ("XRANK_WORKSPACE", "XRANK_MAX_MEMORY", "XRANK_WORKERS", "XRANK_TIMEOUT", "XRANK_RUN_ID")
-"""xrank's own variables: defaults of the options of these names, and one run id for all ranks."""
+SETTINGS = (
+    "XRANK_WORKSPACE",
+    "XRANK_MAX_MEMORY",
+    "XRANK_WORKERS",
+    "XRANK_TIMEOUT",
+    "XRANK_RUN_ID",
+    "XRANK_ALLOW_HTTP",
+    "XRANK_STORE_CONNECTIONS",
+    "XRANK_STORE_TIMEOUT",
+)
+"""xrank's own variables: defaults of the options of these names, one run id for all ranks, and requests to stores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from xrank.errors import UsageError
 
-__all__ = ["require_cryptography", "require_torch"]
+__all__ = ["require_cryptography", "require_obstore", "require_torch"]
 
 
 def require_torch(what: str) -> None:
@@ -29,6 +29,11 @@ def require_torch(what: str) -> None:
 def require_cryptography(what: str) -> None:
     """Check that cryptography is installed, as `require_torch` does."""
     _require(what, "cryptography", "cryptography 42 or newer", "sign")
+
+
+def require_obstore(what: str) -> None:
+    """Check that obstore, which talks to object stores, is installed, as `require_torch` does."""
+    _require(what, "obstore", "obstore 0.12 or newer", "remote")
 
 
 def _require(what: str, module: str, want: str, extra: str) -> None:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,20 @@ class Bucket:
             region_name="us-east-1",
             config=Config(s3={"addressing_style": "path"}),
         )
+
+    def put(self, key: str, data: bytes) -> str:
+        """Write an object and return its URL."""
+        self.client().put_object(Bucket=self.name, Key=key, Body=data)
+        return f"{self.url}/{key}"
+
+    def put_folder(self, folder: Path, key: str) -> str:
+        """Write all files of a folder and return its URL."""
+        client = self.client()
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                name = f"{key}/{path.relative_to(folder).as_posix()}"
+                client.put_object(Bucket=self.name, Key=name, Body=path.read_bytes())
+        return f"{self.url}/{key}"
 
     def read_all(self, prefix: str = "") -> dict[str, bytes]:
         """Return the bytes of all objects below a prefix, by key."""

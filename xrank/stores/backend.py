@@ -1,0 +1,53 @@
+"""The protocol of backends: one request each, without repetitions, whose failures are `FaultError`s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["Backend", "Folder", "ObjectStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStatus:
+    """Size and version of an object when it was listed or looked at, to detect later changes."""
+
+    nbytes: int
+    version: str
+    """The store's etag, or its time of change where it gives none; empty if it gives neither."""
+    is_etag: bool = True
+    """Whether requests may demand this version (``If-Match``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The objects and folders directly below a key."""
+
+    objects: Mapping[str, ObjectStatus] = field(default_factory=dict)
+    """Name -> status."""
+    folders: frozenset[str] = frozenset()
+    """Names."""
+
+
+class Backend(Protocol):
+    """Sends requests to one bucket, host or repository; any thread may call it.
+
+    Raises (from every method):
+        FaultError: the request failed.
+    """
+
+    def head(self, key: str) -> ObjectStatus:
+        """Return the status of an object."""
+
+    def read(self, key: str, start: int, end: int, status: ObjectStatus | None) -> tuple[memoryview, ObjectStatus]:
+        """Return bytes [start, end) of an object, and its status with this answer; `status` is the wanted version."""
+
+    def list_folder(self, key: str) -> Folder:
+        """Return what lies directly below a key; an empty folder if nothing does."""
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool, if_version: str | None) -> str:
+        """Write an object at one instant and return its version."""
+
+    def delete(self, key: str) -> None:
+        """Delete an object; it may be absent."""

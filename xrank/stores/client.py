@@ -1,0 +1,208 @@
+"""Requests to stores: repeated with growing pauses up to a deadline, counted, and named in their errors."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from xrank import system
+from xrank.environment import environ
+from xrank.stores.backend import Backend, Folder, ObjectStatus
+from xrank.stores.faults import FaultError, FaultKind, make_error
+from xrank.stores.settings import StoreSettings
+from xrank.stores.url import split_url
+
+__all__ = ["Store", "Traffic", "open_store", "traffic"]
+
+_FIRST_PAUSE_SECONDS = {FaultKind.PASSING: 0.1, FaultKind.THROTTLED: 0.5}
+_LONGEST_PAUSE_SECONDS = 20.0
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests and bytes of this process since it started."""
+
+    requests: int = 0
+    """All requests, repetitions included."""
+    retries: int = 0
+    """Repetitions of requests that had failed."""
+    read_nbytes: int = 0
+    """Bytes of objects in answers."""
+    written_nbytes: int = 0
+    """Bytes of objects in requests."""
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return the traffic after an earlier moment."""
+        return Traffic(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.total = Traffic()
+        self._lock = threading.Lock()
+
+    def add(self, *, requests: int = 0, retries: int = 0, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            old = self.total
+            self.total = Traffic(
+                old.requests + requests, old.retries + retries, old.read_nbytes + read, old.written_nbytes + written
+            )
+
+
+_counter = _Counter()
+_stores: dict[tuple[object, ...], Store] = {}
+_opening = threading.Lock()
+
+
+def traffic() -> Traffic:
+    """Return the requests and bytes of this process up to now; `Traffic.since` gives those of one command."""
+    return _counter.total
+
+
+class Store:
+    """The objects of one bucket, container, host or repository; any thread may call it.
+
+    Each method repeats a request whose failure may pass, until `StoreSettings.timeout_seconds` are over.
+
+    Raises (from every method):
+        IncompleteError: there is no such object.
+        UsageError: the credentials do not suffice, or the store does not accept the request.
+        ContradictionError: the object is not the wanted version.
+        XrankError: the requests failed until the deadline.
+    """
+
+    def __init__(self, root: str, backend: Backend, settings: StoreSettings) -> None:
+        self.root = root
+        self.settings = settings
+        self._backend = backend
+        self._slots = threading.BoundedSemaphore(settings.connections)
+
+    def head(self, key: str) -> ObjectStatus:
+        """Return the size and the version of an object."""
+        return self._request(key, "looked at", lambda: self._backend.head(key))
+
+    def read(self, key: str, offset: int, nbytes: int, status: ObjectStatus | None = None) -> memoryview:
+        """Return exactly these bytes of an object.
+
+        Args:
+            key: the object.
+            offset: its first wanted byte.
+            nbytes: their number; the range must lie in the object.
+            status: the version to read; None: whichever is there.
+        """
+
+        def read() -> memoryview:
+            view, found = self._backend.read(key, offset, offset + nbytes, status)
+            _counter.add(read=len(view))
+            if status is not None and (found.nbytes, found.version) != (status.nbytes, status.version):
+                raise FaultError(
+                    FaultKind.CHANGED, f"{found.nbytes:,} bytes, version {found.version}, not {status.version}"
+                )
+            if len(view) != nbytes:
+                raise FaultError(FaultKind.PASSING, f"{len(view):,} of {nbytes:,} bytes")
+            return view
+
+        if nbytes == 0:
+            return memoryview(b"")
+        return self._request(key, f"read at bytes {offset:,} to {offset + nbytes - 1:,}", read)
+
+    def list_folder(self, key: str) -> Folder:
+        """Return the objects and folders directly below a key; an empty folder if nothing is there."""
+        return self._request(key, "listed", lambda: self._backend.list_folder(key))
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None) -> str:
+        """Write an object at one instant; return its version.
+
+        Args:
+            key: the object.
+            data: all its bytes.
+            if_absent: refuse where an object is there (OutputExistsError). After a broken connection that may be this
+                call's own: the caller compares.
+            if_version: refuse unless the object there has this version (ContradictionError).
+        """
+
+        def put() -> str:
+            _counter.add(written=len(data))
+            try:
+                return self._backend.put(key, data, if_absent=if_absent, if_version=if_version)
+            except FaultError as fault:
+                if if_absent and fault.kind is FaultKind.CHANGED:  # S3 answers 412 to both conditions
+                    raise FaultError(FaultKind.EXISTS, fault.text) from None
+                raise
+
+        return self._request(key, "written", put)
+
+    def delete(self, key: str) -> None:
+        """Delete an object; it may be absent."""
+        self._request(key, "deleted", lambda: self._backend.delete(key))
+
+    def url(self, key: str) -> str:
+        """Return the URL of an object of this store."""
+        return f"{self.root}/{key}" if key else self.root
+
+    def _request(self, key: str, what: str, send: Callable[[], _Result]) -> _Result:
+        started, tries = time.monotonic(), 0
+        while True:
+            tries += 1
+            _counter.add(requests=1, retries=int(tries > 1))
+            try:
+                with self._slots:
+                    return send()
+            except FaultError as fault:
+                spent = time.monotonic() - started
+                pause = _pause(fault.kind, tries)
+                if pause is None or spent + pause > self.settings.timeout_seconds:
+                    raise make_error(fault, self.url(key), what, tries=tries, seconds=spent) from None
+            time.sleep(pause)
+
+
+def _pause(kind: FaultKind, tries: int) -> float | None:
+    """Return the seconds before the next request; None if it would fail, too.
+
+    The pauses double, and a random part keeps many clients from coming back at once.
+    """
+    first = _FIRST_PAUSE_SECONDS.get(kind)
+    if first is None:
+        return None
+    return min(_LONGEST_PAUSE_SECONDS, first * 2.0 ** min(tries - 1, 16)) * random.uniform(0.5, 1.0)  # noqa: S311
+
+
+def open_store(url: str) -> tuple[Store, str]:
+    """Return the store of a cleaned URL, and the key in it.
+
+    Stores are kept for the life of the process, one for each bucket and environment.
+
+    Raises:
+        UsageError: a package is missing, plain http is not allowed, or a setting is wrong.
+    """
+    place = split_url(url)
+    variables = environ()
+    identity = (place.root, *((name, text) for name, text in variables.items() if name.startswith(_PREFIXES)))
+    with _opening:
+        store = _stores.get(identity)
+        if store is None:
+            settings = StoreSettings.from_environment(variables)
+            store = _stores[identity] = Store(place.root, _open_backend(place.scheme, place.root, settings), settings)
+    return store, place.key
+
+
+_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "HF_", "XRANK_")
+
+
+def _open_backend(scheme: str, root: str, settings: StoreSettings) -> Backend:
+    if scheme in ("s3", "gs", "az", "abfs", "http", "https"):
+        from xrank.stores.obstore_backend import open_obstore
+
+        return open_obstore(root, settings)
+    from xrank.stores.fsspec_backend import open_fsspec
+
+    return open_fsspec(scheme, root, settings)
+
+
+# Threads and connections of a client do not survive a fork.
+system.after_fork_in_child(_stores.clear)

@@ -1,0 +1,190 @@
+"""S3, Google, Azure and plain web servers through obstore, the Python binding of Rust's object_store.
+
+The stores take credentials, endpoints and regions from the environment, as their own tools do
+(https://developmentseed.org/obstore/latest/authentication/). obstore's own repetitions are off: `client` repeats, so
+that it can count and obey one deadline.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from xrank.environment import environ
+from xrank.errors import UsageError
+from xrank.extras import require_obstore
+from xrank.stores.backend import Folder, ObjectStatus
+from xrank.stores.faults import FaultError, FaultKind
+from xrank.stores.settings import StoreSettings
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["ObstoreBackend", "open_obstore"]
+
+_STATUS = re.compile(r"status code: (\d{3})([A-Za-z -]*)")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_THROTTLED = {"429", "503"}
+_THROTTLED_CODES = {"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "ThrottlingException"}
+_REQUEST_SECONDS = 60.0
+
+
+class ObstoreBackend:
+    """One obstore store; see `Backend`.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        import obstore
+
+        self._obstore = obstore
+        self._store = store
+
+    def head(self, key: str) -> ObjectStatus:
+        """Return the status of an object."""
+        with _Faults():
+            return _status(self._obstore.head(self._store, key))
+
+    def read(self, key: str, start: int, end: int, status: ObjectStatus | None) -> tuple[memoryview, ObjectStatus]:
+        """Return bytes [start, end) of an object, and its status with this answer."""
+        options: dict[str, Any] = {"range": (start, end)}
+        if status is not None and status.is_etag and status.version:
+            options["if_match"] = status.version
+        with _Faults():
+            result = self._obstore.get(self._store, key, options=options)  # type: ignore[arg-type]
+            return memoryview(result.bytes()), _status(result.meta)
+
+    def list_folder(self, key: str) -> Folder:
+        """Return what lies directly below a key."""
+        with _Faults():
+            listed = self._obstore.list_with_delimiter(self._store, key or None)
+        objects = {_name(one["path"]): _status(one) for one in listed["objects"]}
+        return Folder(objects, frozenset(map(_name, listed["common_prefixes"])))
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool, if_version: str | None) -> str:
+        """Write an object at one instant and return its version."""
+        mode: Any = "create" if if_absent else "overwrite" if if_version is None else {"e_tag": if_version}
+        with _Faults():
+            return self._obstore.put(self._store, key, memoryview(data), mode=mode, use_multipart=False)["e_tag"] or ""
+
+    def delete(self, key: str) -> None:
+        """Delete an object."""
+        with _Faults():
+            self._obstore.delete(self._store, key)
+
+
+def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
+    """Return the backend of a bucket, container or host.
+
+    Raises:
+        UsageError: obstore is not installed, or plain http is not allowed.
+    """
+    require_obstore(f"reading {root}")
+    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+    scheme, _, place = root.partition("://")
+    if scheme == "http" and not settings.allow_http:
+        raise _http_error(root)
+    client: dict[str, Any] = {
+        "timeout": f"{min(_REQUEST_SECONDS, settings.timeout_seconds)}s",
+        "allow_http": scheme == "http" or _may_use_http(scheme, root, settings),
+    }
+    options: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
+    store: ObjectStore
+    if scheme == "s3":
+        # The keys are the bucket's as they are; boto3 takes the region from AWS_DEFAULT_REGION, too.
+        region = environ().get("AWS_REGION") or environ().get("AWS_DEFAULT_REGION") or "us-east-1"
+        store = S3Store(place, region=region, **options)
+    elif scheme == "gs":
+        store = GCSStore(place, **options)
+    elif scheme in ("az", "abfs"):
+        container, _, account = place.partition("@")
+        if account:
+            options["account_name"] = account.partition(".")[0]
+        store = AzureStore(container, **options)
+    else:
+        store = HTTPStore.from_url(root, **options)
+    return ObstoreBackend(store)
+
+
+def _may_use_http(scheme: str, root: str, settings: StoreSettings) -> bool:
+    """Return whether the store's endpoint may be plain http; refuse one in the environment that is not allowed."""
+    names = {
+        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+        "abfs": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+        "gs": ("GOOGLE_BASE_URL",),
+    }.get(scheme, ())
+    endpoint = next((text for name in names if (text := environ().get(name))), "")
+    # object_store's own name of the permission.
+    allowed = settings.allow_http or (scheme == "s3" and environ().get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"))
+    if endpoint.lower().startswith("http:") and not allowed:
+        raise _http_error(root)
+    return allowed
+
+
+def _http_error(root: str) -> UsageError:
+    return UsageError(
+        f"{root} would be reached over plain http, where others can read and change the bytes and the credentials",
+        file=root,
+        want="https",
+        next_step="give an endpoint with https, or set XRANK_ALLOW_HTTP=1 if the network is yours",
+    )
+
+
+def _status(meta: Any) -> ObjectStatus:
+    etag = meta["e_tag"]
+    # RFC 9110, 13.1.1: If-Match compares strongly, so a weak etag never matches.
+    if etag and not etag.startswith("W/"):
+        return ObjectStatus(meta["size"], etag)
+    return ObjectStatus(meta["size"], etag or str(meta["last_modified"]), is_etag=False)
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+class _Faults:
+    """Turns obstore's exceptions into faults. Their texts contain URLs, so only known parts of them are kept."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, FaultError) or not isinstance(error, Exception):
+            return
+        raise _fault(error) from None
+
+
+def _fault(error: Exception) -> FaultError:
+    name, text = type(error).__name__, str(error)
+    found, code = _STATUS.search(text), _CODE.search(text)
+    number = found[1] if found else ""
+    shown = " ".join(filter(None, (f"{number}{found[2]}".strip() if found else "", code[1] if code else "")))
+    if isinstance(error, FileNotFoundError) or number == "404":
+        return FaultError(FaultKind.MISSING, shown or "404 Not Found")
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or number in ("401", "403"):
+        return FaultError(FaultKind.DENIED, shown or name)
+    if name == "PreconditionError" or number == "412":
+        return FaultError(FaultKind.CHANGED, shown or "412 Precondition Failed")
+    if name == "AlreadyExistsError" or number == "409":
+        return FaultError(FaultKind.EXISTS, shown or "409 Conflict")
+    if number in _THROTTLED or (code and code[1] in _THROTTLED_CODES):
+        return FaultError(FaultKind.THROTTLED, shown)
+    if number.startswith("5") or number == "408":
+        return FaultError(FaultKind.PASSING, shown)
+    if number == "416":
+        return FaultError(FaultKind.CHANGED, f"{shown}: it is shorter now")
+    if found or name in ("InvalidPathError", "NotSupportedError", "ValueError", "UnknownConfigurationKeyError"):
+        return FaultError(FaultKind.REFUSED, shown or name)
+    if "builder error" in text:
+        return FaultError(FaultKind.REFUSED, "an address that the client does not accept")
+    if "timed out" in text or "Timeout" in text:
+        return FaultError(FaultKind.PASSING, "no answer in time")
+    if "kind: Connect" in text:
+        return FaultError(FaultKind.PASSING, "no connection")
+    if "kind: " in text or "HTTP error" in text or "error decoding" in text or "Generic" in text:
+        return FaultError(FaultKind.PASSING, "the connection broke")
+    return FaultError(FaultKind.REFUSED, name)

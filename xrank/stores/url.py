@@ -1,0 +1,118 @@
+"""URLs of objects and folders: which paths are URLs, and their parts.
+
+A URL is a plain string, like a path: `os.path.join`, `dirname`, `basename` and `split` work on it. Credentials belong
+into the environment, never into a URL; so a URL may be printed anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from xrank.errors import UsageError
+
+__all__ = ["Location", "clean_path", "hidden_query", "is_url", "split_url"]
+
+# pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}
+_queries: dict[str, str] = {}
+"""Cleaned URL -> its query, which may be a signature and is only sent to the URL's own host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """The parts of a URL."""
+
+    scheme: str
+    root: str
+    """The bucket, container, host or repository, as a URL without a slash at its end."""
+    key: str
+    """Path of the object or the folder below the root, without slashes at its ends; empty for the root itself."""
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL, also one whose slashes pathlib has merged.
+
+    >>> is_url("s3://bucket/model"), is_url("models/s3"), is_url("C:/models")
+    (True, False, False)
+    """
+    return ":/" in path and _URL.match(path) is not None
+
+
+def clean_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as its user gave it, and a URL in the form that all of xrank uses.
+
+    ``file://`` is left out. The query of an ``https`` URL, which may be a signature, is kept apart from the text.
+
+    Raises:
+        UsageError: the URL contains a name or a password; the error does not repeat them.
+    """
+    text = os.fspath(path)
+    match = _URL.match(text) if ":/" in text else None
+    if match is None:
+        return text
+    scheme, rest = match[1].lower(), text[match.end() :]
+    if scheme == "file":
+        return _local_path(text)
+    rest, query = _cut_query(scheme, rest)
+    host, slash, below = rest.partition("/")
+    # abfs://container@account.dfs.core.windows.net/path is the only scheme whose "@" is not a user's name.
+    user, at, host_only = host.rpartition("@")
+    if at and (scheme not in ("abfs", "abfss", "az", "azure", "hf") or ":" in user):
+        raise UsageError(
+            f"{scheme}://...@{host_only}{slash}{below} contains a user name or a password",
+            file=f"{scheme}://{host_only}{slash}{below}",
+            want="a URL without them",
+            next_step="give credentials by the environment, as the store's own tools take them",
+        )
+    cleaned = f"{_ALIASES.get(scheme, scheme)}://{host}{slash}{below.rstrip('/')}".rstrip("/")
+    if query:
+        _queries[cleaned] = query
+    return cleaned
+
+
+def hidden_query(url: str) -> str:
+    """Return the query that came with a cleaned URL, for its request alone; empty if there was none."""
+    return _queries.get(url, "")
+
+
+def split_url(url: str) -> Location:
+    """Return the parts of a cleaned URL.
+
+    >>> split_url("s3://bucket/runs/step-10").key
+    'runs/step-10'
+    """
+    match = _URL.match(url)
+    assert match is not None, url
+    scheme, rest = match[1].lower(), url[match.end() :].rstrip("/")
+    parts = rest.split("/")
+    # hf://org/name, hf://datasets/org/name: huggingface_hub, hf_file_system.py
+    depth = 1 if scheme != "hf" else 3 if parts[0] in ("datasets", "spaces") else 2
+    return Location(scheme, f"{scheme}://{'/'.join(parts[:depth])}", "/".join(parts[depth:]))
+
+
+def _local_path(text: str) -> str:
+    rest = text[len("file:") :]
+    host, _, below = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest.lstrip("/"))
+    if host not in ("", "localhost"):
+        raise UsageError(f"{text} is on another machine", file=text, got=host, next_step="give a path of this machine")
+    return "/" + unquote(below)
+
+
+def _cut_query(scheme: str, rest: str) -> tuple[str, str]:
+    """Return the URL without its query and fragment, and the query; names of objects may contain both marks."""
+    if scheme not in ("http", "https"):
+        if "?" in rest and re.search(r"[?&](X-Amz-|sig=|Signature=|AWSAccessKeyId=|token=)", rest, re.IGNORECASE):
+            name = rest.partition("?")[0]
+            raise UsageError(
+                f"{scheme}://{name} has a signature behind it",
+                file=f"{scheme}://{name}",
+                want="a URL without a query",
+                next_step="give credentials by the environment, or the signed URL as https://",
+            )
+        return rest, ""
+    rest, _, query = rest.partition("#")[0].partition("?")
+    return rest, query
