@@ -42,7 +42,7 @@ def large() -> Iterator[tuple[Bench, dict[str, str]]]:
 
 
 SIGNALLED = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from xrank.cli.main import main
 from xrank.writers.stage import Stage
 
@@ -51,6 +51,9 @@ finish_part, create_part, done = Stage.finish_part, Stage.create_part, []
 
 def send():
     for number in map(int, numbers):
+        if pause == "own thread":
+            signal.pthread_kill(threading.get_ident(), number)
+            break
         os.kill(os.getpid(), number)
         time.sleep(float(pause))
     hold()
@@ -83,8 +86,11 @@ sys.exit(main())
 No further file is begun until the signal is met; what is begun may still be finished."""
 
 
-def start(bench: Bench, *, after: int | None = None, numbers: Sequence[int] = (), pause: float = 0.0) -> Gather:
-    """Start a gather that meets these signals when that many files are finished."""
+def start(bench: Bench, *, after: int | None = None, numbers: Sequence[int] = (), pause: float | str = 0.0) -> Gather:
+    """Start a gather that meets these signals when that many files are finished.
+
+    With `pause` "own thread", the thread that finishes the last of them takes the first signal, not the main thread.
+    """
     gather = ["gather", "--workspace", bench.workspace, "--out", bench.out, "--max-shard-size", "20MB", "--json"]
     told = ",".join(map(str, (after, pause, *map(int, numbers))))
     command = [XRANK] if after is None else [sys.executable, "-c", SIGNALLED, told]
@@ -147,6 +153,17 @@ def test_twice_quickly(large: tuple[Bench, dict[str, str]], first: signal.Signal
     assert report["output"]["resumed_nbytes"] >= SHARD_NBYTES
     shutil.rmtree(bench.out)
     assert verify_nothing_left(bench)
+
+
+def test_a_signal_that_another_thread_takes(large: tuple[Bench, dict[str, str]]) -> None:
+    """The main thread, which waits for the others, is not woken by it."""
+    bench, _ = large
+    process = start(bench, after=1, numbers=[signal.SIGTERM], pause="own thread")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143 and "the same command goes on" in stderr
+    for name in bench.names():
+        if name != "run42":
+            shutil.rmtree(bench.folder / name)
 
 
 def test_killed_outright(large: tuple[Bench, dict[str, str]]) -> None:

@@ -29,6 +29,7 @@ __all__ = ["Budget", "CancelledError", "FinishedFile", "Outcome", "execute"]
 
 _STAGING_NBYTES = 2 << 20
 _SMALLEST_STAGING_NBYTES = 256 << 10
+_SIGNAL_LOOK_SECONDS = 0.2
 
 
 class CancelledError(Exception):
@@ -150,7 +151,10 @@ def _wait(threads: Sequence[threading.Thread], workers: Sequence[Worker]) -> Non
     # A join that Ctrl-C interrupts marks its thread as ended, so the next join returns at once (CPython 3.11,
     # threading.py: Thread._wait_for_tstate_lock). An event can be waited for again.
     for thread, worker in zip(threads, workers, strict=False):
-        worker.ended.wait()
+        # A signal that another thread takes, or that comes just before the wait, does not end a wait of this thread:
+        # its handler runs between two waits.
+        while not worker.ended.wait(_SIGNAL_LOOK_SECONDS):
+            pass
         thread.join()
 
 
