@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+    from xrank.refit.engine_layout import record_layouts
     from xrank.refit.offer import offer_weights
     from xrank.refit.take import take_weights
     from xrank.simulation.simulation import simulate
@@ -41,6 +42,7 @@ __all__ = [
     "load_model",
     "offer_weights",
     "open_checkpoint",
+    "record_layouts",
     "reshard_checkpoint",
     "simulate",
     "take_weights",
@@ -61,6 +63,7 @@ _HOMES = {
     "load_model": "conversion.load",
     "offer_weights": "refit.offer",
     "open_checkpoint": "conversion.checkpoint",
+    "record_layouts": "refit.engine_layout",
     "reshard_checkpoint": "conversion.reshard",
     "simulate": "simulation.simulation",
     "take_weights": "refit.take",

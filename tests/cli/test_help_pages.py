@@ -89,7 +89,7 @@ def test_out_has_a_short_form(tmp_path: Path) -> None:
         ("gather x --replicas p", {"pick"}),
         ("recipe show torchtitan-llama3", {n for n in list_shipped_recipes() if n.startswith("torchtitan-llama3")}),
         ("lay", {"layout"}),
-        ("layout ", {"show", "diff", "check"}),
+        ("layout ", {"show", "diff", "check", "record"}),
         ("help insp", {"inspect"}),
     ],
 )

@@ -99,6 +99,30 @@ def check(output: Output, file: str, path: str | None, base_model: str | None) -
     output.report(report, _check_rows(report))
 
 
+@layout_command.command(
+    short_help="Record the layout of an inference engine.",
+    examples=["layout record --engine vllm --model model --tp 8 --toml engine.toml"],
+)
+@click.option("--engine", required=True, metavar="vllm", help="Engine whose own loader shows the layout.")
+@click.option("--model", required=True, type=PATH, metavar="DIR", help="Model folder; no weights are read.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor parallel ranks.")
+@click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Number of pipeline stages.")
+@click.option("--ep", is_flag=True, help="Share the experts among the tensor parallel ranks.")
+@click.option("--toml", "out", required=True, type=PATH, metavar="FILE", help="Layout file to write.")
+@reporting
+def record(output: Output, engine: str, model: str, out: str, tp: int, pp: int, ep: bool) -> None:
+    """Record which part of each tensor each rank of an engine loads, without starting it.
+
+    The engine must be installed; no device and no weights are needed.
+    """
+    from xrank.integrations.engine_layouts import record_engine_layout
+
+    report = record_engine_layout(engine, model, out, tp=tp, pp=pp, ep=ep)
+    ranks = plural(report.source["world_size"], "rank")
+    rows = [("engine", f"{engine}, {ranks}"), ("wrote", f"{out}: {plural(report.details['num_rules'], 'rule')}")]
+    output.report(report, rows)
+
+
 def _width() -> int:
     stream = sys.stdout
     return shutil.get_terminal_size((100, 24)).columns if stream is not None and stream.isatty() else 120

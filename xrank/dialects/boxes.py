@@ -11,6 +11,7 @@ from xrank.dialects.cuts import Cuts, chain_cuts, is_even_split
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import Loop, Nest, canonical
+from xrank.layout.notation import Count, Node, Size, Split
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
 __all__ = ["Box", "box_nests", "box_text", "boxes_overlap", "layout_of_boxes", "range_of", "volume"]
@@ -86,7 +87,7 @@ def _search_layout(
     boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int], empty_dim: int
 ) -> TensorLayout | None:
     names = free_size_names(len(shape), mesh.axis_names)
-    dims = []
+    dims: list[Node] = []
     used = set[str]()
     for dim, size in enumerate(shape):
         # An empty range may begin anywhere.
@@ -96,12 +97,33 @@ def _search_layout(
         if dim == empty_dim:
             ranges |= {rank: (0, 0) for rank, box in boxes.items() if box is None}
         axes = _axes_of_dim(ranges, size, mesh)
+        listed = _list_cut(ranges, size, mesh) if axes is None else None
+        if listed is not None:
+            axes = (listed[0],)
         if axes is None or used & set(axes):
             return None
         used |= set(axes)
+        if listed is not None:
+            dims.append(Split(Size(names[dim]), listed[0], "/", sizes=listed[1]))
+            continue
         cuts = Cuts(names[dim], tuple((axis, "/") for axis in axes))
         dims.append(chain_cuts(names[dim], axes, "/" if is_even_split(cuts, size, mesh) else "/~"))
     return TensorLayout.from_dims(dims, mesh)
+
+
+def _list_cut(
+    ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceMesh
+) -> tuple[str, tuple[Count, ...]] | None:
+    """Return the one axis that cuts a dim into these ranges, and their sizes; None if none does so."""
+    for axis in mesh.axis_names:
+        found: dict[int, tuple[int, int]] = {}
+        if any(found.setdefault(mesh.coordinate(rank)[axis], each) != each for rank, each in ranges.items()):
+            continue
+        sizes = [found[at][1] - found[at][0] if at in found else 0 for at in range(mesh.axis_length(axis))]
+        starts = [sum(sizes[:at]) for at in range(len(sizes))]
+        if sum(sizes) == size and all(not sizes[at] or low == starts[at] for at, (low, _) in found.items()):
+            return axis, tuple((each,) for each in sizes)
+    return None
 
 
 def _axes_of_dim(ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceMesh) -> tuple[str, ...] | None:

@@ -210,6 +210,7 @@ class LayoutDetails(Facts):
     toml: str | None = None
     equal: bool = False
     differences: Mapping[str, Any] = field(default_factory=dict)
+    num_rules: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

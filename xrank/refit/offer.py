@@ -42,6 +42,7 @@ def offer_weights(
     layouts: LayoutMap | None = None,
     mesh: Any = None,
     recipe: str | os.PathLike[str] | None = None,
+    base_model: str | os.PathLike[str] | None = None,
     snapshot: bool = False,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
@@ -53,11 +54,12 @@ def offer_weights(
     keeps the addresses of the tensors: training changes them in place, as optimizers do.
 
     Args:
-        model: as `xrank.export_model`; so are `layouts`, `mesh` and `recipe`.
+        model: as `xrank.export_model`; so are `layouts`, `mesh`, `recipe` and `base_model`.
         address: a directory that the ranks of both jobs see; it is created if it is absent. One trainer at a time.
         layouts: the layouts of plain tensors.
         mesh: the mesh of `layouts`, if they have none.
         recipe: from training names to Hugging Face's.
+        base_model: a model folder whose config and names count, for modules without a config, such as Megatron's.
         snapshot: whether `publish` copies this rank's part aside and returns at once. The copies take as many bytes of
             host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
         group: the ranks of the trainer; None: all of the world.
@@ -92,6 +94,7 @@ def offer_weights(
             live_layouts(layouts, mesh),
             mesh,
             recipe,
+            base_model,
             timeout_seconds=timeout_seconds,
             call="offer_weights",
             place=place.path,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+from xrank.decisions.base_model import open_base_model
 from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError
 from xrank.lending.lent_model import ModelRequest
 from xrank.refit.card import Address, Card
@@ -33,11 +34,14 @@ def write_offer(place: Address, team: Team, request: ModelRequest, parts: Sequen
     """
     card = None
     if team.is_first:
+        base = None if request.base_model is None else open_base_model(request.base_model)
         content = {
             "ranks": list(team.ranks),
             "parts": list(parts),
             "recipe": path_text(request.recipe),
             "aliases": {} if request.layouts is None else dict(request.layouts.aliases),
+            "config": None if base is None else base.config,
+            "names": [] if base is None else list(base.tensors),
         }
         card = place.write_trainer(content)
     card_id = team.broadcast("the offer's card", None if card is None else card.id)

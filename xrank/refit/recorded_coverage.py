@@ -69,7 +69,7 @@ def _find_fault_by_nests(tensor: torch.Tensor, regions: Sequence[torch.Tensor]) 
         return None
     nests = []
     for region in regions:
-        start = (region.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+        start = int(region.storage_offset() - tensor.storage_offset())
         loops = [
             (n, x, y) for n, x, y in zip(region.shape, row_major_steps(region.shape), region.stride(), strict=True)
         ]
@@ -85,7 +85,7 @@ def _find_fault_by_count(
     reach = span_nbytes(tensor) // tensor.element_size()
     counts = torch.zeros(reach, dtype=torch.uint8)
     for region in regions:
-        start = (region.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+        start = int(region.storage_offset() - tensor.storage_offset())
         counts.as_strided(region.shape, region.stride(), start).add_(1)
     own = counts.as_strided(tensor.shape, tensor.stride(), 0).flatten()
     wrong = own > 1 if may_have_gaps else own != 1

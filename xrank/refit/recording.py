@@ -106,8 +106,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = shapes
         self._parameters = sorted(
-            (tensor.data_ptr(), tensor.data_ptr() + span_nbytes(tensor), name) for name, tensor in parameters
+            (*_start(tensor), _start(tensor)[1] + span_nbytes(tensor), name) for name, tensor in parameters
         )
+        """Storage, first byte and end in it, and name of each parameter."""
+        self._storages = {storage for storage, *_ in self._parameters}
         self._stand_ins: dict[str, torch.Tensor] = {}
         self._owner: dict[int, str] = {}
         """Storage of a stand-in -> its name."""
@@ -158,6 +160,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _aten.copy_.default and not args[0].numel():
+            return args[0]  # such as a rank's part of a vocabulary that is padding alone
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
         names = frozenset[str]().union(*(self._names_of(tensor) for tensor in tensors))
         written = [value for value in _written(func, args, kwargs) if isinstance(value, torch.Tensor)]
@@ -223,15 +227,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset((name,)) if name is not None else self._derived.get(key, frozenset())
 
     def _find_parameter(self, tensor: torch.Tensor) -> str | None:
-        if tensor.device.type == "meta" or not tensor.numel():
+        start = _start(tensor)
+        if start[0] not in self._storages or not tensor.numel():
             return None
-        address = tensor.data_ptr()
-        at = bisect_right(self._parameters, address, key=lambda parameter: parameter[0]) - 1
-        return self._parameters[at][2] if at >= 0 and address < self._parameters[at][1] else None
+        at = bisect_right(self._parameters, start, key=lambda parameter: parameter[:2]) - 1
+        storage, _, end, name = self._parameters[at]
+        return name if at >= 0 and storage == start[0] and start[1] < end else None
 
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _start(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the storage of a tensor and its first byte there, which the meta device has, too."""
+    return _key(tensor), int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:

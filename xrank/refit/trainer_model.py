@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank.decisions.decision import Purpose, Request, decide
@@ -50,9 +50,11 @@ def read_trainer_model(card: Card) -> TrainerModel:
         descriptions = [str(part["model"]) for part in content["parts"]]
         own, _ = choose_config([OwnConfig.from_json(part["own"]) for part in content["parts"]])
         recipe, aliases = content["recipe"], dict(content["aliases"])
+        config, names = content["config"], tuple(content["names"])
     except (KeyError, TypeError, ValueError) as error:
-        raise card.make_error(error, "a model", "ranks, their parts, a recipe and aliases") from None
+        raise card.make_error(error, "a model", "ranks, their parts, a recipe, aliases, a config and names") from None
     live = read_ranks(descriptions, ranks=ranks)
     found = find_live_source(live.stored, own, None)
-    decision = decide(found, Request(Purpose.MODEL, recipe=recipe, aliases=aliases))
+    found = found if config is None else replace(found, config=config)
+    decision = decide(found, Request(Purpose.MODEL, recipe=recipe, aliases=aliases, file_names=names))
     return TrainerModel(live, decision.source, found.config, decision.padded_names)

@@ -1,0 +1,81 @@
+"""A real vLLM takes a trainer's weights after each step, and its layout is recorded without an engine.
+
+vLLM asks for a torch of its own, so ``VLLM_PYTHON`` names an interpreter with it; without one the tests are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.oracle.refit_vllm import KINDS, TRAINERS, make_model
+from xrank import NFSWorkspace
+from xrank.conversion.reshard import reshard_checkpoint
+from xrank.layout import LayoutMap
+
+PYTHON = os.environ.get("VLLM_PYTHON")
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(PYTHON is None, reason="VLLM_PYTHON names no interpreter with vLLM"),
+]
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    """Models of all steps and what vLLM generates from them, which the cases share."""
+    path: Path = tmp_path_factory.mktemp("refit")
+    return path
+
+
+def run(*arguments: str, module: str = "tests.oracle.refit_vllm") -> str:
+    """Run a module by the interpreter with vLLM, and return its last line."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [str(PYTHON), "-m", module, *arguments]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1150)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    print(ended.stdout.splitlines()[-1], file=sys.stderr)
+    return ended.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_tensors_after_each_step_are_those_of_its_folder(
+    folder: Path, kind: str, trainer: str, ranks: int
+) -> None:
+    line = run(kind, trainer, str(ranks), str(STEPS), str(folder)).splitlines()[-1]
+    assert f"{kind} {trainer} -> {ranks}: {STEPS} steps" in line and "moved/held 1.000, whole []" in line
+
+
+@pytest.mark.parametrize("options", [["--tp", "2"], ["--tp", "4"], ["--tp", "2", "--pp", "2"], ["--tp", "2", "--ep"]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recorded_layout_cuts_a_model_for_an_engine(tmp_path: Path, kind: str, options: list[str]) -> None:
+    make_model(kind, 0).save_pretrained(tmp_path / "model")
+    file = tmp_path / "engine.toml"
+    run("layout", "record", "--engine", "vllm", "--model", str(tmp_path / "model"), "--toml", str(file), *options,
+        module="xrank")  # fmt: skip
+    report = reshard_checkpoint(tmp_path / "model", file, tmp_path / "parts")
+    whole, layouts = load_file(tmp_path / "model" / "model.safetensors"), LayoutMap.read(file)
+    num_ranks = layouts.device_mesh.size
+    assert report.output["world_size"] == num_ranks
+    held = 0
+    for rank in range(num_ranks):
+        workspace = NFSWorkspace(tmp_path / "parts", rank=0, world_size=num_ranks)
+        _, parts = workspace.read_configs_and_weights_from_rank(rank)
+        for name, part in parts.items():
+            held += part.nbytes
+            rows = whole[name].reshape(-1, whole[name].shape[-1])
+            # A column or row of each part is somewhere in the whole tensor.
+            if part.numel() and part.ndim == 2 and part.shape[1] == rows.shape[1]:
+                assert (rows == part[:1]).all(1).any(), name
+    nbytes = sum(tensor.nbytes for tensor in whole.values())
+    assert nbytes <= held < num_ranks * nbytes
