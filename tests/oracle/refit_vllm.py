@@ -214,7 +214,6 @@ def _start_engine(model: Path, ranks: int, **options: Any) -> Any:
         max_model_len=64,
         max_num_seqs=4,
         tensor_parallel_size=ranks,
-        enable_expert_parallel=ranks > 1 and "moe" in model.parts,
         enable_prefix_caching=False,
         **options,
     )
