@@ -31,18 +31,20 @@ def test_fused_padded_and_repeated_parts_become_cuts_of_the_checkpoint() -> None
     layouts = record(4)
     assert {rule: str(layouts[rule]) for rule in layouts} == {
         "model.embed_tokens.weight": "[17/tp{8,8,1,0}, 8]",  # the last rank has padding alone
-        "model.layers.{2}.self_attn.q_proj.weight": "[16/tp, 8]",
-        "model.layers.{2}.self_attn.k_proj.weight": "[8/tp2, 8] in tp2",
-        "model.layers.{2}.self_attn.v_proj.weight": "[8/tp2, 8] in tp2",
-        "model.layers.{2}.self_attn.o_proj.weight": "[8, 16/tp]",
-        "model.layers.{2}.mlp.gate_proj.weight": "[16/tp, 8]",
-        "model.layers.{2}.mlp.up_proj.weight": "[16/tp, 8]",
-        "model.layers.{2}.mlp.down_proj.weight": "[8, 16/tp]",
-        "model.layers.{2}.input_layernorm.weight": "[8]",
-        "model.layers.{2}.post_attention_layernorm.weight": "[8]",
+        "model.layers.{n2}.self_attn.q_proj.weight": "[16/tp, 8]",
+        "model.layers.{n2}.self_attn.k_proj.weight": "[8/tp2, 8] in tp2",
+        "model.layers.{n2}.self_attn.v_proj.weight": "[8/tp2, 8] in tp2",
+        "model.layers.{n2}.self_attn.o_proj.weight": "[8, 16/tp]",
+        "model.layers.{n2}.mlp.gate_proj.weight": "[16/tp, 8]",
+        "model.layers.{n2}.mlp.up_proj.weight": "[16/tp, 8]",
+        "model.layers.{n2}.mlp.down_proj.weight": "[8, 16/tp]",
+        "model.layers.{n2}.input_layernorm.weight": "[8]",
+        "model.layers.{n2}.post_attention_layernorm.weight": "[8]",
         "model.norm.weight": "[8]",
         "lm_head.weight": "[17/tp{8,8,1,0}, 8]",
     }
+    assert layouts.sizes == {"n2": 2}
+    assert layouts.rule_for("model.layers.1.self_attn.q_proj.weight") == "model.layers.{n2}.self_attn.q_proj.weight"
     assert {name: view.grid for name, view in layouts.views.items()} == {"tp2": "tp2=2 tp_rest=2"}
 
 
@@ -88,9 +90,9 @@ def test_stages_and_experts_by_name_are_where_they_are() -> None:
     shapes = dict.fromkeys(names, ("F32", (2, 3)))
     layouts = xrank.record_layouts(stage_and_experts, shapes, DeviceMesh((2, 2), ("pp", "ep")))
     assert {rule: str(layouts[rule]) for rule in layouts} == {
-        "layers.{1}.experts.0.w": "[2, 3] where pp=0, ep=0",
-        "layers.{1}.experts.1.w": "[2, 3] where pp=0, ep=1",
-        "layers.{1}.experts.2.w": "[2, 3] where pp=0, ep=0",
+        "layers.{n1}.experts.0.w": "[2, 3] where pp=0, ep=0",
+        "layers.{n1}.experts.1.w": "[2, 3] where pp=0, ep=1",
+        "layers.{n1}.experts.2.w": "[2, 3] where pp=0, ep=0",
         "layers.0.norm.w": "[2, 3] where pp=0",
         "layers.1.norm.w": "[2, 3] where pp=1",
     }

@@ -24,10 +24,10 @@ __all__ = ["simulate_command"]
 @click.option(
     "--operation",
     default="gather",
-    metavar="gather|export|reshard",
+    metavar="gather|export|reshard|refit",
     show_default=True,
     help="Conversion to predict.",
-    shell_complete=options.completing(lambda: ("gather", "export", "reshard")),
+    shell_complete=options.completing(lambda: ("gather", "export", "reshard", "refit")),
 )
 @click.option("--mesh", metavar="TEXT", help='Mesh of ranks, such as "pp=8 dp=16 tp=32", in place of FILE\'s mesh.')
 @click.option(
@@ -36,7 +36,7 @@ __all__ = ["simulate_command"]
     help='Rates: "read=2GB/s write=1GB/s memory=8GB/s bandwidth=25GB/s latency=5us dp.bandwidth=10GB/s start=1s", or a '
     "TOML file with these keys. Without rates, no seconds are predicted.",
 )
-@click.option("--to", type=PATH, metavar="FILE", help="File of the new layout, for a reshard.")
+@click.option("--to", type=PATH, metavar="FILE", help="File of the new layout, for a reshard or refit.")
 @click.option(
     "--ranks",
     "num_ranks",
@@ -49,10 +49,11 @@ __all__ = ["simulate_command"]
 @click.option("--html", type=PATH, metavar="FILE", help="Write one self-contained page with charts.")
 @reporting
 def simulate_command(output: Output, path: str, operation: str, html: str | None, **arguments: Any) -> None:
-    """Predict the bytes, messages, memory and seconds of a gather, an export or a reshard from its real plan.
+    """Predict the bytes, messages, memory and seconds of a conversion from its real plan.
 
     PATH is a checkpoint or a workspace. FILE is a layout file, whose ranks need not exist; only tensors with sizes in
-    FILE count. No tensor's bytes are read. An export runs on the ranks that hold the model.
+    FILE count. No tensor's bytes are read. An export runs on the ranks that hold the model; a refit on these and on an
+    engine's ranks, which follow them.
     """
     from xrank.simulation.display import simulation_html, simulation_rows, simulation_table
     from xrank.simulation.report import simulation_report

@@ -32,6 +32,7 @@ __all__ = [
     "find_twins",
     "list_digested",
     "prefer_own_copies",
+    "spread_copies",
 ]
 
 DIGEST_NBYTES = 16
@@ -67,6 +68,38 @@ def _prefer_own_copies(tensor: TensorPlan, holder: IntArray, rank: int) -> Tenso
     rest = np.flatnonzero(twin < 0)
     left = Copies(tensor.replicas.rank[rest], tensor.replicas.record[rest], tensor.replicas.nests.take(rest))
     return replace(tensor, copies=copies, replicas=left)
+
+
+def spread_copies(plan: Plan, number: int) -> Plan:
+    """Return the plan for one reader of several: readers of neighbouring numbers read different twins of a piece.
+
+    The pieces of one reader are spread, too, so that ranks which hold the same serve equal shares.
+
+    Args:
+        plan: the plan of a source with equal twins; the result has no replicas.
+        number: the reader's.
+    """
+    count = 0
+    files = []
+    for file in plan.files:
+        tensors = []
+        for tensor in file.tensors:
+            tensors.append(_spread_copies(tensor, number + count))
+            count += 1
+        files.append(FilePlan(file.output, tuple(tensors)))
+    return replace(plan, files=tuple(files))
+
+
+def _spread_copies(tensor: TensorPlan, number: int) -> TensorPlan:
+    if not len(tensor.replicas):
+        return tensor
+    choices: dict[int, list[tuple[Copies, int]]] = {row: [(tensor.copies, row)] for row in range(len(tensor.copies))}
+    for row, twin in enumerate(find_twins(tensor).tolist()):
+        if twin >= 0:
+            choices[twin].append((tensor.replicas, row))
+    copies = _pick_rows([its[number % len(its)] for its in choices.values()])
+    none = np.zeros(0, np.int64)
+    return replace(tensor, copies=copies, replicas=Copies(none, none, tensor.replicas.nests.take(none)))
 
 
 def _pick_rows(rows: Sequence[tuple[Copies, int]]) -> Copies:

@@ -75,10 +75,12 @@ def record_layouts(make_rank: Callable[[int], EngineRank], shapes: Shapes, mesh:
         numbers = tuple(int(number) for number in _NUMBER.findall(name))
         kinds.setdefault(_NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}")), []).append((numbers, name))
     rules: dict[str, TensorLayout] = {}
+    sizes: dict[str, int] = {}
     for kind, its in kinds.items():
         layouts = {numbers: search.find(name, parts[name], shapes[name][1]) for numbers, name in its}
-        rules |= dict(_join(kind, layouts))
+        rules |= dict(_join(kind, layouts, sizes))
     found.views |= search.views
+    found.sizes |= sizes
     for rule, layout in rules.items():
         found[rule] = layout
     return found
@@ -162,10 +164,13 @@ def _find_layout(
     return layout_of_boxes({rank: boxes[0] if boxes else None for rank, boxes in shards.items()}, mesh, shape)
 
 
-def _join(kind: str, layouts: Mapping[tuple[int, ...], TensorLayout]) -> Iterator[tuple[str, TensorLayout]]:
+def _join(
+    kind: str, layouts: Mapping[tuple[int, ...], TensorLayout], sizes: dict[str, int]
+) -> Iterator[tuple[str, TensorLayout]]:
     """Yield rules for tensors whose names differ in numbers alone: as few as have one number each in the other places.
 
-    A number in braces stands for 0 to it, exclusive (`xrank.layout.tensor_name`).
+    A size in braces, which is added to `sizes`, stands for 0 to it, exclusive (`xrank.layout.tensor_name`). A number in
+    braces would be a quantifier of a regular expression.
     """
     width = len(next(iter(layouts)))
     for num_literal in range(width + 1):
@@ -177,9 +182,10 @@ def _join(kind: str, layouts: Mapping[tuple[int, ...], TensorLayout]) -> Iterato
                 groups.setdefault(fixed, {})[rest] = layout
             if all(map(_is_uniform, groups.values())):
                 for fixed, group in groups.items():
-                    counts = iter([max(column) + 1 for column in zip(*group, strict=True)])
-                    own = iter(fixed)
-                    texts = [str(next(own)) if i in literal else f"{{{next(counts)}}}" for i in range(width)]
+                    counts = [max(column) + 1 for column in zip(*group, strict=True)]
+                    sizes |= {f"n{count}": count for count in counts}
+                    own, free = iter(fixed), iter(counts)
+                    texts = [str(next(own)) if i in literal else f"{{n{next(free)}}}" for i in range(width)]
                     yield kind.format(*texts), next(iter(group.values()))
                 return
 

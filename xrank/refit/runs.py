@@ -10,7 +10,7 @@ import numpy as np
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.lending.peer_memory import MAX_SPANS, SpanArray
 
-__all__ = ["Call", "Runs", "cut_calls", "find_runs", "join_runs", "mean_run_nbytes"]
+__all__ = ["Call", "Runs", "count_runs", "cut_calls", "find_runs", "join_runs", "mean_run_nbytes"]
 
 _CALL_NBYTES = 8 << 20
 """Bytes of one call at most: threads share the calls, and look for failures between two of them."""
@@ -43,9 +43,12 @@ class Call:
 
 def mean_run_nbytes(nests: NestTable, width: int) -> float:
     """Return the mean length of the runs that `find_runs` would return, before they are joined."""
-    num_elements = int(nests.sizes.sum())
-    num_runs = int((nests.sizes // np.maximum(1, _run_lengths(nests)[1])).sum())
-    return num_elements * width / max(1, num_runs)
+    return int(nests.sizes.sum()) * width / max(1, int(count_runs(nests).sum()))
+
+
+def count_runs(nests: NestTable) -> IntArray:
+    """Return the number of runs of each nest, before they are joined."""
+    return nests.sizes // np.maximum(1, _run_lengths(nests)[1])
 
 
 def find_runs(nests: NestTable, width: int) -> Runs:

@@ -112,7 +112,7 @@ def take_weights(
     except BaseException:
         loan.close()
         raise
-    return TakenWeights(place, made, block, offer, EngineRanks(block, siblings), loan, nbytes)
+    return TakenWeights(place, made, block, offer, EngineRanks(block, siblings), loan, nbytes, team.rank)
 
 
 def _make_target(target: FilledModule, layouts: LayoutMap | None, mesh: Any, loader: Loader | None) -> Target:

@@ -49,9 +49,11 @@ class TakenWeights:
         siblings: EngineRanks,
         loan: ExitStack,
         max_memory_nbytes: int,
+        number: int,
     ) -> None:
         self._place, self._target, self._block, self._offer = place, target, block, offer
         self._siblings, self._loan, self._max_memory_nbytes = siblings, loan, max_memory_nbytes
+        self._number = number
         self._link: TrainerLink | None = None
         self._reported: dict[int, int] = {}
         """Trainer rank -> the generation whose failure was raised."""
@@ -156,8 +158,8 @@ class TakenWeights:
             self._drop_link()
             if card is not None:
                 try:
-                    check = self._siblings.check
-                    self._link = connect_trainer(card, self._target, self._offer, self._max_memory_nbytes, check)
+                    check, nbytes = self._siblings.check, self._max_memory_nbytes
+                    self._link = connect_trainer(card, self._target, self._offer, nbytes, check, self._number)
                 except (RankFailedError, RankTimeoutError) as error:
                     failure = error  # an earlier trainer's card: another one may come
                 else:

@@ -11,6 +11,7 @@ from xrank.decisions.options import default_workers
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.peer_source import PeerSource
 from xrank.plan.executor import Budget
+from xrank.plan.replicas import spread_copies
 from xrank.refit.card import Card
 from xrank.refit.held_memory import MemoryPlaces
 from xrank.refit.offer_card import find_trainer_ranks, number_of
@@ -55,7 +56,7 @@ class TrainerLink:
 
 
 def connect_trainer(
-    card: Card, target: Target, offer: MemoryOffer, max_memory_nbytes: int, check: Callable[[], object]
+    card: Card, target: Target, offer: MemoryOffer, max_memory_nbytes: int, check: Callable[[], object], number: int
 ) -> TrainerLink:
     """Return a link to the trainer of a card: its ranks answer, and the plan is proven.
 
@@ -65,6 +66,7 @@ def connect_trainer(
         offer: this rank's own offer.
         max_memory_nbytes: bytes of the buffers for tensors that pass them.
         check: called while bytes pass the buffers; it may raise.
+        number: of this rank among the engine's; it reads other replicas than the ranks beside it.
 
     Raises:
         RankFailedError, RankTimeoutError: a trainer rank has ended, or does not answer.
@@ -92,7 +94,7 @@ def connect_trainer(
         )
         loan.callback(source.close)
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
-        transfer = make_transfer(filling.plan, filling.tensors, source, budget)
+        transfer = make_transfer(spread_copies(filling.plan, number), filling.tensors, source, budget)
         places, seconds = target.list_places(), monotonic() - started
         return TrainerLink(card, number_of(card), peers, filling, transfer, places, seconds, loan.pop_all())
     raise AssertionError

@@ -14,18 +14,19 @@ from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layout_sources import is_layout_file, read_source
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
-from xrank.decisions.reshard_plan import plan_reshard, plan_reshard_of
+from xrank.decisions.reshard_plan import Reshard, plan_reshard, plan_reshard_of
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray
 from xrank.plan.planner import Plan
 from xrank.plan.source import NO_CHECKSUM, StoredModel
+from xrank.simulation.expanded_names import expand_names
 from xrank.simulation.layout_model import build_layout_model, read_layouts_on, survey_layouts
 
 __all__ = ["Operation", "PlannedWork", "plan_work"]
 
-Operation: TypeAlias = Literal["gather", "export", "reshard"]
+Operation: TypeAlias = Literal["gather", "export", "reshard", "refit"]
 
 _DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -66,8 +67,8 @@ def plan_work(
         path: a checkpoint or workspace, or a layout file with sizes.
         operation: the operation to simulate.
         mesh: replaces the mesh of a layout file.
-        to: the new layout file of a reshard.
-        num_ranks: number of processes that share a gather or reshard; the ranks that have the model make an export.
+        to: the new layout file of a reshard, or that of a refit's engine.
+        num_ranks: number of processes that share a gather or reshard; the ranks that have the model make the others.
         dtype: element type of a layout file's tensors: ``"bf16"`` (default), ``"fp16"``, ``"fp32"``.
         recipe: as for a gather; None keeps the names of a layout file.
         needs_mesh: whether to determine the mesh of a checkpoint's ranks.
@@ -104,20 +105,20 @@ def _check(operation: str, to: str | os.PathLike[str] | None, num_ranks: int | N
             want=", ".join(get_args(Operation)),
             next_step=f"give one of them to {option('operation')}",
         )
-    if (to is not None) != (operation == "reshard"):
+    if (to is not None) != (operation in ("reshard", "refit")):
         raise UsageError(
             f"{option('to')} was {'not given' if to is None else 'given'}, and the operation is {operation}",
             got=option("operation", operation),
-            want=f"{option('to', metavar='FILE')}, the new layout, with a reshard alone",
+            want=f"{option('to', metavar='FILE')}, the new layout, with a reshard or refit alone",
             next_step=f"add {option('to', metavar='FILE')}"
             if to is None
             else f"leave {option('to')} out, or give {option('operation', 'reshard')}",
         )
-    if num_ranks is not None and (operation == "export" or num_ranks < 1):
+    if num_ranks is not None and (operation in ("export", "refit") or num_ranks < 1):
         raise UsageError(
             f"{option('num_ranks')} is for a gather or a reshard, whose work processes share",
             got=f"{option('operation', operation)} {option('num_ranks', num_ranks)}",
-            want="1 or more; an export is made by the ranks that hold the model",
+            want="1 or more; an export and a refit are made by the ranks that hold the model",
             next_step=f"leave {option('num_ranks')} out",
         )
 
@@ -133,6 +134,8 @@ def _plan_stored(
     """Plan an operation on a stored checkpoint."""
     if to is not None:
         made = plan_reshard(path, to, GatherOptions(), recipe=recipe)
+        if operation == "refit":
+            return _export_work(path, made, None, made.notes)
         return _file_work("reshard", path, made.source, made.plan, made.notes)
     gather = plan_gather(path, GatherOptions(), recipe=recipe)
     if operation == "gather":
@@ -163,9 +166,12 @@ def _plan_layout(
     found, notes = survey_layouts(layouts, path, _DTYPES[dtype or "bf16"])
     stored = build_layout_model(found, path)
     if to is not None:
-        source = FoundSource(stored, None, None, ())
+        # Rules of the two files may count other numbers in braces, so a refit is planned by names.
+        source = FoundSource(expand_names(stored) if operation == "refit" else stored, None, None, ())
         made = plan_reshard_of(source, path, read_layouts(to), GatherOptions(), recipe=recipe)
         kept = [note for note in made.notes if note[0] not in ("new-run-id", "no-config")]
+        if operation == "refit":
+            return _export_work(path, made, None, (*notes, *kept))
         return _file_work("reshard", path, made.source, made.plan, (*notes, *kept), layouts.device_mesh)
     gather = plan_export(stored, GatherOptions(), OwnConfig(), layouts=layouts, recipe=recipe or "none")
     kept = [note for note in gather.notes if note[0] != "no-config"]
@@ -186,7 +192,7 @@ def _file_work(
 
 
 def _export_work(
-    path: str, gather: FolderPlan, mesh: DeviceMesh | None, notes: Sequence[tuple[str, str]]
+    path: str, gather: FolderPlan | Reshard, mesh: DeviceMesh | None, notes: Sequence[tuple[str, str]]
 ) -> PlannedWork:
     """Return the export of each rank's part of the model from its memory."""
     source, records = gather.source, gather.source.records

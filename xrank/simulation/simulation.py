@@ -17,6 +17,7 @@ from xrank.simulation.counted_reads import count_compared_nbytes, count_rounds, 
 from xrank.simulation.planned_work import PlannedWork, plan_work
 from xrank.simulation.prediction import Prediction, predict
 from xrank.simulation.rates import Rates, read_rates
+from xrank.simulation.refit_work import count_refit, place_engine
 from xrank.simulation.traced_reads import trace_compared_nbytes, trace_rounds
 from xrank.simulation.traffic import ConversionTraffic
 
@@ -67,14 +68,16 @@ def simulate(
     dtype: str | None = None,
     recipe: str | os.PathLike[str] | None = None,
 ) -> Simulation:
-    """Predict the traffic of a gather, an export or a reshard, and its time.
+    """Predict the traffic of a gather, an export, a reshard or a refit, and its time.
+
+    A refit has the ranks of the trainer and, after them, those of the engine (`xrank.take_weights`).
 
     Args:
         path: a checkpoint or workspace; or a layout file of a model that need not exist.
-        operation: ``"gather"``, ``"export"`` or ``"reshard"``.
+        operation: ``"gather"``, ``"export"``, ``"reshard"`` or ``"refit"``.
         mesh: replaces the mesh of a layout file; such as ``"pp=8 dp=16 tp=32"``.
         link: rates of the machine (`read_rates`); None predicts no seconds.
-        to: the new layout file of a reshard.
+        to: the new layout file of a reshard, or that of a refit's engine.
         num_ranks: number of processes that share a gather or reshard; 1 if None.
         dtype: element type of a layout file's tensors; ``"bf16"`` if None.
         recipe: as for a gather; None keeps the names of a layout file.
@@ -103,6 +106,7 @@ def simulate(
         recipe=recipe,
         needs_mesh=rates is not None and bool(rates.link.axes),
     )
+    work = place_engine(work) if operation == "refit" else work
     options = GatherOptions(workers=_WORKERS)
     budget = Budget.from_memory(options.max_memory_nbytes, _WORKERS)
     traffic = compute_traffic(work, budget.staging_nbytes)
@@ -119,6 +123,8 @@ def compute_traffic(work: PlannedWork, staging_nbytes: int, *, follow: bool | No
         follow: whether to trace each read; None decides by their number.
     """
     plan, holder = work.plan, work.holder
+    if work.operation == "refit":
+        return count_refit(work)
     division = divide(plan, range(len(plan.files)), work.num_ranks, holder=holder)
     if follow is None:
         # For records in memory, each rank prefers its own replicas, so tracing repeats for every rank.
