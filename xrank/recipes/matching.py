@@ -258,14 +258,15 @@ def _generalise(name: str) -> str:
 
 def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool, raised: set[str]) -> list[str]:
     """Return the targets that a model must have and that no used rule makes (or has)."""
+    texts = _target_texts(recipe)
     made: set[str] = set()
     for number, form in used:
-        sides = source_sides(recipe.rules[number], True)
-        made.update(str(side.name) for side in (sides[form : form + 1] if is_reversed else sides))
+        targets = texts[number]
+        made.update(name for name, _ in (targets[form : form + 1] if is_reversed else targets))
     # A dense model lacks the sparse blocks rightly, but one without any block lacks all kinds: its layers are lost.
     present = {recipe.rules[number].group for number, _ in used} - {None}
     chosen = {recipe.rules[number].choice for number, _ in used if recipe.rules[number].group is not None}
-    wanted: list[Side] = []
+    wanted: list[tuple[str, str]] = []
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
         # One tensor of a flag shows that the flag is true, so the others of the flag are due, too.
@@ -273,5 +274,11 @@ def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool, raised: 
         is_due = is_due and not rule.is_copy
         is_needed = rule.group in (None, *present, *recipe.needed) or rule.choice not in chosen
         if is_due and is_needed:
-            wanted += rule.targets.values()
-    return [str(side) for side in dict.fromkeys(wanted) if str(side.name) not in made]
+            wanted += texts[number]
+    return [text for name, text in dict.fromkeys(wanted) if name not in made]
+
+
+@lru_cache(maxsize=256)
+def _target_texts(recipe: Recipe) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Return by rule the name of each target, and the target, as texts."""
+    return tuple(tuple((str(side.name), str(side)) for side in rule.targets.values()) for rule in recipe.rules)
