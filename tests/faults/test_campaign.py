@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,17 @@ import pytest
 from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import leave
 from tests.faults.__main__ import run_part
+from tests.recipes.families import FAMILIES
+from tests.recipes.test_there_and_back import model_of
 from xrank.decisions.options import parse_size
+from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import ContradictionError, UsageError
 from xrank.layout.layout_file import write_whole
+from xrank.recipes.name_proof import prove_family
 from xrank.recipes.recipe_file import load_shipped_recipe
 from xrank.recipes.requirements import check_requirements
 from xrank.recipes.terms import evaluate, is_term
+from xrank.writers import rename
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -48,6 +54,31 @@ def test_integers_beyond_all_floats_in_config(tmp_path: Path) -> None:
     recipe = load_shipped_recipe("megatron-llama")
     with pytest.raises(ContradictionError, match="disagree about norm_epsilon"):
         check_requirements(recipe, {"rms_norm_eps": 10**400}, {"norm_epsilon": 1e-5}, str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [2**62, 10**400])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("llama", "num_hidden_layers"),
+        ("nemotron-nas", "num_hidden_layers"),  # whose layers have rules of their own
+        ("deepseek-v3-mtp", "num_nextn_predict_layers"),
+    ],
+)
+def test_counts_in_config_that_no_model_has(name: str, key: str, number: int) -> None:
+    """The recipe lists its names: 2**62 of them were a MemoryError, 2**33 filled the machine."""
+    family = FAMILIES[name]
+    config = family.full_config()
+    shapes = {name: tuple(shape) for name, shape in family.recorded["shapes"].items()}
+    model = replace(model_of(shapes), args=family.full_args())
+    recipe = choose_recipe(model, config, None)
+    assert recipe is not None
+    names = [shard.name for shard in follow_recipe(model, recipe, config).shards]
+    assert prove_family(names, config)
+    wrong = {**config, key: number}
+    for work in (lambda: prove_family(names, wrong), lambda: follow_recipe(replace(model, args={}), recipe, wrong)):
+        with pytest.raises(ContradictionError, match="would stand for more tensors than any model has"):
+            work()
 
 
 def test_a_link_file_of_two_thousand_tables(tmp_path: Path, bench: Bench) -> None:
@@ -105,6 +136,30 @@ def test_an_exception_of_no_input_is_one_line_and_a_report(bench: Bench, monkeyp
     error = bench.refused("XrankError", says=["this is a fault of xrank", "ZeroDivisionError: division by zero"])
     assert error["try"] == "run again with -v, and report the traceback"
     assert "Traceback" in run("gather", "--workspace", bench.workspace, "-o", bench.out, "-v").stderr
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_disk_without_room_for_the_last_rename(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, number: int, overwrite: bool
+) -> None:
+    """A directory may need a block more for the name: the work is kept, and the old output too."""
+    model = leave(bench.workspace)
+    options = ("--overwrite",) if overwrite else ()
+    if overwrite:
+        bench.out.mkdir()
+        (bench.out / "config.json").write_text("{}")
+
+    def full(source: str, target: str, *flags: int) -> None:
+        raise OSError(number, os.strerror(number), source, None, target)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(rename, "renameat2", full)
+        refusal(bench.gather(*options), "NoSpaceError", says=["bytes free", "goes on from the files", str(bench.out)])
+    assert not bench.out.exists() or os.listdir(bench.out) == ["config.json"]
+    report = bench.succeeds(model, *options)
+    assert report["output"]["resumed_nbytes"] > 0
+    assert [name for name in os.listdir(bench.folder) if name.startswith(".")] == []
 
 
 def test_a_device_as_output(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from xrank.recipes.layer_rules import place_names
 from xrank.recipes.matching import Match, active_rules, is_required, match, raised_flags, source_sides
 from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import load_recipes_of
-from xrank.recipes.sizes import collect_flags, list_model_types
+from xrank.recipes.sizes import check_counts, collect_flags, list_model_types
 
 __all__ = ["BRING_FILES", "CHECK_CONFIG", "check_names", "prove_family", "refuse_missing"]
 
@@ -93,6 +93,7 @@ def check_names(found: Match, solved: SolvedSizes, flags: Mapping[str, bool]) ->
     """
     indices, counts = _count_indices(found, solved)
     sizes = {**counts, **solved.sizes}
+    check_counts(found.recipe, sizes)
     covered, groups = _find_covered(found, indices, sizes)
     _check_blocks(found, sizes, groups)
     raised = raised_flags(found.recipe, found.used)

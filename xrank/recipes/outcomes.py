@@ -16,6 +16,7 @@ from xrank.recipes.layer_choice import LayerChoice
 from xrank.recipes.matching import Match, active_rules, raised_flags, source_sides
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, branches_of
+from xrank.recipes.sizes import check_counts
 
 __all__ = ["Outcome", "check_whole", "list_outcomes"]
 
@@ -39,6 +40,7 @@ class Outcome:
 
 def list_outcomes(matched: Match, sizes: Mapping[str, int]) -> dict[str, Outcome]:
     """Return every name that the recipe may produce."""
+    check_counts(matched.recipe, sizes)
     found: dict[str, Outcome] = {}
     has_begun = False
     for number in active_rules(matched.recipe, matched.is_reversed):

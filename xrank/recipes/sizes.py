@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.faces import option
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size
+from xrank.layout.tensor_name import MAX_NAMES
 from xrank.recipes.layer_choice import LayerChoice, is_layer_term, parse_layers
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_tables import find_place, read_shipped
 from xrank.recipes.side import Side
 from xrank.recipes.terms import evaluate, look_up
+from xrank.words import clip
 
-__all__ = ["collect_flags", "collect_layers", "collect_sizes", "disagreement", "list_model_types", "solve_sizes"]
+__all__ = [
+    "check_counts",
+    "collect_flags",
+    "collect_layers",
+    "collect_sizes",
+    "disagreement",
+    "list_model_types",
+    "solve_sizes",
+]
 
 _Shape = tuple[int, ...]
 
@@ -37,7 +48,7 @@ def collect_sizes(
         folder: the folder that a config.json belongs in, for errors.
 
     Raises:
-        ContradictionError: two of them give different numbers.
+        ContradictionError: two of them give different numbers, or more tensors than any model has.
     """
     found = {name: (number, "the recipe") for name, number in recipe.sizes.items()}
     for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
@@ -54,7 +65,30 @@ def collect_sizes(
                 key = choices[0].partition(" ")[0]
                 raise disagreement(key, number, origin, found[name][0], found[name][1], folder)
             found.setdefault(name, (number, origin))
+    check_counts(recipe, {name: number for name, (number, _) in found.items()})
     return found
+
+
+def check_counts(recipe: Recipe, sizes: Mapping[str, int]) -> None:
+    """Refuse sizes by which one name of a recipe stands for more tensors than any model has: each would be listed.
+
+    Args:
+        recipe: has the names, such as ``model.layers.{L}.mlp.experts.{E}.up_proj.weight``.
+        sizes: size -> its number; unknown sizes count as 1.
+
+    Raises:
+        ContradictionError: a name stands for more than `MAX_NAMES` tensors.
+    """
+    for name in {side.name for rule in recipe.rules for side in (*rule.sources, *rule.targets.values())}:
+        count = prod(sizes.get(size, 1) for dim in name.dims for size in names_of_dim(dim))
+        if count > MAX_NAMES:
+            raise ContradictionError(
+                f"{name} would stand for more tensors than any model has",
+                tensor=str(name),
+                got=clip(str(count), 40),
+                want=f"at most {MAX_NAMES:,}",
+                next_step="check the numbers of layers and experts in config.json, the trainer's args and the names",
+            )
 
 
 def disagreement(key: str, got: object, origin: str, want: object, other: str, folder: str) -> ContradictionError:
