@@ -15,6 +15,7 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel, merge_models
 from xrank.readers.discovery import find_source
+from xrank.stores import places
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
 __all__ = ["ComparedSide", "read_sides"]
@@ -86,7 +87,7 @@ class _FoundSide:
 
     @property
     def has_adapter_apart(self) -> bool:
-        return os.path.isdir(self.place) and os.path.isfile(os.path.join(self.place, _APART))
+        return places.is_folder(self.place) and places.is_file(os.path.join(self.place, _APART))
 
 
 def read_sides(
@@ -112,8 +113,8 @@ def read_sides(
         IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
             lists is missing, or has tensors with names of the model.
     """
-    places = [(each, find_source(each)) for each in (path, other_path)]
-    manifests = [_manifest(where.path) for _, where in places]
+    wheres = [(each, find_source(each)) for each in (path, other_path)]
+    manifests = [_manifest(where.path) for _, where in wheres]
     # Tensors that the other's manifest records as left out need no place.
     found = [
         _FoundSide(
@@ -131,7 +132,7 @@ def read_sides(
             own,
         )
         for (each, where), own, other, chosen, ranks in zip(
-            places, manifests, reversed(manifests), (part, None), (world_size, None), strict=True
+            wheres, manifests, reversed(manifests), (part, None), (world_size, None), strict=True
         )
     ]
     shared = frozenset(found[0].tensor_names).intersection(found[1].tensor_names)
@@ -145,7 +146,7 @@ def read_sides(
 
 def _manifest(place: str) -> Mapping[str, Any]:
     path = os.path.join(place, MANIFEST_NAME)
-    return read_manifest(path) if os.path.exists(path) else {}
+    return read_manifest(path) if places.exists(path) else {}
 
 
 def _make_exclusion(manifest: Mapping[str, Any]) -> Callable[[str], bool]:

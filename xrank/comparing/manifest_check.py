@@ -19,6 +19,7 @@ from xrank.plan.file_hashes import digest_plain_file
 from xrank.plan.output import OutputTensor
 from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.readers.hugging_face.folder import read_headers
+from xrank.stores import places
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
 __all__ = ["plan_manifest_check"]
@@ -28,7 +29,7 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
     """Return the check of a folder against its manifest: files, tensors, digests. Companions are read immediately."""
     manifest = read_manifest(os.path.join(path, MANIFEST_NAME))
     listed = {file["name"]: file for file in manifest["files"]}
-    surplus = sorted(name for name in os.listdir(path) if name.endswith(".safetensors") and name not in listed)
+    surplus = sorted(name for name in places.list_names(path) if name.endswith(".safetensors") and name not in listed)
     if surplus:
         raise ContradictionError(
             f"{surplus[0]} is in {path} and not in its manifest",

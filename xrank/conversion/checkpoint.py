@@ -11,6 +11,7 @@ from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.making.checkpoint import Checkpoint
 from xrank.public_calls import names_own_arguments
+from xrank.stores import places
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ def open_checkpoint(
     """
     options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, max_shard_size=1 << 62)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
-    gather = plan_gather(os.fspath(path), options, base_model=base_model, layouts=given, recipe=recipe, part=part)
+    gather = plan_gather(places.enter(path), options, base_model=base_model, layouts=given, recipe=recipe, part=part)
     adapted = gather.decision.adapted
     if adapted is not None and not adapted.is_alone:
         raise UsageError(

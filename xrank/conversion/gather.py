@@ -18,6 +18,7 @@ from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
 from xrank.plan.report import FileFacts, Report
 from xrank.public_calls import names_own_arguments
+from xrank.stores import places
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
@@ -141,7 +142,7 @@ def gather_checkpoint(
         attest=attest,
         strict_pickles=strict_pickles,
     )
-    path = os.fspath(source)
+    path = places.enter(source)
     read = partial(
         plan_gather, path, options, format_name=format, part=part, world_size=world_size, workspace=workspace
     )

@@ -24,6 +24,7 @@ from xrank.plan.source import StoredModel
 from xrank.public_calls import names_own_arguments
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
+from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.writers.companions import check_companions
 from xrank.writers.stage_inspection import inspect_stage
@@ -67,10 +68,11 @@ def inspect(
         ('workspace', 6, [])
     """
     started = time.monotonic()
-    stage = inspect_stage(os.fspath(path)) if os.path.isdir(path) else None
+    place = places.enter(path)
+    stage = inspect_stage(place) if os.path.isdir(place) else None
     if stage is not None:
         return stage
-    where = find_source(os.fspath(path), format_name=format)
+    where = find_source(place, format_name=format)
     text, reader = where.path, where.reader
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     base = open_base_model(base_model) if base_model is not None else None
@@ -81,11 +83,9 @@ def inspect(
     companions: list[str] = []
     recipe = config_path = None
     try:
-        beside = companions_of(os.fspath(path), where)
+        beside = companions_of(place, where)
         companions += [companion.name for companion in beside[0]]  # listed even if the reader fails
-        found = read_found(
-            os.fspath(path), where, base=base, layouts=given, part=part, world_size=world_size, beside=beside
-        )
+        found = read_found(place, where, base=base, layouts=given, part=part, world_size=world_size, beside=beside)
         model = found.model
         notes += found.notes
         config_path = found.config_path

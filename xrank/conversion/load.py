@@ -18,6 +18,7 @@ from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report
 from xrank.public_calls import names_own_arguments
 from xrank.readers.live.module_tensors import FilledModule
+from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.teams.agreement import check_alike, nbytes_text, path_text
 from xrank.teams.launches import find_group_team
@@ -89,7 +90,7 @@ def load_model(
     """
     require_torch("load_model")
     started = time.monotonic()
-    place = os.fspath(path)
+    place = places.enter(path)
 
     def read_arguments() -> int:
         check_types(None if isinstance(layouts, str | os.PathLike) else layouts, mesh)

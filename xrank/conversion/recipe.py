@@ -21,6 +21,7 @@ from xrank.plan.report import RecipeDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import target_sides
 from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipes, read_shipped_text
+from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.words import plural
 
@@ -82,7 +83,7 @@ def check_recipe(
     started = time.monotonic()
     asked = load_recipe(os.fspath(recipe))
     base = open_base_model(base_model) if base_model is not None else None
-    found = read_source(os.fspath(path), base=base)
+    found = read_source(places.enter(path), base=base)
     fit = fit_recipe(asked, found.model, found.config)
     fault = _fault(fit, found.model)
     if fault is None and base is not None and fit.renamed is not None:
@@ -135,7 +136,7 @@ def draft_recipe(
             want="a model folder with safetensors",
             next_step=f"give {option('base_model')} a folder with weights",
         )
-    found, known = read_source(os.fspath(path), base=base), read_source(base.path)
+    found, known = read_source(places.enter(path), base=base), read_source(base.path)
     if {shard.name for shard in found.model.shards} <= base.tensors.keys():
         raise UsageError(
             f"{found.model.path} has the base model's names already",

@@ -19,6 +19,7 @@ from xrank.making.earlier_output import find_together
 from xrank.making.states_filling import make_states, own_texts
 from xrank.plan.report import FileFacts, Report
 from xrank.public_calls import names_own_arguments
+from xrank.stores import places
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
@@ -90,7 +91,7 @@ def reshard_checkpoint(
         >>> xrank.reshard_checkpoint("model", halves, "states").output["world_size"]
         2
     """
-    started, path = time.monotonic(), os.fspath(out)
+    started, place, path = time.monotonic(), places.enter(source), os.fspath(out)
     options = GatherOptions(
         dtype=_check_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
     )
@@ -98,7 +99,7 @@ def reshard_checkpoint(
     def plan(host: str, *, checks_output: bool = True) -> Reshard:
         make = partial(
             plan_reshard,
-            os.fspath(source),
+            place,
             layouts,
             options,
             recipe=recipe,
@@ -107,9 +108,7 @@ def reshard_checkpoint(
             world_size=world_size,
             host=host,
         )
-        return plan_apart(
-            os.fspath(source), path, make, overwrite=overwrite, replaces_states=True, checks_output=checks_output
-        )
+        return plan_apart(place, path, make, overwrite=overwrite, replaces_states=True, checks_output=checks_output)
 
     if dry_run:
         reshard = plan(socket.gethostname())

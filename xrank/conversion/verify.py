@@ -22,6 +22,7 @@ from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.public_calls import names_own_arguments
 from xrank.readers.workspace import WorkspaceReader
+from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
@@ -103,7 +104,7 @@ def verify_model(
         return _verify_signature(os.fspath(path), signature, public_key, others, budget.workers, progress, started)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     base = open_base_model(base_model) if base_model is not None else None
-    text = os.fspath(path)
+    text = places.enter(path)
 
     choices: dict[str, Any] = {"layouts": given, "part": part, "world_size": world_size}
 
@@ -112,11 +113,11 @@ def verify_model(
             return _plan_alone(text, base, choices)
         from xrank.comparing.comparison import plan_comparison  # not needed for a single path
 
-        return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, recipe=recipe, **choices)
+        return plan_comparison(text, places.enter(against), budget, adapter_config, base=base, recipe=recipe, **choices)
 
     verdict: Verdict | None = None
     fault: XrankError | None = None
-    paths = [os.path.abspath(one) for one in (text, against or "")]
+    paths = [places.absolute(os.fspath(one)) for one in (text, against or "")]
     try:
         team = find_launched_team(text, distributed=distributed, timeout_seconds=timeout_seconds)
         with team.together():
@@ -181,7 +182,7 @@ def _verify_signature(
 def _plan_alone(path: str, base: BaseModel | None, choices: Mapping[str, Any]) -> Check:
     """Return the check of a model by its manifest, or of a checkpoint by itself."""
     # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
-    if not os.path.exists(os.path.join(path, MANIFEST_NAME)) or WorkspaceReader().recognise(path) is None:
+    if not places.exists(os.path.join(path, MANIFEST_NAME)) or WorkspaceReader().recognise(path) is None:
         return plan_proof(path, base, **choices)
     surplus = next((name for name, value in choices.items() if value is not None), None)
     if surplus is not None:

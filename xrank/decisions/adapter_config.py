@@ -16,6 +16,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.faces import either, needs, option
 from xrank.layout.name_pattern import compile_pattern
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
+from xrank.stores import places
 
 __all__ = [
     "CONFIG_NAME",
@@ -144,7 +145,7 @@ def search_config(
     """Return the adapter's configuration as `find_config` does; None where no file of it lies. Other errors are its."""
     folders = find_checkpoint_folders(place, place)
     lying = (os.path.join(folder, name) for folder in folders for name in _PLACES)
-    path = os.fspath(given) if given is not None else next(filter(os.path.isfile, lying), None)
+    path = os.fspath(given) if given is not None else next(filter(places.is_file, lying), None)
     if path is None:
         return None
     try:

@@ -17,6 +17,7 @@ from xrank.faces import Text, either, needs, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.planner import Plan
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = [
@@ -142,13 +143,13 @@ def adapt(
 
 def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, str]]:
     """Return the report's notes on an adapter's files that lie in a source and are not among those `read`."""
-    if not os.path.isdir(place):
+    if not places.is_folder(place):
         return []
     paths = [os.path.join(folder, name) for folder in ("", "lora_adapter", "adapter") for name in _BESIDE]
     return [
         ("adapter-beside", f"{path} is an adapter's, and is left out: name its folder to have it")
         for path in paths
-        if path not in read and os.path.isfile(os.path.join(place, path))
+        if path not in read and places.is_file(os.path.join(place, path))
     ]
 
 

@@ -13,8 +13,8 @@ from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.faces import either, needs, option
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
-from xrank.public_calls import check_no_url
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
+from xrank.stores import places
 from xrank.words import likewise_text, list_text
 from xrank.writers.companions import CompanionFile, find_hub_snapshot, list_base_companions
 
@@ -42,9 +42,8 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
         UsageError: `name` is neither a folder nor in the cache (xrank downloads nothing), or not a model's folder.
         CorruptError, ContradictionError, IncompleteError: its files are damaged or disagree.
     """
-    check_no_url(name)
-    text = os.fspath(name)
-    if os.path.isfile(text):
+    text = places.enter(name)
+    if places.is_file(text):
         raise UsageError(
             f"{text} is a file, no base model",
             file=text,
@@ -52,17 +51,17 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
             want="a model's folder, as from_pretrained takes it",
             next_step=f"give {option('base_model')} the folder that holds it: {os.path.dirname(text) or os.curdir}",
         )
-    path = text if os.path.isdir(text) else find_hub_snapshot(text, hub_cache(environ()))
+    path = text if places.is_folder(text) else find_hub_snapshot(text, hub_cache(environ()))
     config_path = os.path.join(path, "config.json")
     tensors = {}
     if HfFolderReader().recognise(path) is None:
         tensors = {tensor.name: (tensor.dtype, tensor.shape) for h in read_headers(path) for tensor in h.tensors}
-    config = read_config(config_path) if os.path.exists(config_path) else None
+    config = read_config(config_path) if places.exists(config_path) else None
     if not tensors and config is None:
         raise UsageError(
             f"{path} is no base model: it holds neither safetensors weights nor a config.json",
             file=path,
-            got=list_text(sorted(os.listdir(path)), empty="an empty folder"),
+            got=list_text(sorted(places.list_names(path)), empty="an empty folder"),
             want="a model's folder, as from_pretrained takes it",
             next_step=f"give {option('base_model')} the folder of the model itself",
         )

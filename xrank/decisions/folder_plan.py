@@ -29,10 +29,10 @@ from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
-from xrank.public_calls import check_no_url
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.records import refuse_foreign_names
+from xrank.stores import places
 from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out, lay_out_file
 
@@ -108,7 +108,7 @@ def plan_gather(
     """Plan a gather and prove the plan; read only metadata. Arguments and errors are those of `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
-    check_no_url(source)
+    source = places.enter(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
     found = read_found(
         source, where, base=base, layouts=given, part=part, world_size=world_size, is_left_out=options.leaves_out

@@ -25,6 +25,7 @@ from xrank.readers.torch_save.reader import list_models
 from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.readers.zero_tails import note_zero_tails
 from xrank.recipes.shape_proof import prove_shapes
+from xrank.stores import places
 from xrank.words import plural
 from xrank.writers.companions import CompanionFile, find_companions
 
@@ -137,10 +138,10 @@ def _check_world_size(model: StoredModel, stated: int) -> None:
 
 def _note_state_file(asked: str, place: str) -> tuple[tuple[str, str], ...]:
     """Return a note about a file of ``torch.save`` in the user's folder, where a source below it is read instead."""
-    is_below = place.startswith(os.path.join(asked, "")) and os.path.isdir(asked)
+    is_below = place.startswith(os.path.join(asked, "")) and places.is_folder(asked)
     names = list_models(asked) if is_below and TORCH_SAVE.is_hinted_at(asked) else []
     # Lightning's last.ckpt may be a folder, of another format.
-    file = next((path for name in names if os.path.isfile(path := os.path.join(asked, name))), None)
+    file = next((path for name in names if places.is_file(path := os.path.join(asked, name))), None)
     if file is None:
         return ()
     return (("also-here", f"{place} is read; {file} may be a model, too: to read it, give its path"),)

@@ -22,6 +22,7 @@ from xrank.plan.layout_shapes import compute_shapes
 from xrank.plan.source import StoredModel
 from xrank.plan.survey import survey
 from xrank.readers.discovery import find_source
+from xrank.stores import places
 
 __all__ = [
     "LayoutSource",
@@ -63,7 +64,7 @@ class LayoutSource:
 def is_layout_file(path: str) -> bool:
     """Return whether a path is a layout file: a file that neither a rank nor a model writer wrote."""
     name = os.path.basename(path)
-    return os.path.isfile(path) and rank_of(name) is None and not name.endswith(".safetensors")
+    return places.is_file(path) and rank_of(name) is None and not name.endswith(".safetensors")
 
 
 def read_source(path: str) -> LayoutSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +84,7 @@ def _digest(source: StoredModel) -> str:
     """Return a digest of the source as this rank sees it."""
     state = xxhash.xxh3_128()
     for file in source.files:
-        state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())
+        state.update(repr(file.identity).encode())
     for shard in source.shards:
         state.update(repr((shard.name, shard.dtype, shard.shape)).encode())
     return state.hexdigest()

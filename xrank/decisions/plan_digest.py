@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import xxhash
 
 from xrank.plan.planner import Plan
@@ -20,7 +18,7 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
     """
     state = xxhash.xxh3_128()
     for file in plan.source.files:
-        state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())
+        state.update(repr(file.identity).encode())
     for tensor in plan.tensors:
         state.update(repr((tensor.output, tensor.source_dtype)).encode())
         if tensor.changed:

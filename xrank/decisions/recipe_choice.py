@@ -31,6 +31,7 @@ from xrank.recipes.sizes import (
     list_model_types,
     solve_sizes,
 )
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = [
@@ -231,7 +232,7 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
         ContradictionError, IncompleteError, LayoutError, UsageError: from `check_requirements`, `solve_sizes` and
             `rewrite_model`.
     """
-    folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
+    folder = source.path if places.is_folder(source.path) else os.path.dirname(source.path) or os.curdir
     check_requirements(found.recipe, config, None if found.is_reversed else source.args, folder)
     found, told = place_names(found, config, source.args, path=source.path, folder=folder)
     if not found.fits:

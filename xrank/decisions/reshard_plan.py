@@ -181,7 +181,7 @@ def _content(shard: StoredShard) -> tuple[Any, ...]:
 
 def _new_run_id(stored: StoredModel, layouts: LayoutMap) -> str:
     """Return an id for the states of a source without one; the same source and layout give the same id."""
-    files = [(os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns) for file in stored.files]
+    files = [file.identity for file in stored.files]
     return f"reshard-{xxhash.xxh3_64_hexdigest(repr((files, layouts)).encode())}"
 
 

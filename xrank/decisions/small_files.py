@@ -11,6 +11,7 @@ from typing import Any
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import override_config
 from xrank.faces import AGAIN, Text, option
+from xrank.stores import places
 from xrank.writers.companions import CompanionFile, check_companions
 
 __all__ = ["SmallFiles", "config_text_of", "small_files_of"]
@@ -72,7 +73,7 @@ def config_text_of(
         replaced = f"{AGAIN} with {option('overwrite', True)}"
         if place is None:
             return None, [("no-config", Text(f"no config.json was found; give {option('base_model')}, and {replaced}"))]
-        folder = place if os.path.isdir(place) else os.path.dirname(place) or os.curdir
+        folder = place if places.is_folder(place) else os.path.dirname(place) or os.curdir
         told = f"no config.json was found, which from_pretrained needs; put the model's into {folder}, then {replaced}"
         return None, [("no-config", Text(told))]
     cast = _CAST_NAMES.get(options.dtype)

@@ -15,7 +15,7 @@ from xrank.drafting.line_samples import LineSamples
 from xrank.drafting.rule_texts import write_rule
 from xrank.drafting.size_names import SizeNames
 from xrank.drafting.vectors import explain_vector
-from xrank.plan.buffers import FileSource
+from xrank.plan.decoding import open_files
 from xrank.plan.source import StoredModel
 from xrank.recipes.tied_weights import find_class_ties
 
@@ -74,7 +74,7 @@ def draft(source: StoredModel, base: StoredModel, config: Mapping[str, Any]) -> 
         base: the base model, with values.
         config: the content of the base model's config.json.
     """
-    with closing(FileSource(source)) as source_files, closing(FileSource(base)) as base_files:
+    with closing(open_files(source)) as source_files, closing(open_files(base)) as base_files:
         looks = Looker(LineSamples(source, source_files)), Looker(LineSamples(base, base_files))
         return _Drafter(source, base, config, *looks).make()
 

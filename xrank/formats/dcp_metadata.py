@@ -23,6 +23,7 @@ from xrank.formats.pickle_reader import run_machine
 from xrank.formats.pickled_names import is_known
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.layout.nest_table import IntArray
+from xrank.stores.backend import ObjectStatus
 
 __all__ = ["MAX_METADATA_NBYTES", "DcpMetadata", "DcpTensor", "read_metadata"]
 
@@ -59,7 +60,7 @@ class DcpMetadata:
     """The content of a ``.metadata``; all numbers in it are counts of at most 63 bits."""
 
     path: str
-    status: os.stat_result
+    status: os.stat_result | ObjectStatus
     version: str | None
     """Version of the format; None before torch 2.7."""
     files: tuple[str, ...]
@@ -129,7 +130,7 @@ class _Metadata:
         self.origin = origin
         self.byte_items: dict[str, tuple[int, int, int]] = {}
 
-    def read(self, value: object, path: str, status: os.stat_result) -> DcpMetadata:
+    def read(self, value: object, path: str, status: os.stat_result | ObjectStatus) -> DcpMetadata:
         state = self.state(value, "Metadata")
         stored = state.get("storage_data")
         listed = state.get("state_dict_metadata")

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,8 @@ from typing import TypeVar
 from xrank import system
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.faces import AGAIN
+from xrank.stores.backend import ObjectStatus
+from xrank.stores.url import is_url
 
 __all__ = ["LFS_MAGIC", "Origin", "RegularFile", "open_regular", "quote", "refuse_pointer"]
 
@@ -93,13 +95,16 @@ class RegularFile:
     """An open regular file: valid only inside `open_regular`."""
 
     descriptor: int
-    status: os.stat_result
+    status: os.stat_result | ObjectStatus
     origin: Origin
 
     @property
     def nbytes(self) -> int:
         """Size of the file when it was opened, in bytes."""
         return self.status.st_size
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Announce small ranges (offset, bytes) that will be read, for files where each read takes long."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read exactly that many bytes from an offset.
@@ -129,7 +134,7 @@ class RegularFile:
 
 @contextmanager
 def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
-    """Open a regular file for reading; refuse a FIFO, a device or a directory without waiting.
+    """Open a regular file or an object for reading; refuse a FIFO, a device or a directory without waiting.
 
     Raises:
         IncompleteError: there is no such file.
@@ -138,6 +143,11 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
         XrankError: the system cannot open it now.
     """
     origin = Origin(path, rank)
+    if is_url(path):
+        from xrank.formats.object_file import open_object
+
+        yield open_object(origin)
+        return
     try:
         descriptor = _retry(partial(os.open, path, system.READ))  # of a FIFO, too, it returns at once
     except FileNotFoundError as error:

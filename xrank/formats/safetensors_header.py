@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from xrank.dtypes import DTYPES, dtype, unsupported
 from xrank.errors import UsageError, XrankError
 from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
+from xrank.stores.backend import ObjectStatus
 
 __all__ = ["MAX_HEADER_NBYTES", "HeaderTensor", "SafetensorsHeader", "build_header", "read_header"]
 
@@ -62,7 +63,7 @@ class SafetensorsHeader:
     """A header whose tensors cover all bytes of the file."""
 
     path: str
-    status: os.stat_result
+    status: os.stat_result | ObjectStatus
     """Status of the file when it was read."""
     tensors: tuple[HeaderTensor, ...]
     """The tensors in the order of their bytes."""

@@ -21,6 +21,7 @@ from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.plain_values import PLAIN_BUILDERS
 from xrank.formats.regular_file import RegularFile, open_regular, quote, refuse_pointer
 from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_members
+from xrank.stores.backend import ObjectStatus
 
 __all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "is_archive", "read_archive", "read_archive_in"]
 __all__ += ["refuse_inert"]
@@ -35,7 +36,7 @@ class TorchArchive:
     """The content of a ``torch.save`` archive; its tensors' bytes are still in the file."""
 
     path: str
-    status: os.stat_result
+    status: os.stat_result | ObjectStatus
     """Status of the file when it was read."""
     records: Mapping[str, ArchiveRecord]
     """Key -> the member ``data/<key>``."""

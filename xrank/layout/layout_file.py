@@ -32,7 +32,7 @@ from xrank.layout.binding import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
 from xrank.layout.mesh_views import mesh_from_order
 from xrank.layout.toml_text import parse_toml
-from xrank.public_calls import check_no_url
+from xrank.stores import places
 
 __all__ = [
     "MAX_FILE_NBYTES",
@@ -88,13 +88,13 @@ def read_layout_file(file: str) -> LayoutFile:
         UsageError: the file cannot be read.
         LayoutError: it is not TOML, or has unknown content.
     """
-    check_no_url(file)
+    file = places.enter(file)
     try:
-        with open(file, "rb") as stream:
+        with places.open_file(file) as stream:
             # One byte more than allowed is enough to refuse a file of any size.
             content = stream.read(MAX_FILE_NBYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise UsageError(
             f"the layout file {file} cannot be read: {reason}",
             file=file,

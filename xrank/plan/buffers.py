@@ -16,7 +16,17 @@ from xrank.faces import AGAIN
 from xrank.plan.source import SourceFile, StoredModel
 from xrank.plan.writeback import start_writeback
 
-__all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarget", "OpenSource", "Source", "Target"]
+__all__ = [
+    "FileSource",
+    "FileTarget",
+    "MemorySource",
+    "MemoryTarget",
+    "NullTarget",
+    "OpenSource",
+    "Source",
+    "Target",
+    "make_change_error",
+]
 
 
 _WRITEBACK_NBYTES = 8 << 20
@@ -137,12 +147,14 @@ class FileSource:
     def check_unchanged(self) -> None:
         """Compare size, inode and time of every file with those at the reading of its metadata."""
         for file in self._files:
+            if file.in_store is not None:
+                continue
             try:
                 status = os.stat(file.path)
             except FileNotFoundError:
                 status = None
             if status is None or SourceFile.from_status(file.path, status) != file:
-                raise _make_change_error(file)
+                raise make_change_error(file)
 
     def close(self) -> None:
         """Close all files; no read may be under way."""
@@ -164,15 +176,16 @@ def _open_checked(file: SourceFile) -> int:
     # The descriptor's status, not the path's: the path may name another file by now.
     if SourceFile.from_status(file.path, os.fstat(fd)) != file:
         system.close_read(fd)
-        raise _make_change_error(file)
+        raise make_change_error(file)
     return fd
 
 
-def _make_change_error(file: SourceFile) -> ContradictionError:
+def make_change_error(file: SourceFile) -> ContradictionError:
+    """Return the error for a file or an object that is not the one whose metadata was read."""
     return ContradictionError(
         f"{file.path} changed while it was being read",
         file=file.path,
-        got="another size, time of change or inode",
+        got="another size, time of change or inode" if file.in_store is None else "another size or version",
         want=f"{file.nbytes:,} bytes, as when its metadata was read",
         next_step=f"let the ranks finish writing, then {AGAIN}",
     )

@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,13 +24,14 @@ from xrank.errors import CorruptError, NoSpaceError, UsageError, XrankError
 from xrank.faces import AGAIN
 from xrank.plan.buffers import FileSource, OpenSource
 from xrank.plan.faults import find_owner
+from xrank.plan.object_source import ObjectSource, holds_objects
 from xrank.plan.source import PLAIN, StoredModel
 from xrank.system import read_at, write_at
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["DecodedSource", "Readable", "import_zstandard", "open_frame", "open_source"]
+__all__ = ["DecodedSource", "Readable", "import_zstandard", "open_files", "open_frame", "open_source"]
 
 _CHUNK_NBYTES = 256 << 10
 _MAX_WINDOW_NBYTES = 8 << 20
@@ -48,8 +49,13 @@ def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
     """
     records = model.records
     if records.encoded_nbytes is None and not records.inline:
-        return FileSource(model)
+        return open_files(model)
     return DecodedSource(model, folder)
+
+
+def open_files(model: StoredModel) -> FileSource | ObjectSource:
+    """Return a source of a model's records as they are stored."""
+    return ObjectSource(model) if holds_objects(model) else FileSource(model)
 
 
 def import_zstandard() -> ModuleType:
@@ -98,7 +104,7 @@ class DecodedSource:
 
     def __init__(self, model: StoredModel, folder: str | None = None) -> None:
         self._model = model
-        self._files = FileSource(model)
+        self._files = open_files(model)
         self._folder = folder
         self._inline = model.records.inline
         self._nbytes = model.records.nbytes
@@ -138,6 +144,17 @@ class DecodedSource:
     def check_unchanged(self) -> None:
         """Compare size, inode and time of every file with those at the reading of its metadata."""
         self._files.check_unchanged()
+
+    @property
+    def objects(self) -> ObjectSource | None:
+        """The objects in stores that it reads, if there are any."""
+        return self._files if isinstance(self._files, ObjectSource) else None
+
+    def announce(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Start to fetch ranges of plain records; see `ObjectSource.announce`."""
+        if self.objects is not None:
+            plain = (one for one in ranges if one[0] not in self._inline and self._encoded[one[0]] == PLAIN)
+            self.objects.announce([*plain])
 
     def close_files(self) -> None:
         """Close the model's files, which the next read opens again; decoded records stay."""
@@ -244,7 +261,7 @@ class DecodedSource:
 class _Frame:
     """The encoded bytes of a record as a stream."""
 
-    def __init__(self, files: FileSource, record: int, nbytes: int) -> None:
+    def __init__(self, files: FileSource | ObjectSource, record: int, nbytes: int) -> None:
         self._files, self._record, self._nbytes = files, record, nbytes
         self._position = 0
 

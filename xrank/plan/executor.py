@@ -20,6 +20,7 @@ from xrank.plan.faults import checksum_error
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.file_parts import FilePart, FinishedFile, make_finished_file
 from xrank.plan.merging import MergedTensors
+from xrank.plan.object_source import ROOM_NBYTES, ObjectSource
 from xrank.plan.planner import Plan
 from xrank.plan.sharing import SharedExtents
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows
@@ -42,6 +43,8 @@ class Budget:
 
     workers: int
     staging_nbytes: int
+    allowed_nbytes: int = 0
+    """Memory that the caller allows; buffers may take less."""
 
     @classmethod
     def from_memory(cls, max_memory_nbytes: int, workers: int) -> Budget:
@@ -61,7 +64,15 @@ class Budget:
         workers = min(workers, max_memory_nbytes // smallest)
         room = (max_memory_nbytes // workers - WINDOW_NBYTES) // 2
         # Whole pages, as the buffers are maps.
-        return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096))
+        return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
+
+    def share_with(self, objects: ObjectSource) -> Budget:
+        """Return the budget of a gather from stores: a worker for each connection; blocks take half of the memory."""
+        allowed = max(self.allowed_nbytes, self.nbytes)
+        smallest = WINDOW_NBYTES + 2 * _SMALLEST_STAGING_NBYTES
+        own = max(smallest, min(allowed // 2, ROOM_NBYTES))
+        objects.limit(min(allowed - own, ROOM_NBYTES))
+        return Budget.from_memory(own, max(self.workers, objects.connections))
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +135,9 @@ def execute(
         UsageError: a cast would turn a finite value into an infinite one.
         CancelledError: `cancelled` returned True.
     """
+    objects: ObjectSource | None = getattr(source, "objects", None)
+    if objects is not None:
+        budget = budget.share_with(objects)
     state = _Execution(plan, source, target, replicas, begin, finish, finish_share, cancelled, progress)
     state.file_hashes = file_hashes
     if checksums is not None:

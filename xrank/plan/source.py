@@ -13,6 +13,7 @@ from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.companion import Companion
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.tensor_name import TensorName
+from xrank.stores.backend import ObjectStatus
 
 __all__ = [
     "NO_CHECKSUM",
@@ -34,17 +35,29 @@ PLAIN = -1
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """Size, inode and time of a file when its metadata was read, to detect later changes."""
+    """Size, inode and time of a file when its metadata was read, to detect later changes.
+
+    An object of a store has no inode and a version in the place of the time.
+    """
 
     path: str
     nbytes: int
     inode: int
     mtime_ns: int
+    in_store: ObjectStatus | None = None
 
     @classmethod
-    def from_status(cls, path: str, status: os.stat_result) -> SourceFile:
-        """Return the file at a path with that status."""
+    def from_status(cls, path: str, status: os.stat_result | ObjectStatus) -> SourceFile:
+        """Return the file or object at a path with that status."""
+        if isinstance(status, ObjectStatus):
+            return cls(path, status.nbytes, 0, 0, status)
         return cls(path, status.st_size, status.st_ino, status.st_mtime_ns)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Values that differ for a file with another name or content, for digests of a plan."""
+        changing = (self.inode, self.mtime_ns) if self.in_store is None else (self.in_store.version,)
+        return (os.path.basename(self.path), self.nbytes, *changing)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

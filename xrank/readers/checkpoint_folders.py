@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from xrank.errors import XrankError
 from xrank.formats.regular_file import open_regular
+from xrank.stores import places
 
 __all__ = ["EXPORT_FOLDER", "find_checkpoint_folders", "nbytes_below"]
 
@@ -38,12 +39,12 @@ def find_checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
         asked: the user's path: a file, or a folder at or above the source.
         place: the source.
     """
-    folder = place if os.path.isdir(place) else _parent(place)
+    folder = place if places.is_folder(place) else _parent(place)
     found = [*_find_marked(folder), folder]
     while _is_below(found[-1], asked):
         found.append(_parent(found[-1]))
     above = _parent(folder)
-    if _is_root(above, os.path.basename(os.path.abspath(folder))):
+    if _is_root(above, os.path.basename(places.absolute(folder))):
         found.append(above)
     return tuple(dict.fromkeys(inner for own in found for inner in (own, os.path.join(own, EXPORT_FOLDER))))
 
@@ -62,19 +63,19 @@ def _find_marked(folder: str) -> Iterator[str]:
             names = [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
         for name in names:
             path = os.path.join(folder, name)
-            if _TAG.fullmatch(name) and name not in (".", "..") and os.path.isdir(path):
+            if _TAG.fullmatch(name) and name not in (".", "..") and places.is_folder(path):
                 yield path
-    if os.path.isdir(os.path.join(folder, _SHARDED)):
+    if places.is_folder(os.path.join(folder, _SHARDED)):
         yield os.path.join(folder, _SHARDED)
 
 
 def _is_below(folder: str, asked: str) -> bool:
-    return os.path.abspath(folder).startswith(os.path.join(os.path.abspath(asked), ""))
+    return places.absolute(folder).startswith(os.path.join(places.absolute(asked), ""))
 
 
 def _is_root(above: str, name: str) -> bool:
-    is_marked = any(os.path.isfile(os.path.join(above, marker)) for marker in _MARKERS)
-    is_step = _TRAINER_STEP.fullmatch(os.path.basename(os.path.abspath(above))) is not None
+    is_marked = any(places.is_file(os.path.join(above, marker)) for marker in _MARKERS)
+    is_step = _TRAINER_STEP.fullmatch(os.path.basename(places.absolute(above))) is not None
     return is_marked or is_step or _PART.fullmatch(name) is not None
 
 
@@ -82,16 +83,16 @@ def _parent(path: str) -> str:
     """Return the parent folder, spelled as in the user's path if possible."""
     head, name = os.path.split(path.rstrip(os.sep))
     if name in ("", os.curdir, os.pardir):
-        return os.path.dirname(os.path.abspath(path))
+        return os.path.dirname(places.absolute(path))
     return head or os.curdir
 
 
 def nbytes_below(folder: str) -> int:
     """Return the bytes of all files in a folder."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for place, _, names in places.walk(folder):
         for name in names:
             # A companion file may be a dangling link, or removed meanwhile.
             with suppress(OSError):
-                total += os.stat(os.path.join(place, name)).st_size
+                total += places.nbytes_of(os.path.join(place, name))
     return total

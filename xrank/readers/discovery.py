@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.faces import option
-from xrank.public_calls import check_no_url
 from xrank.readers.base import Reader
 from xrank.readers.checkpoint_folders import EXPORT_FOLDER
 from xrank.readers.foreign_kinds import find_foreign_kind
 from xrank.readers.own_readers import OWN_READERS, TORCH_SAVE, ListedReader
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.step_marker import find_marked_step
+from xrank.stores import places
+from xrank.stores.url import is_url
 from xrank.words import list_text
 
 __all__ = ["SourcePlace", "find_source"]
@@ -64,10 +65,10 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
     Raises:
         IncompleteError: the path does not exist.
         UnknownFormatError: no reader recognises anything there; the error lists the reasons of likely readers.
-        UsageError: several readers or several folders fit, a folder may not be read, or the path is a URL.
+        UsageError: several readers or several folders fit, a folder may not be read, or the URL contains a password.
     """
-    check_no_url(path)
-    if not os.path.exists(path):
+    path = places.enter(path)
+    if not places.exists(path):
         raise IncompleteError(f"{path} does not exist", file=path, next_step="check the path")
     _check_readable(path)
     listed = [own for own in OWN_READERS if format_name in (None, own.name)]
@@ -123,7 +124,7 @@ def _unknown_format_error(path: str, listed: Sequence[ListedReader], readers: Se
 
 def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> SourcePlace | None:
     """Return the one source that a path means, and its readers; None if none fits."""
-    for place in (path, *([os.path.dirname(os.path.abspath(path))] if os.path.isfile(path) else [])):
+    for place in (path, *([os.path.dirname(places.absolute(path))] if places.is_file(path) else [])):
         fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
         if fitting:
             chosen = _choose_reader(place, fitting)
@@ -157,7 +158,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
             want="one",
             # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
             next_step=f"gather each component by itself: give {paths} as the path"
-            if os.path.isfile(os.path.join(path, "model_index.json"))
+            if places.is_file(os.path.join(path, "model_index.json"))
             else "give the path of one of them",
         )
     if not found:
@@ -169,10 +170,8 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
 
 def _drop_links(found: Sequence[_Found]) -> list[_Found]:
     """Return the sources without links to others of them, such as a trainer's ``latest`` to one of its steps."""
-    own = {os.path.realpath(place) for place, _ in found if not os.path.islink(place)}
-    return [
-        (place, readers) for place, readers in found if not os.path.islink(place) or os.path.realpath(place) not in own
-    ]
+    own = {places.real(place) for place, _ in found if not places.is_link(place)}
+    return [(place, readers) for place, readers in found if not places.is_link(place) or places.real(place) not in own]
 
 
 def _note_steps(place: str) -> tuple[tuple[str, str], ...]:
@@ -180,9 +179,9 @@ def _note_steps(place: str) -> tuple[tuple[str, str], ...]:
 
     transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR.
     """
-    if not os.path.isdir(place):
+    if not places.is_folder(place):
         return ()
-    steps = sorted((int(found[1]), found[0]) for name in os.listdir(place) if (found := _STEP.fullmatch(name)))
+    steps = sorted((int(found[1]), found[0]) for name in places.list_names(place) if (found := _STEP.fullmatch(name)))
     if not steps:
         return ()
     names = list_text((os.path.join(place, name) for _, name in reversed(steps)), 1)
@@ -193,14 +192,14 @@ def _may_read(own: ListedReader, place: str, listed: Sequence[ListedReader]) -> 
     if own is not TORCH_SAVE:
         return own.is_hinted_at(place)
     # torch.save writes files under any name, those of ranks among them; a rank's file stands for its folder.
-    folder = os.path.dirname(os.path.abspath(place))
+    folder = os.path.dirname(places.absolute(place))
     others = (other for other in listed if other is not TORCH_SAVE and other.is_hinted_at(place))
-    return os.path.isfile(place) and not any(other.load().recognise(folder) is None for other in others)
+    return places.is_file(place) and not any(other.load().recognise(folder) is None for other in others)
 
 
 def _is_made_here(place: str) -> bool:
     """Return whether a folder is the output of a gather or reshard; such a folder often lies beside the checkpoints."""
-    return os.path.isfile(os.path.join(place, _MANIFEST))
+    return places.is_file(os.path.join(place, _MANIFEST))
 
 
 def _choose_reader(place: str, fitting: Sequence[Reader]) -> SourcePlace:
@@ -242,27 +241,27 @@ def _folders_below(path: str, levels: int) -> Iterator[str]:
 
     Folders that a running trainer removes meanwhile are skipped.
     """
-    if levels == 0 or not os.path.isdir(path):
+    if levels == 0 or not places.is_folder(path):
         return
     try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        names = sorted(places.list_names(path))
     except FileNotFoundError:
         return
-    for entry in entries:
-        # DirEntry.is_dir raises on a cycle of links.
+    for name in names:
         # Only root may read the lost+found of a disk, so it would end the search of the folders beside it.
-        if os.path.isdir(entry.path) and not entry.name.startswith(".") and entry.name != "lost+found":
+        folder = os.path.join(path, name)
+        if not name.startswith(".") and name != "lost+found" and places.is_folder(folder):
             try:
-                _check_readable(entry.path)
+                _check_readable(folder)
             except FileNotFoundError:
                 continue
-            yield entry.path
-            yield from _folders_below(entry.path, levels - 1)
+            yield folder
+            yield from _folders_below(folder, levels - 1)
 
 
 def _check_readable(path: str) -> None:
     """Refuse an unreadable folder: it may contain the source, or a second one."""
-    if not os.path.isdir(path):
+    if is_url(path) or not places.is_folder(path):  # the store refuses by itself
         return
     try:  # os.access checks the real user, and on a network file system only the server knows
         with os.scandir(path):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from xrank.errors import UnknownFormatError, XrankError
 from xrank.formats.regular_file import LFS_MAGIC, open_regular
 from xrank.readers.hugging_face.rank_parts import ENGINE_PART
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["find_foreign_kind"]
@@ -80,11 +81,11 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
             want="a checkpoint",
             next_step="check the path",
         )
-    places = [path, *(os.path.join(folder, name) for folder in (path, *folders_below) for name in _list(folder))]
-    found = [(place, kind) for place in places if (kind := _kind_of_name(place)) is not None]
+    entries = [path, *(os.path.join(folder, name) for folder in (path, *folders_below) for name in _list(folder))]
+    found = [(place, kind) for place in entries if (kind := _kind_of_name(place)) is not None]
     if not found:
         # A folder may hold a million files of data, so that only the first ones are opened.
-        files = [place for place in places if os.path.isfile(place)][:_MAX_OPENED_FILES]
+        files = [place for place in entries if places.is_file(place)][:_MAX_OPENED_FILES]
         found = [(file, kind) for file in files if (kind := _kind_of_content(file)) is not None]
     if not found:
         return None
@@ -102,15 +103,15 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
 
 def _is_empty(path: str) -> bool:
     """Return whether a folder holds no file, and no link that may lead to one, at any depth."""
-    return os.path.isdir(path) and not any(
-        files or any(os.path.islink(os.path.join(folder, name)) for name in folders)
-        for folder, folders, files in os.walk(path)
+    return places.is_folder(path) and not any(
+        files or any(places.is_link(os.path.join(folder, name)) for name in folders)
+        for folder, folders, files in places.walk(path)
     )
 
 
 def _list(folder: str) -> list[str]:
     try:
-        return sorted(os.listdir(folder))
+        return sorted(places.list_names(folder))
     except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
         return []
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from xrank.readers.base import Reader
+from xrank.stores import places
 
 __all__ = ["OWN_READERS", "TORCH_SAVE", "WORKSPACE", "ListedReader"]
 
@@ -26,7 +27,7 @@ class ListedReader:
     def is_hinted_at(self, path: str) -> bool:
         """Return whether the reader may recognise a path."""
         try:
-            names = os.listdir(path)
+            names = places.list_names(path)
         except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
             names = [os.path.basename(path)]
         return any(map(re.compile(self.sign).fullmatch, names))

@@ -13,6 +13,7 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.faces import AGAIN
 from xrank.formats.rank_state import state_file_name
 from xrank.formats.saved_state import SavedState, read_saved_state
+from xrank.stores import places
 from xrank.words import ranks_text, runs_text
 
 __all__ = ["check_run", "read_rank_state", "run_text"]
@@ -27,7 +28,7 @@ def read_rank_state(path: str, rank: int) -> SavedState:
         CorruptError, UnsafeError: it is damaged, or contains more than data.
     """
     file = os.path.join(path, state_file_name(rank))
-    if os.path.isfile(file) and os.path.getsize(file) == 0:
+    if places.is_file(file) and places.nbytes_of(file) == 0:
         raise IncompleteError(
             f"rank {rank} wrote nothing yet: {file} is empty",
             rank=rank,

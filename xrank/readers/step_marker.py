@@ -7,6 +7,7 @@ import re
 
 from xrank.errors import IncompleteError
 from xrank.formats.regular_file import open_regular, quote
+from xrank.stores import places
 
 __all__ = ["find_marked_step"]
 
@@ -23,7 +24,7 @@ def find_marked_step(path: str) -> str | None:
         CorruptError: the marker is not a number.
         IncompleteError: the folder is missing.
     """
-    entries = os.listdir(path) if os.path.isdir(path) else []
+    entries = places.list_names(path) if places.is_folder(path) else []
     steps = sorted((e for e in entries if _STEP.fullmatch(e)), key=lambda entry: int(entry[12:]))
     # Megatron has a marker of the same name, beside folders with other names.
     marker = next((os.path.join(path, name) for name in _MARKERS if name in entries), None)
@@ -34,7 +35,7 @@ def find_marked_step(path: str) -> str | None:
         if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
             raise file.origin.corrupt("is not a step marker", got=quote(text), want="a number")
     folder = os.path.join(path, f"global_step_{int(text)}")
-    if not os.path.isdir(folder):
+    if not places.is_folder(folder):
         raise IncompleteError(
             f"{marker} names global_step_{int(text)}, which is missing",
             file=marker,

@@ -23,6 +23,7 @@ from xrank.readers.held_tensor import HeldTensor
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import check_run, read_rank_state, run_text
 from xrank.readers.records import Records
+from xrank.stores import places
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
 
@@ -34,15 +35,15 @@ class WorkspaceReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None if the folder contains a rank's state."""
-        if not os.path.isdir(path):
+        if not places.is_folder(path):
             return "not a folder"
-        if any(rank_of(entry) is not None for entry in os.listdir(path)):
+        if any(rank_of(entry) is not None for entry in places.list_names(path)):
             return None
         return "no rank_<r>_state.pth in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of a workspace lies; errors as in `Reader.read`."""
-        entries = os.listdir(path) if os.path.isdir(path) else []
+        entries = places.list_names(path) if places.is_folder(path) else []
         found = sorted(rank for rank in map(rank_of, entries) if rank is not None)
         if not found:
             raise IncompleteError(
@@ -207,7 +208,7 @@ def _rank_details(state: SavedState) -> dict[str, Any]:
 def survey_ranks(path: str) -> list[dict[str, Any]]:
     """Return what each rank wrote, for display; damage is shown, not raised."""
     rows = []
-    for rank in sorted(rank for rank in map(rank_of, os.listdir(path)) if rank is not None):
+    for rank in sorted(rank for rank in map(rank_of, places.list_names(path)) if rank is not None):
         try:
             rows.append(_rank_details(read_rank_state(path, rank)))
         except XrankError as error:

@@ -19,6 +19,11 @@ class ObjectStatus:
     is_etag: bool = True
     """Whether requests may demand this version (``If-Match``)."""
 
+    @property
+    def st_size(self) -> int:
+        """The size under the name that `os.stat_result` gives it."""
+        return self.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:

@@ -86,7 +86,15 @@ class Store:
         """Return the size and the version of an object."""
         return self._request(key, "looked at", lambda: self._backend.head(key))
 
-    def read(self, key: str, offset: int, nbytes: int, status: ObjectStatus | None = None) -> memoryview:
+    def read(
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        status: ObjectStatus | None = None,
+        *,
+        stop: threading.Event | None = None,
+    ) -> memoryview:
         """Return exactly these bytes of an object.
 
         Args:
@@ -94,6 +102,7 @@ class Store:
             offset: its first wanted byte.
             nbytes: their number; the range must lie in the object.
             status: the version to read; None: whichever is there.
+            stop: ends the repetitions when it is set.
         """
 
         def read() -> memoryview:
@@ -109,7 +118,7 @@ class Store:
 
         if nbytes == 0:
             return memoryview(b"")
-        return self._request(key, f"read at bytes {offset:,} to {offset + nbytes - 1:,}", read)
+        return self._request(key, f"read at bytes {offset:,} to {offset + nbytes - 1:,}", read, stop)
 
     def list_folder(self, key: str) -> Folder:
         """Return the objects and folders directly below a key; an empty folder if nothing is there."""
@@ -145,8 +154,11 @@ class Store:
         """Return the URL of an object of this store."""
         return f"{self.root}/{key}" if key else self.root
 
-    def _request(self, key: str, what: str, send: Callable[[], _Result]) -> _Result:
+    def _request(
+        self, key: str, what: str, send: Callable[[], _Result], stop: threading.Event | None = None
+    ) -> _Result:
         started, tries = time.monotonic(), 0
+        stop = stop or threading.Event()
         while True:
             tries += 1
             _counter.add(requests=1, retries=int(tries > 1))
@@ -156,9 +168,9 @@ class Store:
             except FaultError as fault:
                 spent = time.monotonic() - started
                 pause = _pause(fault.kind, tries)
-                if pause is None or spent + pause > self.settings.timeout_seconds:
+                if pause is None or spent + pause > self.settings.timeout_seconds or stop.is_set():
                     raise make_error(fault, self.url(key), what, tries=tries, seconds=spent) from None
-            time.sleep(pause)
+            stop.wait(pause)
 
 
 def _pause(kind: FaultKind, tries: int) -> float | None:

@@ -139,6 +139,7 @@ def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: in
     # Read, not mapped: if a mapped file shrinks or goes stale on the server, SIGBUS kills the process.
     fd = os.open(archive.path, system.READ)
     try:
+        assert isinstance(archive.status, os.stat_result)
         if _identity(os.fstat(fd)) != _identity(archive.status):
             raise _ReplacedError
         storages = {

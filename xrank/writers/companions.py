@@ -13,6 +13,8 @@ from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.faces import option
 from xrank.formats.json_text import check_json_object
 from xrank.plan.file_hashes import hash_file
+from xrank.stores import places
+from xrank.stores.url import is_url
 from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
 
@@ -67,7 +69,7 @@ def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
         UsageError: the path is not a folder, or may not be read.
         IncompleteError: a companion is a link to nothing.
     """
-    if not os.path.isdir(folder):
+    if not places.is_folder(folder):
         raise UsageError(
             f"{folder}: is not a folder", file=folder, next_step=f"give a model folder as {option('base_model')}"
         )
@@ -96,9 +98,9 @@ def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], 
             path = os.path.join(folder, name)
             if name in found:
                 first = found[name].path
-                if os.path.isfile(path) and not filecmp.cmp(first, path, shallow=False):
+                if places.is_file(path) and not _is_same(first, path):
                     others.append(f"{first} was taken; {path} differs from it")
-            elif os.path.lexists(path) and _is_file(path):
+            elif places.is_present(path) and _is_file(path):
                 found[name] = CompanionFile(name, path)
     return tuple(found[name] for name in sorted(found)), tuple(others)
 
@@ -123,11 +125,13 @@ def check_companions(companions: Iterable[CompanionFile]) -> tuple[CompanionFile
 
 def _check_blob(path: str) -> None:
     # huggingface_hub/utils/_verification.py: names of blobs are SHA-256 for large files, else git's SHA-1.
-    folder, name = os.path.split(os.path.realpath(path))
+    if is_url(path):
+        return
+    folder, name = os.path.split(places.real(path))
     if os.path.basename(folder) != "blobs" or not _BLOB.fullmatch(name):
         return
     with explain_errors(path):
-        head = b"blob %d\0" % os.path.getsize(path)
+        head = b"blob %d\0" % places.nbytes_of(path)
         found = hash_file(path, "sha1", head=head) if len(name) == 40 else hash_file(path)
     if found.hex() != name:
         raise CorruptError(
@@ -182,12 +186,20 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
             next_step="download the model again with hf download",
         )
     snapshot = os.path.join(place, "snapshots", revision)
-    if not os.path.isdir(snapshot):
+    if not places.is_folder(snapshot):
         raise _make_cache_error(identifier, snapshot)
     return snapshot
 
 
+def _is_same(first: str, path: str) -> bool:
+    if is_url(first) or is_url(path):
+        return places.read_content(first) == places.read_content(path)
+    return filecmp.cmp(first, path, shallow=False)
+
+
 def _walk(folder: str, prefix: str) -> list[CompanionFile]:
+    if is_url(folder):
+        return _walk_store(folder, prefix)
     found = []
     with explain_errors(folder):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -202,8 +214,21 @@ def _walk(folder: str, prefix: str) -> list[CompanionFile]:
     return found
 
 
+def _walk_store(folder: str, prefix: str) -> list[CompanionFile]:
+    found = []
+    for name in sorted(places.list_names(folder)):
+        path = os.path.join(folder, name)
+        if name.startswith("."):
+            continue
+        if places.is_file(path):
+            found += [] if _is_weight(name) else [CompanionFile(prefix + name, path)]
+        elif not _holds_weights(path):
+            found += _walk_store(path, f"{prefix}{name}/")
+    return found
+
+
 def _holds_weights(folder: str) -> bool:
-    return any(name.lower().endswith(_WEIGHT_SUFFIXES) for _, _, names in os.walk(folder) for name in names)
+    return any(name.lower().endswith(_WEIGHT_SUFFIXES) for _, _, names in places.walk(folder) for name in names)
 
 
 def _is_weight(name: str) -> bool:
@@ -212,13 +237,15 @@ def _is_weight(name: str) -> bool:
 
 
 def _is_file(path: str) -> bool:
+    if is_url(path):
+        return True
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
         raise IncompleteError(
             f"{path}: is a link to nothing",
             file=path,
-            got=f"a link to {os.readlink(path)!r}" if os.path.islink(path) else "nothing",
+            got=f"a link to {os.readlink(path)!r}" if places.is_link(path) else "nothing",
             next_step="complete the folder (a download may have been interrupted), or let the link name what is there",
         ) from None
     except OSError:

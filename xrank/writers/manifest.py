@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from xrank import dtypes, system
+from xrank import dtypes
 from xrank.errors import CorruptError, IncompleteError
 from xrank.faces import either, option
+from xrank.stores import places
 from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import MANIFEST_NAME
 
@@ -179,7 +180,7 @@ def _table(values: Mapping[str, Any]) -> str:
 
 def _read(path: str) -> bytes:
     try:
-        fd = os.open(path, system.READ)
+        fd = places.open_descriptor(path)
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteError(
             f"{path}: there is no manifest",

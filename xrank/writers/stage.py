@@ -14,6 +14,7 @@ import xxhash
 from xrank import system
 from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
 from xrank.faces import AGAIN
+from xrank.stores import places
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
@@ -132,7 +133,7 @@ class Stage:
             ContradictionError: the source changed while it was read.
         """
         try:
-            source = os.open(source_path, system.READ)
+            source = places.open_descriptor(source_path)
         except OSError as error:
             raise explain(error, source_path) from error
         try:

@@ -12,6 +12,7 @@ from xrank.formats.regular_file import open_regular
 from xrank.formats.torch_archive import read_archive
 from xrank.readers.records import note_foreign_names
 from xrank.readers.wrapper_names import is_of_lightning
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["file_notes", "find_other_files", "has_lightning_module", "read_backend"]
@@ -45,7 +46,7 @@ def has_lightning_module(folder: str) -> bool:
 def find_other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], list[str]]:
     """Return the shards that the metadata does not name: those with content, and the empty ones of idle ranks."""
     named = set(metadata.files)
-    others = sorted(entry for entry in os.listdir(folder) if entry.endswith(_SUFFIX) and entry not in named)
+    others = sorted(entry for entry in places.list_names(folder) if entry.endswith(_SUFFIX) and entry not in named)
     # torch/distributed/checkpoint/filesystem.py: write_data opens a file even for an empty plan.
     idle = [entry for entry in others if _nbytes(os.path.join(folder, entry)) == 0]
     return [entry for entry in others if entry not in idle], idle
@@ -73,6 +74,6 @@ def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> lis
 
 def _nbytes(path: str) -> int | None:
     try:
-        return os.stat(path).st_size
+        return places.nbytes_of(path)
     except OSError:
         return None

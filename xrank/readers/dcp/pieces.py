@@ -20,6 +20,7 @@ from xrank.formats.regular_file import RegularFile, open_regular, quote
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredShard
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["DcpPieces", "locate", "rank_of_file"]
@@ -119,7 +120,7 @@ def _check_paths(metadata: DcpMetadata) -> None:
 def _check_presence(
     folder: str, metadata: DcpMetadata, used: Sequence[int], file: IntArray, owner: IntArray, names: Sequence[str]
 ) -> None:
-    there = set(os.listdir(folder))
+    there = set(places.list_names(folder))
     missing = [number for number in used if metadata.files[number] not in there]
     if not missing:
         return

@@ -23,6 +23,7 @@ from xrank.readers.dcp.values import check_values
 from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_notes, select_model
 from xrank.readers.records import note_bare_files
 from xrank.readers.wrapper_names import name_notes, plain_names
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["DcpReader"]
@@ -41,12 +42,12 @@ class DcpReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None if the folder contains DCP's metadata or shards, and they are those of a torch model."""
-        if not os.path.isdir(path):
+        if not places.is_folder(path):
             return "not a folder"
-        entries = os.listdir(path)
-        if not os.path.isfile(os.path.join(path, _METADATA)) and not any(e.endswith(_SUFFIX) for e in entries):
+        entries = places.list_names(path)
+        if not places.is_file(os.path.join(path, _METADATA)) and not any(e.endswith(_SUFFIX) for e in entries):
             return "no .metadata and no *.distcp in it"
-        if _OPTIMIZER_FOLDER.fullmatch(os.path.basename(os.path.abspath(path))):
+        if _OPTIMIZER_FOLDER.fullmatch(os.path.basename(places.absolute(path))):
             return "an optimizer's state, as accelerate names its folder" + _model_beside(path)
         if read_backend(path) == "torch_dist":
             return "a Megatron checkpoint (torch_dist)"
@@ -110,14 +111,14 @@ def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None
 
 def _model_beside(path: str) -> str:
     """Return a hint at accelerate's folder of the model, if it lies beside that of its optimizer."""
-    name = os.path.basename(os.path.abspath(path)).replace("optimizer", "pytorch_model_fsdp")
-    beside = os.path.join(os.path.dirname(os.path.abspath(path)), name)
-    return f"; the model's is {os.path.join(path, os.pardir, name)}" if os.path.isdir(beside) else ""
+    name = os.path.basename(places.absolute(path)).replace("optimizer", "pytorch_model_fsdp")
+    beside = os.path.join(os.path.dirname(places.absolute(path)), name)
+    return f"; the model's is {os.path.join(path, os.pardir, name)}" if places.is_folder(beside) else ""
 
 
 def _check_presence(path: str) -> None:
     """Raise if a folder has shards but no metadata, which is written last."""
-    entries = os.listdir(path)
+    entries = places.list_names(path)
     if _METADATA in entries:
         return
     file = os.path.join(path, _METADATA)
@@ -142,7 +143,7 @@ def _check_presence(path: str) -> None:
 
 def _step(path: str) -> int | None:
     """Return the step in the folder's name or its parent's."""
-    folder = os.path.abspath(path)
+    folder = places.absolute(path)
     for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
         # accelerate's folder has the number of the model, and the step is in its parent's name.
         if re.fullmatch(r"pytorch_model_fsdp(_\d+)?", name):

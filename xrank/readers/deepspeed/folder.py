@@ -12,6 +12,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Unsa
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.advice import ONE_SAVE
 from xrank.readers.deepspeed.unread import SLICES
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["CheckpointFiles", "Owner", "explain_mismatch", "list_files", "parse_owner", "resolve_folder"]
@@ -54,7 +55,7 @@ class CheckpointFiles:
     @property
     def tag(self) -> str:
         """Return the checkpoint's name."""
-        return os.path.basename(os.path.abspath(self.folder))
+        return os.path.basename(places.absolute(self.folder))
 
     @property
     def partitions(self) -> Mapping[int, str]:
@@ -89,9 +90,9 @@ def parse_owner(name: str) -> Owner | None:
 
 def explain_mismatch(path: str) -> str | None:
     """Return None for a DeepSpeed checkpoint, or a folder whose marker names one; otherwise the reason against it."""
-    if not os.path.isdir(path):
+    if not places.is_folder(path):
         return "not a folder"
-    entries = os.listdir(path)
+    entries = places.list_names(path)
     if any(map(_is_state, entries)):
         return None
     if not any(marker in entries for marker in _MARKERS):
@@ -107,7 +108,7 @@ def _is_state(name: str) -> bool:
 
 
 def _holds_states(path: str) -> bool:
-    return os.path.isdir(path) and any(map(_is_state, os.listdir(path)))
+    return places.is_folder(path) and any(map(_is_state, places.list_names(path)))
 
 
 def resolve_folder(path: str) -> str:
@@ -120,7 +121,7 @@ def resolve_folder(path: str) -> str:
     """
     if _holds_states(path):
         return path
-    markers = [marker for marker in _MARKERS if os.path.lexists(os.path.join(path, marker))]
+    markers = [marker for marker in _MARKERS if places.is_present(os.path.join(path, marker))]
     if not markers:
         raise IncompleteError(
             f"{path} holds no DeepSpeed checkpoint",
@@ -143,7 +144,7 @@ def resolve_folder(path: str) -> str:
             f"{os.path.join(path, markers[0])} names {tags[markers[0]]}, which contains no checkpoint",
             file=os.path.join(path, markers[0]),
             got=list_text(
-                sorted(e for e in os.listdir(path) if os.path.isdir(os.path.join(path, e))), empty="no folder"
+                sorted(e for e in places.list_names(path) if places.is_folder(os.path.join(path, e))), empty="no folder"
             ),
             want=f"{tags[markers[0]]} with *_optim_states.pt and *_model_states.pt files",
             next_step="copy that folder here, or give the path of the checkpoint's own folder",
@@ -191,8 +192,8 @@ def list_files(folder: str) -> CheckpointFiles:
     layers: dict[int, str] = {}
     experts: dict[tuple[int, int], str] = {}
     sliced: list[str] = []
-    entries = sorted(os.listdir(folder))
-    is_universal = "zero" in entries and os.path.isdir(os.path.join(folder, "zero"))
+    entries = sorted(places.list_names(folder))
+    is_universal = "zero" in entries and places.is_folder(os.path.join(folder, "zero"))
     for entry in entries:
         owner, path = parse_owner(entry), os.path.join(folder, entry)
         if owner is None:

@@ -20,6 +20,7 @@ from xrank.plan.source import StoredShard
 from xrank.readers.deepspeed.states import Shape, Shapes
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.records import Records
+from xrank.stores import places
 
 __all__ = ["locate_universal"]
 
@@ -52,7 +53,7 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
             next_step="do not use this checkpoint: it was tampered with",
         )
     path = os.path.join(folder, "zero", name, "fp32.pt")
-    if not os.path.lexists(path):
+    if not places.is_present(path):
         raise IncompleteError(
             f"{name}: {path} is missing",
             tensor=name,

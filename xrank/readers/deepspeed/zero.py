@@ -25,6 +25,7 @@ from xrank.readers.deepspeed.partitions import (
 from xrank.readers.deepspeed.slices import check_slices
 from xrank.readers.deepspeed.states import Partition, Shapes, read_partition
 from xrank.readers.records import Records
+from xrank.stores import places
 from xrank.words import ranks_text
 
 __all__ = ["Partitions", "check_copies", "check_ranks", "locate_group", "locate_trained", "read_partitions"]
@@ -215,18 +216,18 @@ def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[st
     paddings = None if first.alignments is None else (*first.alignments, *[()] * len(first.flats))[number]
     if paddings is not None and len(paddings) != len(shapes):
         raise _size_error(first, f"{len(paddings)} paddings in group {number}", f"{len(shapes)}, one per parameter")
-    places = stretches(list(shapes.values()), paddings)
-    total = max((end for _, end in places), default=0) + (paddings[-1] if paddings else 0)
+    spans = stretches(list(shapes.values()), paddings)
+    total = max((end for _, end in spans), default=0) + (paddings[-1] if paddings else 0)
     lengths = partitions.flats.length[:, number].tolist()
     size = partition_numel(total, lengths)
     if size is None:
         raise _length_error(partitions, number, total, lengths)
     for rank, partition in enumerate(partitions.all):
         _check_paddings(partition, number, lengths[rank], size)
-    check_slices(partitions.all, number, shapes, places, size)
+    check_slices(partitions.all, number, shapes, spans, size)
     return {
         name: locate_successive(name, shape, partitions.flats, number, size, first_element)
-        for (name, shape), (first_element, _) in zip(shapes.items(), places, strict=True)
+        for (name, shape), (first_element, _) in zip(shapes.items(), spans, strict=True)
     }
 
 
@@ -244,7 +245,9 @@ def _length_error(partitions: Partitions, number: int, total: int, lengths: Sequ
 
 def _size_error(partition: Partition, got: str, want: str) -> ContradictionError:
     folder = os.path.dirname(partition.origin.path)
-    swapped = " (NVMe offload keeps weights outside the files)" if "offloaded_tensors" in os.listdir(folder) else ""
+    swapped = (
+        " (NVMe offload keeps weights outside the files)" if "offloaded_tensors" in places.list_names(folder) else ""
+    )
     return ContradictionError(
         partition.origin.locate(f"its fp32 weights do not fit the model states{swapped}"),
         rank=partition.origin.rank,

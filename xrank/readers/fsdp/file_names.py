@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.faces import AGAIN
 from xrank.formats.regular_file import open_regular
+from xrank.stores import places
 from xrank.words import list_text, ranks_text
 
 __all__ = ["RankFiles", "Scheme", "list_accelerate", "list_verl"]
@@ -102,9 +103,9 @@ class Scheme:
 
     def explain_mismatch(self, path: str) -> str | None:
         """Return None if the folder contains such files, otherwise the reason against it."""
-        if not os.path.isdir(path):
+        if not places.is_folder(path):
             return "not a folder"
-        if any(self.pattern.fullmatch(entry) for entry in os.listdir(path)):
+        if any(self.pattern.fullmatch(entry) for entry in places.list_names(path)):
             return None
         return f"no {self.example} in it"
 
@@ -121,7 +122,7 @@ def list_verl(folder: str) -> RankFiles:
         ContradictionError: the folder contains files of several worlds, or ``fsdp_config.json`` records another one.
         IncompleteError: a rank is missing.
     """
-    entries = sorted(os.listdir(folder))
+    entries = sorted(places.list_names(folder))
     worlds: dict[int, dict[int, str]] = {}
     for entry in entries:
         match = _VERL.fullmatch(entry)
@@ -172,9 +173,9 @@ def list_accelerate(path: str) -> RankFiles:
         UsageError: the folder contains several models.
         IncompleteError: a rank below the last one is missing.
     """
-    folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
     models: dict[str, dict[int, str]] = {}
-    for entry in sorted(os.listdir(folder)):
+    for entry in sorted(places.list_names(folder)):
         match = _ACCELERATE.fullmatch(entry)
         if match is not None:
             models.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)

@@ -25,6 +25,7 @@ from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import remove_wrapper_names
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["AccelerateRanksReader", "VerlReader", "describe_rank_files"]
@@ -54,9 +55,9 @@ class AccelerateRanksReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None for a folder with files named by rank, or for such a file if its folder has several models."""
-        if os.path.isfile(path) and ACCELERATE.pattern.fullmatch(os.path.basename(path)):
-            folder = os.path.dirname(os.path.abspath(path))
-            models = {match[1] for entry in os.listdir(folder) if (match := ACCELERATE.pattern.fullmatch(entry))}
+        if places.is_file(path) and ACCELERATE.pattern.fullmatch(os.path.basename(path)):
+            folder = os.path.dirname(places.absolute(path))
+            models = {match[1] for entry in places.list_names(folder) if (match := ACCELERATE.pattern.fullmatch(entry))}
             return None if len(models) > 1 else "one rank's file; its folder is the checkpoint"
         return ACCELERATE.explain_mismatch(path)
 
@@ -148,7 +149,7 @@ def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
 
 def _step(folder: str) -> int | None:
     """Return the step in the folder's name or its parent's."""
-    folder = os.path.abspath(folder)
+    folder = places.absolute(folder)
     for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
         found = _STEP.fullmatch(name)
         if found is not None:
@@ -161,7 +162,7 @@ def _nbytes_of(paths: Sequence[str]) -> int:
     for path in paths:
         # The trainer's own file may be a dangling link, or removed meanwhile.
         with suppress(OSError):
-            total += os.stat(path).st_size
+            total += places.nbytes_of(path)
     return total
 
 
@@ -185,5 +186,5 @@ def _details(listed: RankFiles, files: Sequence[FsdpRankFile]) -> dict[str, Any]
         "flat parameters": len({name for file in files for name in file.sharded if is_flat(name)}),
         "plain tensors": len({name for file in files for name in file.plain}),
         "LoRA tensors": sum(".lora_" in name for name in names),
-        "huggingface": os.path.isdir(os.path.join(listed.folder, "huggingface")),
+        "huggingface": places.is_folder(os.path.join(listed.folder, "huggingface")),
     }

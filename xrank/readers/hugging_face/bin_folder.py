@@ -23,6 +23,7 @@ from xrank.readers.hugging_face.weight_files import (
     stale_index_notes,
 )
 from xrank.readers.torch_save.states import describe_states, select_state, stored_nbytes
+from xrank.stores import places
 from xrank.words import list_text, plural
 
 __all__ = ["BinFolderReader"]
@@ -42,15 +43,15 @@ class BinFolderReader:
     def recognise(self, path: str) -> str | None:
         """Return None for such a file, or a folder with one."""
         name = os.path.basename(path)
-        if os.path.isfile(path) and _NAME.fullmatch(name):
+        if places.is_file(path) and _NAME.fullmatch(name):
             return "one of several files; its folder is the model" if is_one_of_several(name) else None
-        if os.path.isdir(path) and any(map(_is_model_file, os.listdir(path))):
+        if places.is_folder(path) and any(map(_is_model_file, places.list_names(path))):
             return None
         return "no pytorch_model.bin or pytorch_model-<i>-of-<n>.bin in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        is_folder = os.path.isdir(path)
+        is_folder = places.is_folder(path)
         folder = path if is_folder else os.path.dirname(path)
         index = read_index(folder, _INDEX_NAME, _WHOLE) if is_folder else None
         names = list_files(folder, _is_model_file, index) if is_folder else [os.path.basename(path)]
@@ -61,7 +62,7 @@ class BinFolderReader:
             folder, ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors), index
         )
         notes = stale_index_notes(folder, _INDEX_NAME, index) if is_folder else []
-        beside = sorted(filter(_BESIDE.fullmatch, set(os.listdir(folder)) - set(names))) if is_folder else []
+        beside = sorted(filter(_BESIDE.fullmatch, set(places.list_names(folder)) - set(names))) if is_folder else []
         if beside:
             text = f"{plural(len(beside), 'file')} beside the model's own left out, such as {beside[0]}"
             notes.append(("left-out", text))

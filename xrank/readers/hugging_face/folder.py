@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
+from xrank.formats.regular_file import open_regular
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
@@ -28,6 +29,7 @@ from xrank.readers.hugging_face.weight_files import (
 )
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import remove_wrapper_names
+from xrank.stores import places
 from xrank.words import plural
 
 __all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
@@ -43,12 +45,12 @@ class HfFolderReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None for a safetensors file, or a folder with one."""
-        if path.endswith(".safetensors") and os.path.isfile(path):
+        if path.endswith(".safetensors") and places.is_file(path):
             name = os.path.basename(path)
-            if is_shard_name(name) or is_rank_part(name, os.listdir(os.path.dirname(path) or os.curdir)):
+            if is_shard_name(name) or is_rank_part(name, places.list_names(os.path.dirname(path) or os.curdir)):
                 return "one rank's pieces of tensors"
             return "one of several files; its folder is the model" if is_one_of_several(name) else None
-        if os.path.isdir(path) and _list_model_files(path):
+        if places.is_folder(path) and _list_model_files(path):
             return None
         return "no *.safetensors of whole tensors in it"
 
@@ -59,14 +61,16 @@ class HfFolderReader:
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
         kinds = {shard.name: (shard.dtype, shard.shape) for shard in model.shards}
         check_placeholders(kinds, files, hints.shapes)
-        if not os.path.isdir(path):
+        if not places.is_folder(path):
             return remove_wrapper_names(model, hints.shapes)
         whole, index_name = _name_files(path)
         index = read_index(path, index_name, whole)
         notes = [*model.notes, *stale_index_notes(path, index_name, index)]
         if index is not None:
             notes += index.notes(model.nbytes - _nbytes_of_adapter(headers))
-        left = sorted(filter(_is_weight_file, set(os.listdir(path)) - {os.path.basename(h.path) for h in headers}))
+        left = sorted(
+            filter(_is_weight_file, set(places.list_names(path)) - {os.path.basename(h.path) for h in headers})
+        )
         if left:
             notes.append(
                 ("left-out", f"{plural(len(left), 'file')} beside the model's own left out, such as {left[0]}")
@@ -81,13 +85,13 @@ def _is_weight_file(name: str) -> bool:
 
 def _list_model_files(folder: str) -> list[str]:
     """Return the files of whole tensors in a folder."""
-    names = os.listdir(folder)
+    names = places.list_names(folder)
     return [name for name in names if _is_weight_file(name) and not is_rank_part(name, names)]
 
 
 def _name_files(folder: str) -> tuple[str, str]:
     """Return the names that a whole model's file and an index have in a folder."""
-    names = os.listdir(folder)
+    names = places.list_names(folder)
     pairs = [(f"{stem}.safetensors", f"{stem}.safetensors.index.json") for stem in _STEMS]
     return next((pair for pair in pairs if not set(pair).isdisjoint(names)), pairs[0])
 
@@ -116,14 +120,14 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
         CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
         UsageError: a whole model lies beside the files of the index, or two other files contain one tensor.
     """
-    if not os.path.isdir(path):
+    if not places.is_folder(path):
         return (read_header(path),)
     whole, index_name = _name_files(path)
     index = read_index(path, index_name, whole)
     is_own = _is_weight_file if index is not None else _choose_filter(_list_model_files(path), whole)
     headers = [read_header(os.path.join(path, name)) for name in list_files(path, is_own, index)]
     check_index(path, ((tensor.name, os.path.basename(h.path)) for h in headers for tensor in h.tensors), index)
-    if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in os.listdir(path):
+    if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in places.list_names(path):
         headers.append(read_header(os.path.join(path, _ADAPTER)))  # never in an index, and never silently left out
     return tuple(headers)
 
@@ -172,8 +176,8 @@ def output_file_of(header: SafetensorsHeader) -> OutputFile:
 
     As bytes, because another writer's tensors need not start at multiples of their elements' width.
     """
-    with open(header.path, "rb") as stream:
-        start = stream.read(header.data_start)
+    with open_regular(header.path) as file:
+        start = file.read(0, header.data_start)
     tensors = sorted(header.tensors, key=lambda tensor: (tensor.start, tensor.end))
     return OutputFile(
         os.path.basename(header.path),

@@ -10,6 +10,7 @@ from itertools import islice
 
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.readers.advice import ONE_SAVE
+from xrank.stores import places
 from xrank.words import ranks_text
 
 __all__ = ["ShardGrid", "is_shard_name", "shard_grid"]
@@ -68,7 +69,7 @@ def shard_grid(folder: str) -> ShardGrid:
         ContradictionError: they belong to several saves.
     """
     worlds: dict[int, dict[tuple[int, int], str]] = {}
-    for entry in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
+    for entry in sorted(places.list_names(folder) if places.is_folder(folder) else []):
         match = _NAME.fullmatch(entry)
         if match is not None:
             rank, number, count = map(int, match.groups())

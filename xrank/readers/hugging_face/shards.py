@@ -22,6 +22,7 @@ from xrank.readers.advice import ONE_SAVE
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.shard_grid import ShardGrid, is_shard_name, shard_grid
 from xrank.readers.hugging_face.shard_pieces import ShardPieces
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["HfShardsReader"]
@@ -37,7 +38,7 @@ class HfShardsReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None if the folder, or its ``sharded``, contains shards."""
-        if not os.path.isdir(path):
+        if not places.is_folder(path):
             return "not a folder"
         if _folder(path) is not None:
             return None
@@ -77,7 +78,7 @@ class HfShardsReader:
 
 def _folder(path: str) -> str | None:
     for folder in (path, os.path.join(path, _SUBFOLDER)):
-        if os.path.isdir(folder) and any(map(is_shard_name, os.listdir(folder))):
+        if places.is_folder(folder) and any(map(is_shard_name, places.list_names(folder))):
             return folder
     return None
 

@@ -16,6 +16,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Unsa
 from xrank.faces import option
 from xrank.formats.json_text import parse_json
 from xrank.formats.regular_file import open_regular
+from xrank.stores import places
 from xrank.words import likewise_text, list_text
 
 __all__ = ["WeightIndex", "check_index", "check_placeholders", "is_one_of_several", "list_files", "read_index"]
@@ -59,9 +60,9 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
         UsageError: the files of the index and the whole model are both present.
     """
     index = _parse_index(folder, name)
-    if index is None or whole not in os.listdir(folder) or whole in index.weight_map.values():
+    if index is None or whole not in places.list_names(folder) or whole in index.weight_map.values():
         return index
-    others = sorted(set(index.weight_map.values()).intersection(os.listdir(folder)))
+    others = sorted(set(index.weight_map.values()).intersection(places.list_names(folder)))
     if not others:
         return None
     raise UsageError(
@@ -76,14 +77,14 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
 
 def stale_index_notes(folder: str, name: str, index: WeightIndex | None) -> list[tuple[str, str]]:
     """Return the note about an index that `read_index` ignored."""
-    if index is not None or not os.path.isfile(os.path.join(folder, name)):
+    if index is not None or not places.is_file(os.path.join(folder, name)):
         return []
     return [("stale-index", f"{name} is of an earlier save: none of the files that it names is there")]
 
 
 def _parse_index(folder: str, name: str) -> WeightIndex | None:
     file = os.path.join(folder, name)
-    if not os.path.isfile(file):
+    if not places.is_file(file):
         return None
     try:
         with open_regular(file) as content:
@@ -126,7 +127,7 @@ def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightInde
     Raises:
         IncompleteError: a file that the index or other files' names imply is missing.
     """
-    names = sorted(filter(is_weights, os.listdir(folder)))
+    names = sorted(filter(is_weights, places.list_names(folder)))
     if index is not None:
         wanted = sorted(set(index.weight_map.values()))
         by = os.path.basename(index.file)

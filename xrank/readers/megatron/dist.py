@@ -25,6 +25,7 @@ from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
 from xrank.readers.megatron.folder import check_iteration, explain_mismatch, resolve_folder, sibling_iterations
 from xrank.readers.records import note_bare_files, note_foreign_names
+from xrank.stores import places
 from xrank.words import list_text, plural, size_text
 
 __all__ = ["MegatronDistReader"]
@@ -48,7 +49,7 @@ class MegatronDistReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None for a checkpoint's folder, or a folder whose marker names a checkpoint."""
-        if os.path.isdir(path):
+        if places.is_folder(path):
             backend = read_backend(path)
             if backend not in (None, _BACKEND):
                 return f"a Megatron checkpoint of the backend {quote(backend)}, not {_BACKEND}"
@@ -91,8 +92,8 @@ def _holds(path: str) -> bool:
     if read_backend(path) == _BACKEND:
         return True
     shards = (_METADATA, "__0_0.distcp")
-    return os.path.lexists(os.path.join(path, _COMMON)) and any(
-        os.path.lexists(os.path.join(path, name)) for name in shards
+    return places.is_present(os.path.join(path, _COMMON)) and any(
+        places.is_present(os.path.join(path, name)) for name in shards
     )
 
 
@@ -213,8 +214,8 @@ def _details(
     sizes: ParallelSizes | None,
 ) -> dict[str, Any]:
     known = args or {}
-    own = os.path.basename(os.path.realpath(folder))
-    siblings = sibling_iterations(os.path.dirname(os.path.realpath(folder)))
+    own = os.path.basename(places.real(folder))
+    siblings = sibling_iterations(os.path.dirname(places.real(folder)))
     vocab_size = known.get("vocab_size")
     true = "how many are no padding is not recorded" if vocab_size is None else f"{vocab_size} true"
     num_rows = next((t.shape[0] for n, t in tensors.items() if n.endswith("word_embeddings.weight") and t.shape), None)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.regular_file import open_regular, quote
+from xrank.stores import places
 
 __all__ = ["TRACKER", "check_iteration", "explain_mismatch", "resolve_folder", "sibling_iterations"]
 
@@ -26,15 +27,15 @@ def explain_mismatch(path: str, holds: Callable[[str], bool], what: str) -> str 
         holds: returns whether a folder is a checkpoint of the kind.
         what: description of such a folder's content.
     """
-    if not os.path.isdir(path):
+    if not places.is_folder(path):
         return "not a folder"
     if holds(path):
         return None
-    if not os.path.lexists(os.path.join(path, TRACKER)):
+    if not places.is_present(os.path.join(path, TRACKER)):
         return f"no {what} and no {TRACKER}"
     with suppress(UnsafeError, ValueError, OSError):
         named = os.path.join(path, _read_marker(path))
-        if os.path.isdir(named):
+        if places.is_folder(named):
             return None if holds(named) else f"its {TRACKER} names a folder without {what}"
     # If this format owns the marker, `resolve_folder` reports damage to it.
     below = [os.path.join(path, entry) for entry in [*sibling_iterations(path), _RELEASE]]
@@ -51,7 +52,7 @@ def resolve_folder(path: str, holds: Callable[[str], bool]) -> str:
     if holds(path):
         return path
     tracker = os.path.join(path, TRACKER)
-    if not os.path.lexists(tracker):
+    if not places.is_present(tracker):
         raise IncompleteError(
             f"{path} contains no Megatron checkpoint",
             file=path,
@@ -60,7 +61,7 @@ def resolve_folder(path: str, holds: Callable[[str], bool]) -> str:
         )
     name = _read_marker(path)
     folder = os.path.join(path, name)
-    if not os.path.isdir(folder) or not holds(folder):
+    if not places.is_folder(folder) or not holds(folder):
         raise IncompleteError(
             f"{tracker} names {name}, which contains no checkpoint of this kind",
             file=tracker,
@@ -87,7 +88,9 @@ def _read_marker(path: str) -> str:
 
 def sibling_iterations(path: str) -> list[str]:
     """Return the names of the iterations' folders in a folder, in rising order."""
-    found = [entry for entry in os.listdir(path) if _ITERATION.fullmatch(entry)] if os.path.isdir(path) else []
+    found = (
+        [entry for entry in places.list_names(path) if _ITERATION.fullmatch(entry)] if places.is_folder(path) else []
+    )
     return sorted(found, key=lambda entry: int(entry[5:]))
 
 
@@ -98,7 +101,7 @@ def check_iteration(folder: str, recorded: object, file: str) -> int | None:
         ContradictionError: the folder's name contains another number.
     """
     step = recorded if type(recorded) is int and recorded >= 0 else None
-    name = os.path.basename(os.path.realpath(folder))
+    name = os.path.basename(places.real(folder))
     found = _ITERATION.fullmatch(name)
     if found is not None and step is not None and step != int(found[1]):
         raise ContradictionError(

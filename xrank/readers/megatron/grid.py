@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.faces import AGAIN
 from xrank.readers.megatron.args import ParallelSizes
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["FILE", "Place", "check_grid", "grid_text", "list_folders", "places_of"]
@@ -47,7 +48,9 @@ class Place:
 def list_folders(folder: str) -> list[str]:
     """Return the names of the ranks' folders in a checkpoint."""
     return sorted(
-        entry for entry in os.listdir(folder) if _FOLDER.fullmatch(entry) and os.path.isdir(os.path.join(folder, entry))
+        entry
+        for entry in places.list_names(folder)
+        if _FOLDER.fullmatch(entry) and places.is_folder(os.path.join(folder, entry))
     )
 
 
@@ -93,15 +96,15 @@ def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, 
             yield rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert
 
 
-def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: Sequence[Place]) -> None:
+def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: Sequence[Place]) -> None:
     """Check that exactly the files of the run's ranks are present.
 
     Raises:
         IncompleteError: a rank's file is missing.
         ContradictionError: there are files of ranks beyond the run's.
     """
-    wanted = {place.folder(sizes): place for place in places}
-    missing = [name for name in wanted if not os.path.lexists(os.path.join(folder, name, FILE))]
+    wanted = {place.folder(sizes): place for place in cells}
+    missing = [name for name in wanted if not places.is_present(os.path.join(folder, name, FILE))]
     if missing:
         place = wanted[missing[0]]
         files = list_text((f"{name}/{FILE}" for name in missing), 3)
@@ -124,11 +127,11 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: 
         )
 
 
-def grid_text(found: Sequence[str], sizes: ParallelSizes, places: Sequence[Place]) -> list[str]:
+def grid_text(found: Sequence[str], sizes: ParallelSizes, cells: Sequence[Place]) -> list[str]:
     """Return, for display, the tensor-parallel ranks with and without files, by stage and expert rank."""
     there = set(found)
     rows: dict[tuple[int, int], list[Place]] = {}
-    for place in places:
+    for place in cells:
         rows.setdefault((place.pipeline, place.expert), []).append(place)
     return [
         f"PP {pipeline}, EP {expert}: "

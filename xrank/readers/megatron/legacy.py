@@ -30,6 +30,7 @@ from xrank.readers.megatron.parts import (
 from xrank.readers.megatron.stages import Chunk, count_layers, first_layers, has_encoder
 from xrank.readers.megatron.states import MegatronRankFile, check_identities, read_rank_file
 from xrank.readers.records import Records
+from xrank.stores import places
 
 __all__ = ["MegatronLegacyReader"]
 
@@ -48,14 +49,14 @@ class MegatronLegacyReader:
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         folder = resolve_folder(path, _holds)
-        found = [name for name in list_folders(folder) if os.path.lexists(os.path.join(folder, name, FILE))]
+        found = [name for name in list_folders(folder) if places.is_present(os.path.join(folder, name, FILE))]
         # Every rank's arguments record the grid.
         first = read_rank_file(os.path.join(folder, found[0], FILE), 0)
         sizes = parallel_sizes(first.args, first.origin)
-        places = places_of(sizes, folder)
-        check_grid(folder, found, sizes, places)
+        cells = places_of(sizes, folder)
+        check_grid(folder, found, sizes, cells)
         files = {}
-        for place in places:
+        for place in cells:
             file = read_rank_file(os.path.join(folder, place.folder(sizes), FILE), place.rank(sizes))
             check_agreement(first.args, first.origin.path, file.args, file.origin.path)
             _check_moment(first, file)
@@ -79,19 +80,19 @@ class MegatronLegacyReader:
             records=records.table(),
             shards=shards,
             aliases=aliases,
-            world_size=sizes.world or len(places),
+            world_size=sizes.world or len(cells),
             step=step,
             args=first.args,
             nbytes=records.nbytes,
             skipped_nbytes=max(nbytes_below(folder) - records.nbytes, 0),
             notes=_notes(files, records),
-            details=_details(folder, found, sizes, places, counts, starts, aliases),
+            details=_details(folder, found, sizes, cells, counts, starts, aliases),
         )
 
 
 def _holds(path: str) -> bool:
-    return os.path.isdir(path) and any(
-        os.path.lexists(os.path.join(path, name, FILE)) for name in list_folders(path)
+    return places.is_folder(path) and any(
+        places.is_present(os.path.join(path, name, FILE)) for name in list_folders(path)
     )  # fmt: skip
 
 
@@ -176,13 +177,13 @@ def _details(
     folder: str,
     found: Sequence[str],
     sizes: ParallelSizes,
-    places: Sequence[Place],
+    cells: Sequence[Place],
     counts: Mapping[Chunk, int],
     starts: Mapping[Chunk, int],
     aliases: Mapping[str, str],
 ) -> dict[str, Any]:
-    own = os.path.basename(os.path.realpath(folder))
-    siblings = sibling_iterations(os.path.dirname(os.path.realpath(folder)))
+    own = os.path.basename(places.real(folder))
+    siblings = sibling_iterations(os.path.dirname(places.real(folder)))
     stages = {}
     for (chunk, stage), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
         name = f"PP {stage}" + (f", chunk {chunk}" if sizes.virtual > 1 else "")
@@ -192,7 +193,7 @@ def _details(
         "iteration": own,
         "iterations": siblings if own in siblings else [own],
         "parallel": str(sizes),
-        "grid": grid_text(found, sizes, places),
+        "grid": grid_text(found, sizes, cells),
         "stages": stages,
         "tied": dict(aliases),
     }

@@ -18,6 +18,7 @@ from xrank.formats.zarr_array import ZarrArray, read_shard_index
 from xrank.layout.nests import row_major
 from xrank.plan.coverage import range_text
 from xrank.readers.orbax.stores import ArrayStore
+from xrank.stores import places
 
 __all__ = ["ChosenArray", "Chunk", "ChunkLister", "check_size", "corrupt_error", "raise_beyond"]
 
@@ -79,13 +80,13 @@ class ChunkLister:
         self, one: ChosenArray, value: StoredValue, start: tuple[int, ...]
     ) -> Iterable[tuple[StoredValue, tuple[int, ...]]]:
         """Yield place and first element of each part of a shard that has elements of the array."""
-        places = [*product(*map(range, one.array.shard_grid))]
+        positions = [*product(*map(range, one.array.shard_grid))]
         path = os.path.join(self._store.folder, value.file)
         index = self._read_end(one, value, path, _INDEX_ENTRY_NBYTES * prod(one.array.shard_grid) + _CHECKSUM_NBYTES)
-        found = read_shard_index(index, len(places), value.nbytes)
+        found = read_shard_index(index, len(positions), value.nbytes)
         if found is None:
             raise corrupt_error(one, f"the index of a shard at byte {value.offset:,} of {path} is damaged", path)
-        for place, part in zip(places, found, strict=True):
+        for place, part in zip(positions, found, strict=True):
             begin = tuple(s + i * size for s, i, size in zip(start, place, one.array.chunk_shape, strict=True))
             if any(low >= n for low, n in zip(begin, one.array.shape, strict=True)):
                 if part is not None:  # tensorstore writes no part beyond the array's edge
@@ -106,7 +107,7 @@ class ChunkLister:
         if self._last is None or self._last.origin.path != path:
             # Chunks of one array follow each other in a file, so that one open file is enough.
             self._stack.close()
-            check_size(one, value, path, None if not os.path.exists(path) else value.offset + value.nbytes)
+            check_size(one, value, path, None if not places.exists(path) else value.offset + value.nbytes)
             self._last = self._stack.enter_context(open_regular(path))
         check_size(one, value, path, self._last.nbytes)
         nbytes = min(nbytes, value.nbytes)

@@ -18,6 +18,7 @@ from xrank.formats.json_text import parse_json
 from xrank.formats.ocdbt import MANIFEST
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.saved_keys import is_left_out
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["TREE", "ChosenTree", "TreeLeaf", "choose_tree", "explain_mismatch", "find_world_size", "read_leaves"]
@@ -53,9 +54,9 @@ class TreeLeaf:
 
 def explain_mismatch(path: str) -> str | None:
     """Return None if a path is a tree of Orbax or a step with one, otherwise the reason why not."""
-    if not os.path.isdir(path):
+    if not places.is_folder(path):
         return "not a folder"
-    folder = os.path.abspath(path)
+    folder = places.absolute(path)
     # An item of an unfinished step may be finished itself.
     if any(_UNFINISHED in os.path.basename(each) for each in (folder, os.path.dirname(folder))):
         return "a save that Orbax has not finished"
@@ -86,7 +87,7 @@ def choose_tree(path: str, part: str | None) -> ChosenTree:
     Raises:
         UsageError: several items may be the model, or the part names none of them.
     """
-    folder = os.path.abspath(path)
+    folder = places.absolute(path)
     if _is_tree(path):
         above = os.path.dirname(folder)
         step = _read_step(above) if _is_step(above) else None
@@ -114,12 +115,12 @@ def _find_items(path: str) -> Mapping[str, str]:
     """Return the folder of each item of a step that is a tree of arrays."""
     if not _is_step(path):
         return {}
-    folders = {name: os.path.join(path, name) for name in sorted(os.listdir(path))}
+    folders = {name: os.path.join(path, name) for name in sorted(places.list_names(path))}
     return {name: folder for name, folder in folders.items() if _is_tree(folder)}
 
 
 def _is_step(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, _STEP))
+    return places.is_file(os.path.join(path, _STEP))
 
 
 def _read_step(folder: str) -> int | None:
@@ -129,18 +130,18 @@ def _read_step(folder: str) -> int | None:
 
 
 def _is_tree(path: str) -> bool:
-    if not os.path.isdir(path):
+    if not places.is_folder(path):
         return False
-    names = os.listdir(path)
+    names = places.list_names(path)
     return not _TREE_NAMES.isdisjoint(names) or any(name.startswith("ocdbt.process_") for name in names)
 
 
 def find_world_size(folder: str) -> int | None:
     """Return the number of processes that wrote a tree; None if their names show none."""
-    found = [_PROCESS.fullmatch(name) for name in os.listdir(folder)]
+    found = [_PROCESS.fullmatch(name) for name in places.list_names(folder)]
     own = os.path.join(folder, "array_metadatas")
-    if os.path.isdir(own):
-        found += [_PROCESS.fullmatch(name) for name in os.listdir(own)]
+    if places.is_folder(own):
+        found += [_PROCESS.fullmatch(name) for name in places.list_names(own)]
     return max((int(match[1]) + 1 for match in found if match is not None), default=None)
 
 
@@ -152,11 +153,11 @@ def read_leaves(folder: str) -> Sequence[TreeLeaf]:
         CorruptError: it is damaged.
     """
     path = os.path.join(folder, TREE)
-    if not os.path.lexists(path):
+    if not places.is_present(path):
         raise IncompleteError(
             f"{path} is missing: the checkpoint was not copied whole, or Orbax has not finished it",
             file=path,
-            got=f"{len(os.listdir(folder))} other files and folders",
+            got=f"{len(places.list_names(folder))} other files and folders",
             want=TREE,
             next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
         )

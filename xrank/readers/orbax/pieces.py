@@ -20,6 +20,7 @@ from xrank.plan.source import NO_CHECKSUM, PLAIN, RecordTable, SourceFile, Store
 from xrank.readers.orbax.chunks import ChosenArray, Chunk, ChunkLister, check_size, corrupt_error
 from xrank.readers.orbax.edges import check_edges
 from xrank.readers.orbax.stores import ArrayStore
+from xrank.stores import places
 
 __all__ = ["OrbaxPieces", "locate"]
 
@@ -75,7 +76,7 @@ class _Records:
         path = os.path.join(self._folder, value.file)
         number = self._numbers.get(value.file)
         if number is None:
-            if not os.path.exists(path):
+            if not places.exists(path):
                 check_size(one, value, path, None)
             with open_regular(path) as file:
                 number = self._numbers[value.file] = len(self.files)

@@ -14,6 +14,7 @@ from xrank.faces import AGAIN
 from xrank.formats.ocdbt import MANIFEST, StoredValue, read_ocdbt
 from xrank.formats.regular_file import Origin, open_regular
 from xrank.formats.zarr_array import ARRAY_FILES, ZarrArray, parse_array
+from xrank.stores import places
 
 __all__ = ["ArrayStore", "open_store", "read_array"]
 
@@ -78,11 +79,11 @@ class FolderStore:
     def _sizes(self) -> Mapping[str, int]:
         """Path in the folder -> bytes, of all files; links to nothing and pipes have none."""
         found = {}
-        for place, _, names in os.walk(self.folder, followlinks=True):
+        for place, _, names in places.walk(self.folder, followlinks=True):
             for name in names:
                 path = os.path.join(place, name)
-                if os.path.exists(path):
-                    found[os.path.relpath(path, self.folder)] = os.path.getsize(path)
+                if places.exists(path):
+                    found[os.path.relpath(path, self.folder)] = places.nbytes_of(path)
         return found
 
     def find(self, name: str, key: str) -> StoredValue | None:
@@ -132,7 +133,7 @@ def open_store(folder: str) -> ArrayStore:
         IncompleteError: processes left stores that were never merged, or a file is missing.
         CorruptError, UnsafeError, UsageError: as `read_ocdbt`.
     """
-    names = os.listdir(folder)
+    names = places.list_names(folder)
     if MANIFEST in names:
         return OcdbtStore(folder)
     parts = sorted(name for name in names if name.startswith("ocdbt.process_"))

@@ -13,6 +13,7 @@ from xrank.formats.regular_file import open_regular
 from xrank.readers.advice import ONE_SAVE
 from xrank.readers.fsdp.file_names import RankFiles
 from xrank.readers.torch_checkpointing.metadata import METADATA, ItemMetadata, SavedMetadata, read_metadata
+from xrank.stores import places
 from xrank.words import list_text, ranks_text
 
 __all__ = ["ModelFiles", "explain_mismatch", "find_model_files"]
@@ -44,14 +45,14 @@ class ModelFiles:
 
 def explain_mismatch(path: str) -> str | None:
     """Return None if a folder is such a checkpoint, or a file belongs to an item besides its model; else the reason."""
-    if not os.path.isdir(path):
+    if not places.is_folder(path):
         match = _FILE.fullmatch(os.path.basename(path))
-        if match is None or explain_mismatch(os.path.dirname(os.path.abspath(path))) is not None:
+        if match is None or explain_mismatch(os.path.dirname(places.absolute(path))) is not None:
             return "no file of a torch_checkpointing checkpoint"
         if _NO_MODEL.fullmatch(match[1]):
             return "an optimizer's or a trainer's own state"
         return "one rank's file; its folder is the checkpoint" if match[1] == _MODEL else None
-    names = os.listdir(path)
+    names = places.list_names(path)
     if METADATA in names and _is_metadata(os.path.join(path, METADATA)):
         return None
     # Without metadata only the names of the files show the format, and others number their files from 1, or by steps.
@@ -77,7 +78,7 @@ def find_model_files(path: str) -> ModelFiles:
         ContradictionError: there are files of another save.
         CorruptError, UnsafeError, LayoutError: as `read_metadata`.
     """
-    folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
     metadata = read_metadata(folder)
     items = _list_items(folder)
     item = _choose_item(path, folder, items, metadata)
@@ -117,7 +118,7 @@ def _list_items(folder: str) -> dict[str, dict[int, str]]:
         ContradictionError: a rank has two files of one item.
     """
     items: dict[str, dict[int, str]] = {}
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(places.list_names(folder)):
         match = _FILE.fullmatch(name)
         if match is None:
             continue
@@ -156,7 +157,7 @@ def _choose_item(path: str, folder: str, items: Mapping[str, Mapping[int, str]],
 
 
 def _check_presence(listed: RankFiles) -> None:
-    missing = [rank for rank, file in listed.by_rank.items() if not os.path.lexists(file)]
+    missing = [rank for rank, file in listed.by_rank.items() if not places.is_present(file)]
     if missing:
         file = listed.by_rank[missing[0]]
         name = os.path.relpath(file, listed.folder)

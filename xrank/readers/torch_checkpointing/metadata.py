@@ -20,6 +20,7 @@ from xrank.layout import DeviceMesh
 from xrank.readers.fsdp.dtensors import build_placement
 from xrank.readers.fsdp.meshes import make_mesh
 from xrank.readers.fsdp.pickled import element_type, sizes_of
+from xrank.stores import places
 
 __all__ = ["METADATA", "ItemMetadata", "SavedCut", "SavedMetadata", "read_metadata"]
 
@@ -75,7 +76,7 @@ def read_metadata(folder: str) -> SavedMetadata | None:
         LayoutError: no layout can express a placement.
     """
     path = os.path.join(folder, METADATA)
-    if not os.path.lexists(path):
+    if not places.is_present(path):
         return None
     origin = Origin(path)
     with open_regular(path) as file:

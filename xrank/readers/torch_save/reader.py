@@ -16,6 +16,7 @@ from xrank.formats.torch_archive import is_archive, read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.torch_save.states import WholeState, describe_states, select_state
+from xrank.stores import places
 from xrank.words import list_text
 
 __all__ = ["TorchSaveReader", "list_models"]
@@ -47,17 +48,17 @@ class TorchSaveReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None for a file of ``torch.save``, or a folder with one whose name may be a model's."""
-        if os.path.isfile(path):
+        if places.is_file(path):
             if _ONE_OF_SEVERAL.fullmatch(os.path.basename(path)):
                 return "by its name, one of several files"
             return None if _is_saved(path) else "not a file of torch.save"
-        if os.path.isdir(path) and list_models(path):
+        if places.is_folder(path) and list_models(path):
             return None
         return "no model.pt, .pth or .ckpt in it, or several with numbers, which may be those of ranks"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        folder, names = (path, list_models(path)) if os.path.isdir(path) else os.path.split(path)
+        folder, names = (path, list_models(path)) if places.is_folder(path) else os.path.split(path)
         if isinstance(names, str):
             names = [names]
         _check_slices(folder or os.curdir, names)
@@ -85,7 +86,7 @@ def _is_saved(path: str) -> bool:
 
 def list_models(folder: str) -> list[str]:
     """Return the entries of a folder that contain a model by their names; numbered ones may be those of ranks."""
-    entries = sorted(os.listdir(folder))
+    entries = sorted(places.list_names(folder))
     series = Counter(map(_remove_number, entries))
     return [
         name
@@ -108,7 +109,7 @@ def _check_slices(folder: str, names: list[str]) -> None:
         UsageError: a file is one of several slices.
     """
     given = [name for name in names if _SLICE.fullmatch(name)]
-    slices = sorted(name for name in os.listdir(folder) if _SLICE.fullmatch(name))
+    slices = sorted(name for name in places.list_names(folder) if _SLICE.fullmatch(name))
     if given and slices != ["consolidated.00.pth"]:
         raise _make_slice_error(os.path.join(folder, given[0]), list_text(slices, 10))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.readers.advice import ONE_SAVE
+from xrank.stores import places
 from xrank.words import numbers_text, ranks_text
 
 __all__ = ["RankParts", "is_state_name", "list_parts"]
@@ -48,7 +49,7 @@ def list_parts(folder: str) -> RankParts:
     """
     found: dict[tuple[int, int], dict[int, str]] = {}
     patterns = set()
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(places.list_names(folder)):
         match = _NAME.fullmatch(name)
         if match is None:
             continue
@@ -64,18 +65,18 @@ def list_parts(folder: str) -> RankParts:
             next_step=ONE_SAVE,
         )
     num_stages, tp_size = (max(place[axis] for place in found) + 1 for axis in (0, 1))
-    places = [(stage, rank) for stage in range(num_stages) for rank in range(tp_size)]
-    missing = [number for number, place in enumerate(places) if place not in found]
+    cells = [(stage, rank) for stage in range(num_stages) for rank in range(tp_size)]
+    missing = [number for number, place in enumerate(cells) if place not in found]
     if missing:
         raise IncompleteError(
-            f"{ranks_text(missing)} of {len(places)} left no file in {folder}",
+            f"{ranks_text(missing)} of {len(cells)} left no file in {folder}",
             rank=missing[0],
             file=folder,
-            got=f"files of {ranks_text(set(range(len(places))) - {*missing})}",
-            want=f"files of each of {len(places)} ranks",
+            got=f"files of {ranks_text(set(range(len(cells))) - {*missing})}",
+            want=f"files of each of {len(cells)} ranks",
             next_step="copy the missing files from the nodes that saved them",
         )
-    for number, place in enumerate(places):
+    for number, place in enumerate(cells):
         parts = found[place]
         if len(parts) <= max(parts):
             absent = sorted(set(range(max(parts))) - {*parts})
@@ -87,5 +88,5 @@ def list_parts(folder: str) -> RankParts:
                 want=f"parts 0-{max(parts)}",
                 next_step="copy the missing files from the node that saved them",
             )
-    files = {n: tuple(file for _, file in sorted(found[place].items())) for n, place in enumerate(places)}
+    files = {n: tuple(file for _, file in sorted(found[place].items())) for n, place in enumerate(cells)}
     return RankParts(files, num_stages)

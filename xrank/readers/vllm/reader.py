@@ -25,6 +25,7 @@ from xrank.readers.placement import place_all
 from xrank.readers.records import Records
 from xrank.readers.vllm.files import RankParts, is_state_name, list_parts
 from xrank.readers.vllm.parameters import is_left_out, read_sizes, split_parameter
+from xrank.stores import places
 from xrank.words import list_text, plural
 
 __all__ = ["VllmReader"]
@@ -43,9 +44,11 @@ class VllmReader:
 
     def recognise(self, path: str) -> str | None:
         """Return None for a folder with a rank's part."""
-        if not os.path.isdir(path):
+        if not places.is_folder(path):
             return "not a folder"
-        return None if any(map(is_state_name, os.listdir(path))) else "no model-rank-<rank>-part-<part>.safetensors"
+        return (
+            None if any(map(is_state_name, places.list_names(path))) else "no model-rank-<rank>-part-<part>.safetensors"
+        )
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every piece lies; errors as in `Reader.read`."""

@@ -1,0 +1,180 @@
+"""Read the structure of an object in a store like that of a file, by few requests.
+
+Structure lies at both ends of a file, so the first read of an end brings 64 KiB. Parts that were read are kept, because
+a checkpoint is recognised first and read then.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from xrank.formats.regular_file import Origin, RegularFile
+from xrank.stores import places
+from xrank.stores.backend import ObjectStatus
+from xrank.stores.client import Store, open_store
+
+__all__ = ["ObjectFile", "open_object"]
+
+_END_NBYTES = 64 << 10
+_WHOLE_NBYTES = 256 << 10
+"""Objects up to this size are read at once."""
+_LEAST_NBYTES = 4 << 10
+_GAP_NBYTES = 16 << 10
+"""Announced ranges that are closer than this are read together."""
+_KEPT_NBYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Parts of one object that were read."""
+
+    starts: list[int] = field(default_factory=list)
+    """First bytes of the parts, rising."""
+    data: dict[int, memoryview] = field(default_factory=dict)
+    """First byte -> part."""
+    nbytes: int = 0
+
+    def find(self, start: int, end: int) -> memoryview | None:
+        # A later part may be inside of an earlier one: look at a few.
+        at = bisect_right(self.starts, start)
+        for first in reversed(self.starts[max(0, at - 4) : at]):
+            part = self.data[first]
+            if end <= first + len(part):
+                return part[start - first : end - first]
+        return None
+
+    def add(self, start: int, part: memoryview) -> int:
+        old = self.data.get(start)
+        if old is not None and len(old) >= len(part):
+            return 0
+        if old is None:
+            insort(self.starts, start)
+        self.data[start] = part
+        added = len(part) - (0 if old is None else len(old))
+        self.nbytes += added
+        return added
+
+
+class _Kept:
+    """Parts of all objects, up to a number of bytes; those of the object used longest ago are dropped first."""
+
+    def __init__(self) -> None:
+        self._objects: OrderedDict[tuple[str, ObjectStatus], _Parts] = OrderedDict()
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    def find(self, key: tuple[str, ObjectStatus], start: int, end: int) -> memoryview | None:
+        with self._lock:
+            parts = self._objects.get(key)
+            if parts is None:
+                return None
+            self._objects.move_to_end(key)
+            return parts.find(start, end)
+
+    def add(self, key: tuple[str, ObjectStatus], start: int, part: memoryview) -> None:
+        with self._lock:
+            self._nbytes += self._objects.setdefault(key, _Parts()).add(start, part)
+            self._objects.move_to_end(key)
+            while self._nbytes > _KEPT_NBYTES:
+                self._nbytes -= self._objects.popitem(last=False)[1].nbytes
+
+
+_kept = _Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFile(RegularFile):
+    """An object as `RegularFile`; each read is of the version that was there when it was opened."""
+
+    status: ObjectStatus
+    store: Store
+    key: str
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read exactly that many bytes from an offset.
+
+        Raises:
+            CorruptError: the object is too short.
+            ContradictionError: it is another one by now.
+            XrankError: the store does not give them.
+        """
+        end = offset + nbytes
+        if end > self.nbytes:
+            raise self.origin.corrupt("the file ends early", got=f"{self.nbytes} bytes", want=f"at least {end} bytes")
+        if not nbytes:
+            return b""
+        part = _kept.find(self._identity, offset, end)
+        return bytes(part if part is not None else self._fetch(offset, end)[:nbytes])
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read small ranges (offset, bytes), many at once, and keep them for `read`."""
+        joined: list[list[int]] = []
+        for offset, nbytes in sorted(ranges):
+            end = min(offset + nbytes, self.nbytes)
+            if end <= offset or _kept.find(self._identity, offset, end) is not None:
+                continue
+            if joined and offset - joined[-1][1] <= _GAP_NBYTES:
+                joined[-1][1] = max(joined[-1][1], end)
+            else:
+                joined.append([offset, end])
+        if len(joined) < 2:
+            return
+        with ThreadPoolExecutor(self.store.settings.connections) as pool:
+            list(pool.map(lambda one: self._get(*one), joined))
+
+    @property
+    def _identity(self) -> tuple[str, ObjectStatus]:
+        return self.origin.path, self.status
+
+    def _fetch(self, offset: int, end: int) -> memoryview:
+        """Return the bytes from an offset on, at least up to `end`."""
+        total = self.nbytes
+        start = offset
+        if total <= _WHOLE_NBYTES:
+            start, end = 0, total
+        elif offset < _END_NBYTES:
+            start, end = 0, max(end, _END_NBYTES)
+        elif end > total - _END_NBYTES:
+            start, end = min(offset, total - _END_NBYTES), total
+        else:
+            end = min(total, max(end, offset + _LEAST_NBYTES))
+        return self._get(start, end)[offset - start :]
+
+    def _get(self, start: int, end: int) -> memoryview:
+        try:
+            part = self.store.read(self.key, start, end - start, self.status)
+        except Exception as error:
+            _name_rank(error, self.origin)
+            raise
+        if len(part) <= _KEPT_NBYTES // 4:
+            _kept.add(self._identity, start, part)
+        return part
+
+
+def open_object(origin: Origin) -> ObjectFile:
+    """Return an object of a store, opened; nothing has to be closed.
+
+    Raises:
+        IncompleteError: there is no such object.
+        UsageError: it may not be read.
+        XrankError: the store does not answer.
+    """
+    try:
+        status = places.object_status(origin.path)
+    except Exception as error:
+        _name_rank(error, origin)
+        raise
+    store, key = open_store(origin.path)
+    return ObjectFile(-1, status, origin, store, key)
+
+
+def _name_rank(error: Exception, origin: Origin) -> None:
+    from xrank.errors import XrankError
+
+    if isinstance(error, XrankError) and origin.rank is not None:
+        error.about(f"rank {origin.rank}", rank=origin.rank)

@@ -1,0 +1,212 @@
+"""Look at files and folders wherever they are: functions of `os` that also take URLs.
+
+A folder of a store is listed once and then known, so that recognising a checkpoint takes few requests. `enter` forgets
+the listings: each command calls it with its own paths first, and so sees what is there now.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, BinaryIO
+
+from xrank import system
+from xrank.stores.url import clean_path, is_url
+
+if TYPE_CHECKING:
+    from xrank.stores.backend import Folder, ObjectStatus
+
+__all__ = [
+    "absolute",
+    "enter",
+    "exists",
+    "is_file",
+    "is_folder",
+    "is_link",
+    "is_present",
+    "list_names",
+    "nbytes_of",
+    "object_status",
+    "open_descriptor",
+    "open_file",
+    "read_content",
+    "real",
+    "walk",
+]
+
+_COPY_NBYTES = 4 << 20
+_lock = threading.Lock()
+_folders: dict[str, Folder] = {}
+_statuses: dict[str, ObjectStatus | None] = {}
+_entered: set[str] = set()
+
+
+def enter(path: str | os.PathLike[str]) -> str:
+    """Return a user's path or URL in the form that all of xrank uses, and look at what is there anew.
+
+    Raises:
+        UsageError: the URL contains a name or a password.
+    """
+    text = clean_path(path)
+    if is_url(text):
+        with _lock:
+            _entered.add(text)
+            folder = os.path.dirname(text)
+            for known in (_folders, _statuses):
+                for url in [url for url in known if url == folder or url.startswith(text)]:
+                    del known[url]
+    return text
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder; a URL is one if objects are below it."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    found = _folder(path)
+    return bool(found.objects or found.folders)
+
+
+def is_file(path: str) -> bool:
+    """Return whether a path is a regular file or an object."""
+    return _status(path) is not None if is_url(path) else os.path.isfile(path)
+
+
+def exists(path: str) -> bool:
+    """Return whether a path leads to a file or a folder."""
+    return is_file(path) or is_folder(path) if is_url(path) else os.path.exists(path)
+
+
+def is_present(path: str) -> bool:
+    """Return whether a name is taken, also by a broken link."""
+    return exists(path) if is_url(path) else os.path.lexists(path)
+
+
+def is_link(path: str) -> bool:
+    """Return whether a path is a symbolic link."""
+    return not is_url(path) and os.path.islink(path)
+
+
+def absolute(path: str) -> str:
+    """Return an absolute path; a URL is one."""
+    return path.rstrip("/") if is_url(path) else os.path.abspath(path)
+
+
+def real(path: str) -> str:
+    """Return a path without links; a URL has none."""
+    return path.rstrip("/") if is_url(path) else os.path.realpath(path)
+
+
+def nbytes_of(path: str) -> int:
+    """Return the size of a file or an object in bytes."""
+    return object_status(path).nbytes if is_url(path) else os.stat(path).st_size
+
+
+def list_names(path: str) -> list[str]:
+    """Return the names in a folder, in any order.
+
+    Raises:
+        OSError: there is no such folder, or it may not be read; of a URL an XrankError.
+    """
+    if not is_url(path):
+        return os.listdir(path)
+    found = _folder(path)
+    if not found.objects and not found.folders:
+        raise FileNotFoundError(f"{path}: no objects are below it")
+    return [*found.objects, *found.folders]
+
+
+def walk(path: str, *, followlinks: bool = False) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield each folder from a path on with its folders and its files, as `os.walk` does."""
+    if not is_url(path):
+        yield from os.walk(path, followlinks=followlinks)
+        return
+    found = _folder(path)
+    folders = sorted(found.folders)
+    yield path, folders, sorted(found.objects)
+    for name in folders:
+        yield from walk(os.path.join(path, name))
+
+
+def object_status(url: str) -> ObjectStatus:
+    """Return the size and the version of an object.
+
+    Raises:
+        IncompleteError: there is no such object.
+    """
+    found = _status(url)
+    if found is not None:
+        return found
+    from xrank.stores.client import open_store
+
+    store, key = open_store(url)
+    return store.head(key)
+
+
+def read_content(path: str) -> bytes:
+    """Return all bytes of a small file or object."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file, or a copy of an object, to read it once; errors as for `open_descriptor`."""
+    return open(open_descriptor(path) if is_url(path) else path, "rb")
+
+
+def open_descriptor(path: str) -> int:
+    """Open a file to read; of an object, a copy in a temporary file without a name.
+
+    Raises:
+        OSError: the file cannot be opened; of a URL an XrankError.
+    """
+    if not is_url(path):
+        return os.open(path, system.READ)
+    from xrank.stores.client import open_store
+
+    store, key = open_store(path)
+    status = object_status(path)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        for start in range(0, status.nbytes, _COPY_NBYTES):
+            system.write_all(file.fileno(), store.read(key, start, min(_COPY_NBYTES, status.nbytes - start), status))
+        file.seek(0)
+        return os.dup(file.fileno())
+
+
+def _folder(url: str) -> Folder:
+    url = url.rstrip("/")
+    found = _folders.get(url)
+    if found is None:
+        from xrank.stores.client import open_store
+
+        store, key = open_store(url)
+        found = store.list_folder(key)
+        with _lock:
+            _folders[url] = found
+    return found
+
+
+def _status(url: str) -> ObjectStatus | None:
+    """Return the status of an object, from the listing of its folder if it is below an entered URL; None: no object."""
+    from xrank.errors import IncompleteError
+    from xrank.stores.client import open_store
+
+    folder, name = os.path.split(url.rstrip("/"))
+    known = _folders.get(folder)
+    if known is None and url in _statuses:
+        return _statuses[url]
+    store, key = open_store(url)
+    if not key:
+        return None
+    if known is None and url not in _entered:  # the folder of the user's own path may be large
+        known = _folder(folder)
+    if known is not None:
+        return known.objects.get(name)
+    try:
+        found: ObjectStatus | None = store.head(key)
+    except IncompleteError:
+        found = None
+    with _lock:
+        _statuses[url] = found
+    return found
