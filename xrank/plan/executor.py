@@ -43,7 +43,7 @@ class Budget:
 
     workers: int
     staging_nbytes: int
-    allowed_nbytes: int = 0
+    allowed_nbytes: int = field(default=0, compare=False)
     """Memory that the caller allows; buffers may take less."""
 
     @classmethod

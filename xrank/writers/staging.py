@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from xrank.errors import UsageError, XrankError
 from xrank.faces import option
 from xrank.plan.source import StoredModel
+from xrank.stores.url import is_url
 from xrank.writers.abandoned import claim_stage, describe_owner, make_takeover_error, roll_forward, write_journal
 from xrank.writers.disk import explain, explain_errors, sync_folder
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
@@ -39,7 +40,7 @@ Planned = TypeVar("Planned", bound=HasSource)
 
 def _records_plan(out: str) -> bool:
     try:
-        return "plan" in read_manifest(os.path.join(out, MANIFEST_NAME))
+        return not is_url(out) and "plan" in read_manifest(os.path.join(out, MANIFEST_NAME))
     except (OSError, XrankError):
         return False
 
