@@ -16,7 +16,15 @@ from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_na
 from xrank.readers.held_tensor import HeldTensor
 from xrank.words import ranks_text
 
-__all__ = ["Claim", "Claims", "find_global_name", "find_local_name", "list_counted_names", "prefix_error"]
+__all__ = [
+    "Claim",
+    "Claims",
+    "find_global_name",
+    "find_holders",
+    "find_local_name",
+    "list_counted_names",
+    "prefix_error",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +249,13 @@ def find_local_name(claim: Claim, name: str, rank: int) -> str | None:
         return name if holds(claim.layout, claim.mesh, claim.mesh.coordinate(rank)) else None
     table = _table(claim.pattern, claim.layout, claim.mesh, rank, claim.sizes)
     return None if table is None else table.local_name(name)
+
+
+# One per layout; many tensors have the same.
+@lru_cache(maxsize=4096)
+def find_holders(layout: TensorLayout, mesh: DeviceMesh) -> frozenset[int]:
+    """Return the ranks of a mesh that hold a part under a layout."""
+    return frozenset(rank for rank in mesh.ranks if holds(layout, mesh, mesh.coordinate(rank)))
 
 
 # One per rank and pattern; each of the rank's tensors asks for it.

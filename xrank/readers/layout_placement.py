@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import TypeAlias
@@ -15,12 +16,14 @@ from xrank.layout.companion_base import base_shapes
 from xrank.layout.companion_parts import companion_part
 from xrank.layout.flat import FlatPart, flat_part
 from xrank.layout.local_part import LocalPart, local_part
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.nests import Nest
 from xrank.layout.notation import LayoutTree
 from xrank.layout.shape_inference import infer_shape
-from xrank.layout.tensor_layout import axis_lengths, flat_of
+from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.claims import Claim, find_local_name, prefix_error
+from xrank.readers.claims import Claim, find_holders, find_local_name, prefix_error
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.words import ranks_text
 
@@ -43,6 +46,13 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
         IncompleteError: a rank that should have a part has none.
         LayoutError: the layout does not fit the shape.
     """
+    held, first = [h for h, _ in claimed], claimed[0][1]
+    if _are_alike([claim for _, claim in claimed]):
+        own = (tuple(h.rank for h in held), tuple(h.shape for h in held))
+        known = _place_alike(first.layout, first.mesh, first.sizes, *own, shape)
+        if known is not None:
+            return pieces_of(name, held, *known)
+    # What follows names the tensor and the rank of a fault.
     _check_meshes(name, claimed)
     if shape is None:
         shape = _infer_shape(name, claimed)
@@ -53,7 +63,40 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
         except LayoutError as error:
             raise prefix_error(error, name, h) from None
         nests.append(_check_part(name, h, claim, part, shape).nests)
-    return pieces_of(name, [h for h, _ in claimed], shape, nests)
+    return pieces_of(name, held, shape, nests)
+
+
+def _are_alike(claims: Sequence[Claim]) -> bool:
+    """Return whether ranks declare one layout on one mesh, and one name."""
+    own = [(claim.layout, claim.mesh, claim.sizes) for claim in claims]
+    return all(claim.pattern is None for claim in claims) and all(one == own[0] for one in own)
+
+
+# A large model has some hundred kinds of tensors, each a hundred times and more.
+@lru_cache(maxsize=4096)
+def _place_alike(
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    sizes: tuple[tuple[str, int], ...],
+    ranks: tuple[int, ...],
+    local_shapes: tuple[tuple[int, ...], ...],
+    shape: tuple[int, ...] | None,
+) -> tuple[tuple[int, ...], Sequence[Sequence[Nest]]] | None:
+    """Return the shape of a tensor and the nests of each rank's part; None if there is any fault."""
+    if len(set(ranks)) < len(ranks) or not find_holders(layout, mesh) <= set(ranks) <= set(mesh.ranks):
+        return None
+    nests = []
+    try:
+        if shape is None:
+            shape = infer_shape(layout, mesh, dict(zip(ranks, local_shapes, strict=True)), sizes=dict(sizes))
+        for rank, local_shape in zip(ranks, local_shapes, strict=True):
+            part = local_part(layout, mesh, mesh.coordinate(rank), shape, sizes=dict(sizes))
+            if part is None or part.sums or part.shape != local_shape:
+                return None
+            nests.append(part.nests)
+    except LayoutError:
+        return None
+    return shape, nests
 
 
 def place_companion(
