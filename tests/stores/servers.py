@@ -42,6 +42,7 @@ class Bucket:
         return {
             "AWS_ENDPOINT_URL": self.server,
             "AWS_ALLOW_HTTP": "true",
+            "XRANK_ALLOW_HTTP": "1",
             "AWS_ACCESS_KEY_ID": KEY_ID,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_REGION": "us-east-1",

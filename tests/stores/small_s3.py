@@ -13,6 +13,7 @@ import re
 import threading
 import zlib
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -40,6 +41,7 @@ class Upload:
     key: str
     metadata: dict[str, str]
     parts: dict[int, StoredObject] = field(default_factory=dict)
+    begun: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
 
 class RefusalError(Exception):
@@ -256,9 +258,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self) -> tuple[int, dict[str, str], bytes]:
         if "delete" in self.query:
-            for key in re.findall(r"<Key>(.*?)</Key>", self.body.decode(), re.S):
+            keys = re.findall(r"<Key>(.*?)</Key>", self.body.decode(), re.DOTALL)
+            for key in keys:
                 self.server.objects.pop((self.bucket, _unescape(key)), None)
-            return self._answer_xml("DeleteResult", "")
+            return self._answer_xml("DeleteResult", "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys))
         place = f"<Bucket>{self.bucket}</Bucket><Key>{escape(self.key)}</Key>"
         if "uploads" in self.query:
             identifier = self.server.new_upload(Upload(self.bucket, self.key, self._metadata()))
@@ -303,7 +306,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _list_uploads(self) -> tuple[int, dict[str, str], bytes]:
         prefix = self.query.get("prefix", "")
         text = "".join(
-            f"<Upload><Key>{escape(upload.key)}</Key><UploadId>{identifier}</UploadId></Upload>"
+            f"<Upload><Key>{escape(upload.key)}</Key><UploadId>{identifier}</UploadId>"
+            f"<Initiated>{upload.begun}</Initiated></Upload>"
             for identifier, upload in self.server.uploads.items()
             if upload.bucket == self.bucket and upload.key.startswith(prefix)
         )

@@ -21,6 +21,7 @@ __all__ = ["clean_command"]
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:
     """Remove abandoned stages and messages in the folders PATH, and named shared memory of dead ranks.
 
+    PATH may be the URL of an output in a store: abandoned uploads are aborted.
     xrank's own shared memory has no name and ends with its last process.
     """
     from xrank.conversion.clean import clean

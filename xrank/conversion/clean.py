@@ -11,6 +11,7 @@ from typing import Any
 from xrank.errors import UsageError
 from xrank.plan.report import CleanDetails, Report
 from xrank.public_calls import names_own_arguments
+from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_places, list_messages, list_segments
 
@@ -32,8 +33,11 @@ def clean(
     use stay. xrank's shared memory has no name and ends with its last process; segments with ModelOpt's names are
     removed when no process holds them and they are an hour old.
 
+    Of an output in a store, the uploads of a gather that is gone are aborted, and the objects of a commit that was
+    killed are removed. Uploads that no journal names go when they are an hour old.
+
     Args:
-        paths: folders that hold outputs or messages, or outputs themselves; or one of them.
+        paths: folders that hold outputs or messages, or outputs themselves; URLs of outputs; or one of them.
         dry_run: list the remains without removing them.
         memory: folder of the system for named shared memory.
         now: returns the time in seconds, as in files' times of change.
@@ -52,6 +56,11 @@ def clean(
     stages: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
     for path in paths:
+        if is_url(os.fspath(path)):
+            from xrank.writers.store_staging import clean_store  # folders do not need this module
+
+            stages += clean_store(os.fspath(path), dry_run=dry_run)
+            continue
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
         stages += clean_places(os.fspath(path), dry_run=dry_run, now=now())

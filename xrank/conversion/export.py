@@ -23,6 +23,7 @@ from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate
 from xrank.making.folder_filling import make_output
 from xrank.plan.report import Report
 from xrank.public_calls import errors_of, names_own_arguments
+from xrank.stores.url import clean_path
 from xrank.system import require_linux
 from xrank.teams.agreement import check_alike
 from xrank.teams.background import await_background, raise_background_failure, run_in_background
@@ -166,7 +167,7 @@ def export_model(
     """
     require_torch("export_model")
     require_linux("export_model")
-    path = os.fspath(out)
+    path = clean_path(out)
     name = f"the export of {path}"
     check_meeting(group, timeout_seconds)
     await_background(name)

@@ -19,6 +19,7 @@ from xrank.plan.decoding import open_source
 from xrank.plan.report import FileFacts, Report
 from xrank.public_calls import names_own_arguments
 from xrank.stores import places
+from xrank.stores.url import clean_path, is_url
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
@@ -70,7 +71,7 @@ def gather_checkpoint(
 
     Args:
         source: the folder, or file, to gather.
-        out: the folder to make.
+        out: the folder to make; or its URL in a store, ``s3://bucket/model``, whose objects appear with the index last.
         workspace: whether the source must be a workspace.
         base_model: a model folder, or the ID of one in the local Hugging Face cache: companions, names and shapes.
         layouts: a layout file, or its content, for a source without recorded layouts.
@@ -147,11 +148,12 @@ def gather_checkpoint(
         plan_gather, path, options, format_name=format, part=part, world_size=world_size, workspace=workspace
     )
     plan = partial(read, base_model=base_model, layouts=layouts, recipe=recipe)
-    plan_checked = partial(plan_apart, path, os.fspath(out), plan, overwrite=overwrite)
+    target = clean_path(out)
+    plan_checked = partial(plan_apart, path, target, plan, overwrite=overwrite)
     if dry_run:
-        return _plan_only(plan_checked, os.fspath(out))
-    team = find_launched_team(os.fspath(out), distributed=distributed, timeout_seconds=timeout_seconds)
-    return _gather_together(plan_checked, os.fspath(out), progress, team)
+        return _plan_only(plan_checked, target)
+    team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
+    return _gather_together(plan_checked, target, progress, team)
 
 
 def _plan_only(plan_checked: Callable[[], FolderPlan], out: str) -> Report:
@@ -188,7 +190,7 @@ def _gather_together(
             if team.is_first:
                 settle_output(out)
             return folder_report("gather", planned, WrittenOutput(earlier, notes=(EARLIER_NOTE,)), out, started)
-        beside = os.path.dirname(os.path.abspath(out))
+        beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
         with closing(open_source(planned.plan.source, beside)) as files:
             written = make_output(planned, files, out, progress, team, is_repeatable=True)
     return folder_report("gather", planned, written, out, started)

@@ -20,6 +20,7 @@ from xrank.making.states_filling import make_states, own_texts
 from xrank.plan.report import FileFacts, Report
 from xrank.public_calls import names_own_arguments
 from xrank.stores import places
+from xrank.stores.url import clean_path
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
@@ -91,7 +92,7 @@ def reshard_checkpoint(
         >>> xrank.reshard_checkpoint("model", halves, "states").output["world_size"]
         2
     """
-    started, place, path = time.monotonic(), places.enter(source), os.fspath(out)
+    started, place, path = time.monotonic(), places.enter(source), clean_path(out)
     options = GatherOptions(
         dtype=_check_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
     )

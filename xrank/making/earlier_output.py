@@ -6,7 +6,6 @@ the plan that made it, so that the same command finds its work done.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 
 import xxhash
@@ -16,7 +15,7 @@ from xrank.plan.file_hashes import digest_plain_file
 from xrank.plan.report import FileFacts
 from xrank.teams.team import Team
 from xrank.writers.companions import CompanionFile
-from xrank.writers.manifest import MANIFEST_NAME, read_manifest
+from xrank.writers.staging import output_file_nbytes, read_output_manifest
 
 __all__ = ["find_earlier_output", "find_together", "identify_output"]
 
@@ -52,13 +51,13 @@ def find_earlier_output(
         texts: name -> content of the small files that are written from the plan; they replace companions of that name.
     """
     try:
-        manifest = read_manifest(os.path.join(out, MANIFEST_NAME))
+        manifest = read_output_manifest(out)
         small = {one.name: digest_plain_file(one.path) for one in companions if one.name not in texts}
         small |= {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
         if manifest.get("plan") != identify_output(plan_digest, small):
             return None
         listed = (*manifest["files"], *manifest["companions"])
-        if any(os.path.getsize(os.path.join(out, one["name"])) != one["nbytes"] for one in listed):
+        if any(output_file_nbytes(out, one["name"]) != one["nbytes"] for one in listed):
             return None
     except (OSError, XrankError):
         return None

@@ -13,14 +13,15 @@ from xrank.errors import CorruptError, XrankError
 from xrank.faces import AGAIN
 from xrank.making.rereading import FileDigests, reread
 from xrank.making.work import Work
-from xrank.plan.buffers import FileTarget, NullTarget
+from xrank.plan.buffers import NullTarget
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.teams.team import Team
 from xrank.words import plural, size_text
-from xrank.writers.disk import explain_errors, is_in_memory
+from xrank.writers.disk import explain_errors
+from xrank.writers.output_stage import OutputStage
 from xrank.writers.stage import Stage
 
 __all__ = ["WrittenFiles", "write_files"]
@@ -52,7 +53,7 @@ class WrittenFiles:
 
 
 def write_files(
-    work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team, *, verify: bool = False
+    work: Work, stage: OutputStage, progress: Callable[[int, int], None], team: Team, *, verify: bool = False
 ) -> WrittenFiles:
     """Write every file of a plan that the stage does not yet hold.
 
@@ -88,16 +89,17 @@ def write_files(
     else:
         from xrank.making.shared_writing import write_together  # one process does not need this module
 
+        assert isinstance(stage, Stage), "`check_store_writer` refuses teams that write to a store"
         outcome = write_together(team, work, stage, unfinished, count)
     digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
-    if verify:
+    if verify and isinstance(stage, Stage):  # a store has confirmed each part by its checksum
         _verify_stage(plan, stage, digests, work.budget)
     # A run compares all replicas of a live model, whichever files it kept.
     return WrittenFiles(digests, resumed_nbytes, outcome, _num_compared(plan, () if is_live else resumed))
 
 
 def _write_alone(
-    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+    team: Team, work: Work, stage: OutputStage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
     writing = _Writing(work.plan, stage, progress)
     copied, last = work.split_files(unfinished)
@@ -129,25 +131,22 @@ def _write_alone(
 class _Writing:
     """Opens, counts and finishes the stage's files as the executor asks."""
 
-    def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int], None]) -> None:
-        self.target = FileTarget({})
+    def __init__(self, plan: Plan, stage: OutputStage, progress: Callable[[int], None]) -> None:
+        self._files = stage.open_files()
+        self.target = self._files.target
         self._plan, self._stage, self._progress, self._done = plan, stage, progress, 0
         self._begun: dict[int, float] = {}
 
     def begin(self, index: int) -> None:
         output = self._plan.files[index].output
         self._begun[index] = monotonic()
-        fd = self._stage.create_part(output.name, output.nbytes)
-        self.target.in_memory = is_in_memory(fd)
-        self.target.descriptors[index] = fd
+        self._files.begin(index, output.name, output.nbytes)
 
     def finish(self, finished: FinishedFile) -> None:
-        output = self._plan.files[finished.index].output
-        # The stage closes the descriptor in any case, so remove it from `close`'s reach first.
-        fd = self.target.descriptors.pop(finished.index)
-        self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
+        output, index = self._plan.files[finished.index].output, finished.index
+        self._files.finish(index, output.name, output.nbytes, digest_text(finished.digest), finished.tensor_digests)
         _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
-        seconds = max(monotonic() - self._begun.pop(finished.index, monotonic()), 1e-9)
+        seconds = max(monotonic() - self._begun.pop(index, monotonic()), 1e-9)
         _logger.debug("%s took %.1f s, %s/s", output.name, seconds, size_text(output.nbytes / seconds))
 
     def explain_errors(self) -> AbstractContextManager[None]:
@@ -168,10 +167,8 @@ class _Writing:
         self._progress(self._done)
 
     def close(self) -> None:
-        """Close the files that a failure left open."""
-        for fd in self.target.descriptors.values():
-            os.close(fd)
-        self.target.descriptors.clear()
+        """Leave the files that a failure left open."""
+        self._files.close()
 
 
 def _num_compared(plan: Plan, resumed: Container[int]) -> int:
@@ -189,12 +186,19 @@ def _num_compared(plan: Plan, resumed: Container[int]) -> int:
     )
 
 
-def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
+def _find_resumed_files(plan: Plan, stage: OutputStage, budget: Budget) -> dict[int, FileDigests]:
     """Return the files that an interrupted run finished and that did not change since; discard the others."""
     resumed = {}
     for index, file in enumerate(plan.files):
         line = stage.finished.get(file.output.name)
         if line is None:
+            continue
+        recalled = stage.recall(file.output.name)
+        if recalled is not None:
+            digest, tensors = recalled
+            names = [tensor.name for tensor in file.output.tensors]
+            found = dict(zip(names, tensors, strict=True))
+            resumed[index] = FileDigests(file.output.name, file.output.nbytes, digest, found)
             continue
         try:
             digests = reread(os.path.join(stage.path, file.output.name), file.output, budget)
@@ -208,7 +212,9 @@ def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, F
     return resumed
 
 
-def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
+def _keep_unchanged(
+    work: Work, stage: OutputStage, resumed: dict[int, FileDigests], team: Team
+) -> dict[int, FileDigests]:
     """Return the files that this run would write identically; discard the others."""
     if team.size > 1:
         from xrank.making.shared_writing import read_together

@@ -32,8 +32,8 @@ from xrank.writers.manifest import (
     TensorSource,
     manifest_text,
 )
-from xrank.writers.stage import Stage
-from xrank.writers.staging import open_stage
+from xrank.writers.output_stage import OutputStage
+from xrank.writers.staging import check_store_writer, open_stage
 
 __all__ = ["WrittenOutput", "make_output", "small_texts"]
 
@@ -91,6 +91,7 @@ def make_output(
         RankFailedError: another rank of the team failed.
     """
     options = gather.options
+    check_store_writer(out, num_ranks=team.size, signs=options.sign is not None)
     work = _work(gather, source, holder)
     if not team.is_first:
         from xrank.making.shared_writing import help_to_write_files  # one process does not need this module
@@ -109,7 +110,7 @@ def make_output(
 def _fill_stage(
     gather: FolderPlan,
     work: Work,
-    stage: Stage,
+    stage: OutputStage,
     out: str,
     progress: Callable[[int, int], None],
     team: Team,
@@ -131,7 +132,7 @@ def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Wo
 
 
 def _write_small_files(
-    gather: FolderPlan, work: Work, stage: Stage, out: str, written: WrittenFiles, is_repeatable: bool
+    gather: FolderPlan, work: Work, stage: OutputStage, out: str, written: WrittenFiles, is_repeatable: bool
 ) -> list[FileFacts]:
     """Write all but the weights, the manifest last; return the weights' files for the report."""
     plan, digests = gather.plan, written.digests

@@ -12,10 +12,11 @@ from xrank.making.file_writing import WrittenFiles, write_files
 from xrank.making.work import Work
 from xrank.plan.decoding import open_source
 from xrank.plan.digests import digest_text
+from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
-from xrank.writers.stage import Stage
-from xrank.writers.staging import open_stage
+from xrank.writers.output_stage import OutputStage
+from xrank.writers.staging import check_store_writer, open_stage
 
 __all__ = ["make_states"]
 
@@ -30,7 +31,8 @@ def make_states(
         NoSpaceError, XrankError: the output could not be written.
         RankFailedError: another rank failed.
     """
-    beside = os.path.dirname(os.path.abspath(out))
+    check_store_writer(out, num_ranks=team.size)
+    beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
     with closing(open_source(reshard.plan.source, beside)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)
         if not team.is_first:
@@ -54,7 +56,7 @@ def own_texts(reshard: Reshard) -> dict[str, str]:
     return {one.name: changed for one in reshard.companions if one.name == "config.json" and changed is not None}
 
 
-def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
+def _write_small_files(reshard: Reshard, stage: OutputStage, written: WrittenFiles) -> None:
     """Write the companions, then the manifest."""
     texts = own_texts(reshard)
     lines = [stage.copy_file(one.name, one.path) for one in reshard.companions if one.name not in texts]

@@ -150,6 +150,22 @@ class Store:
         """Delete an object; it may be absent."""
         self._request(key, "deleted", lambda: self._backend.delete(key))
 
+    def repeat(self, key: str, what: str, send: Callable[[], _Result], *, written_nbytes: int = 0) -> _Result:
+        """Send a request until it succeeds or its failure is final.
+
+        Args:
+            key: the object, for errors.
+            what: the request, as a participle: ``"written"``.
+            send: sends it once; raises `FaultError`.
+            written_nbytes: bytes of an object in each request.
+        """
+
+        def count_and_send() -> _Result:
+            _counter.add(written=written_nbytes)
+            return send()
+
+        return self._request(key, what, count_and_send)
+
     def url(self, key: str) -> str:
         """Return the URL of an object of this store."""
         return f"{self.root}/{key}" if key else self.root

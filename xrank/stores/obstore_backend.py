@@ -82,6 +82,7 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
         UsageError: obstore is not installed, or plain http is not allowed.
     """
     require_obstore(f"reading {root}")
+    from obstore.exceptions import BaseError
     from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
     scheme, _, place = root.partition("://")
@@ -96,7 +97,15 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
     if scheme == "s3":
         # The keys are the bucket's as they are; boto3 takes the region from AWS_DEFAULT_REGION, too.
         region = environ().get("AWS_REGION") or environ().get("AWS_DEFAULT_REGION") or "us-east-1"
-        store = S3Store(place, region=region, **options)
+        try:
+            store = S3Store(place, region=region, **options)
+        except BaseError as error:  # such as a key's name without its secret
+            raise UsageError(
+                f"{root} cannot be opened with what the environment says",
+                file=root,
+                got=" ".join(re.findall(r"Missing\w+|Invalid\w+", str(error))[:1]) or type(error).__name__,
+                next_step="set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or none of them",
+            ) from None
     elif scheme == "gs":
         store = GCSStore(place, **options)
     elif scheme in ("az", "abfs"):

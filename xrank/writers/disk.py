@@ -14,8 +14,9 @@ from typing import NoReturn
 import xxhash
 
 from xrank import system
-from xrank.errors import NoSpaceError, UsageError, XrankError
+from xrank.errors import ContradictionError, NoSpaceError, UnsafeError, UsageError, XrankError
 from xrank.faces import AGAIN, option
+from xrank.stores import places
 
 __all__ = [
     "allocate",
@@ -26,6 +27,7 @@ __all__ = [
     "is_in_memory",
     "may_share_blocks",
     "measure_free_nbytes",
+    "open_companion",
     "raise_after_commit",
     "reserve_room",
     "sync_folder",
@@ -211,6 +213,42 @@ def _file_system(fd: int) -> int | None:
     if function is None or function(fd, buffer) != 0:
         return None
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+@contextmanager
+def open_companion(path: str) -> Iterator[int]:
+    """Yield the descriptor of a regular file, following links, which the body reads to its end.
+
+    Raises:
+        UnsafeError: the path is a FIFO, a device or a folder.
+        ContradictionError: the file changed while it was read.
+    """
+    try:
+        fd = places.open_descriptor(path)
+    except OSError as error:
+        raise explain(error, path) from error
+    try:
+        before = os.fstat(fd)
+        if not stat.S_ISREG(before.st_mode):
+            raise UnsafeError(
+                f"{path}: is not a regular file",
+                file=path,
+                got=describe(path),
+                next_step="put a regular file in its place",
+            )
+        yield fd
+        nbytes, after = os.lseek(fd, 0, os.SEEK_CUR), os.fstat(fd)
+    finally:
+        system.close_read(fd)
+    unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    if not unchanged or nbytes != before.st_size:
+        raise ContradictionError(
+            f"{path}: changed while it was read",
+            file=path,
+            got=f"{nbytes} bytes read",
+            want=f"{before.st_size} bytes, unchanged",
+            next_step=f"let nothing write to the source, then {AGAIN}",
+        )
 
 
 def copy_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:

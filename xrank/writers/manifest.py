@@ -28,6 +28,7 @@ __all__ = [
     "ManifestTensor",
     "TensorSource",
     "manifest_text",
+    "parse_manifest",
     "read_manifest",
 ]
 
@@ -144,7 +145,15 @@ def read_manifest(path: str) -> dict[str, Any]:
         IncompleteError: there is no manifest.
         CorruptError: it is damaged, contradicts itself or was written by another version.
     """
-    content = _read(path)
+    return parse_manifest(_read(path), path)
+
+
+def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
+    """Return the content of a manifest, of which every part is checked; errors name `path`.
+
+    Raises:
+        CorruptError: it is damaged, contradicts itself or was written by another version.
+    """
     try:
         # By itself, json accepts NaN and keeps the last of repeated keys.
         manifest = json.loads(content, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)

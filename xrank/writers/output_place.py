@@ -18,18 +18,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from xrank import system
-from xrank.errors import OutputExistsError, UsageError
+from xrank.errors import OutputExistsError, UnsafeError, UsageError
 from xrank.faces import option
 from xrank.formats.rank_state import rank_of, state_file_name
 from xrank.public_calls import check_no_url
+from xrank.stores.url import is_url
 from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
+from xrank.writers.journal import JOURNAL_NAME
 
 __all__ = [
     "ATTESTATION_NAME",
     "MANIFEST_NAME",
     "SIGNATURE_NAME",
     "OutputPlace",
+    "check_inner_name",
     "check_output",
     "check_replaceable",
     "check_room",
@@ -167,6 +170,8 @@ def check_room(out: str | os.PathLike[str], nbytes: Sequence[int], source: str) 
     Raises:
         NoSpaceError: there is less room.
     """
+    if is_url(os.fspath(out)):
+        return  # a store has room
     place = OutputPlace.from_path(out)
     if os.path.isdir(place.parent) and place.identifiers():
         return  # an interrupted run may have written most of it already
@@ -236,6 +241,21 @@ def _check_states(path: str, names: Sequence[str]) -> None:
             got=_describe_kind(path),
             want="a folder that holds a model, or nothing",
             next_step=f"choose another {option('out')}, or move it elsewhere",
+        )
+
+
+def check_inner_name(name: str) -> None:
+    """Refuse a file's name that leads out of the output, or that is the journal's.
+
+    Raises:
+        UnsafeError: it is such a name.
+    """
+    pieces = name.split("/")
+    if "\0" in name or not all(piece not in {"", ".", ".."} for piece in pieces) or name == JOURNAL_NAME:
+        raise UnsafeError(
+            f"{name!r} is not the name of a file inside the output",
+            file=name,
+            next_step="give it a name without .. and without a leading slash",
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,21 +11,22 @@ from types import MappingProxyType
 import xxhash
 
 from xrank import system
-from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
+from xrank.errors import CorruptError, OutputExistsError, XrankError
 from xrank.faces import AGAIN
-from xrank.stores import places
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
-from xrank.writers.disk import copy_bytes, describe, explain, raise_after_commit, reserve_room, sync_folder
+from xrank.writers.disk import copy_bytes, explain, open_companion, raise_after_commit, reserve_room, sync_folder
 from xrank.writers.journal import JOURNAL_NAME, JournalLine, encode_line
 from xrank.writers.output_place import (
     MANIFEST_NAME,
     OutputPlace,
+    check_inner_name,
     check_replaceable,
     find_other_files,
     make_exists_error,
 )
+from xrank.writers.part_files import PartFiles
 
 __all__ = ["Stage"]
 
@@ -63,6 +63,13 @@ class Stage:
     def finished(self) -> Mapping[str, JournalLine]:
         """Finished files by name, of this run and of an interrupted one of the same plan, which need verification."""
         return MappingProxyType(self._finished)
+
+    def recall(self, name: str) -> None:
+        """Return None: a file on a disk may have changed, so its digests are made anew."""
+
+    def open_files(self) -> PartFiles:
+        """Return the output files of a plan, to write to."""
+        return PartFiles(self)
 
     def part_path(self, name: str) -> str:
         """Return the path of a file until it is finished."""
@@ -132,33 +139,8 @@ class Stage:
             UnsafeError: the source is a FIFO, a device or a folder.
             ContradictionError: the source changed while it was read.
         """
-        try:
-            source = places.open_descriptor(source_path)
-        except OSError as error:
-            raise explain(error, source_path) from error
-        try:
-            before = os.fstat(source)
-            if not stat.S_ISREG(before.st_mode):
-                raise UnsafeError(
-                    f"{source_path}: is not a regular file",
-                    file=source_path,
-                    got=describe(source_path),
-                    next_step="put a regular file in its place",
-                )
-            result = self._write_small(name, lambda fd: copy_bytes(source, source_path, fd), before.st_size)
-            after = os.fstat(source)
-        finally:
-            system.close_read(source)
-        unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
-        if not unchanged or result.nbytes != before.st_size:
-            raise ContradictionError(
-                f"{source_path}: changed while it was read",
-                file=source_path,
-                got=f"{result.nbytes} bytes read",
-                want=f"{before.st_size} bytes, unchanged",
-                next_step=f"let nothing write to the source, then {AGAIN}",
-            )
-        return result
+        with open_companion(source_path) as source:
+            return self._write_small(name, lambda fd: copy_bytes(source, source_path, fd), os.fstat(source).st_size)
 
     def commit(self) -> None:
         """Make the stage the output, at one instant.
@@ -279,13 +261,7 @@ class Stage:
             )
 
     def _path_of(self, name: str) -> str:
-        pieces = name.split("/")
-        if "\0" in name or not all(piece not in {"", ".", ".."} for piece in pieces) or name == JOURNAL_NAME:
-            raise UnsafeError(
-                f"{name!r} is not the name of a file inside the output",
-                file=name,
-                next_step="give it a name without .. and without a leading slash",
-            )
+        check_inner_name(name)
         return os.path.join(self.path, name)
 
     def _open_new(self, path: str) -> int:

@@ -11,20 +11,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from xrank.errors import UsageError, XrankError
 from xrank.faces import option
 from xrank.plan.source import StoredModel
-from xrank.stores.url import is_url
+from xrank.stores.url import clean_path, is_url
 from xrank.writers.abandoned import claim_stage, describe_owner, make_takeover_error, roll_forward, write_journal
 from xrank.writers.disk import explain, explain_errors, sync_folder
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 from xrank.writers.output_lock import hold_lock
-from xrank.writers.output_place import OutputPlace, check_output, check_room, make_parents
+from xrank.writers.output_place import OutputPlace, check_room, make_parents
+from xrank.writers.output_place import check_output as check_folder_output
+from xrank.writers.output_stage import OutputStage
 from xrank.writers.stage import Stage
 
-__all__ = ["Stage", "check_apart", "check_output", "check_room", "open_stage", "plan_apart", "settle_output"]
+__all__ = [
+    "Stage",
+    "check_apart",
+    "check_output",
+    "check_room",
+    "check_store_writer",
+    "open_stage",
+    "output_file_nbytes",
+    "plan_apart",
+    "read_output_manifest",
+    "settle_output",
+]
 
 
 class HasSource(Protocol):
@@ -38,9 +51,56 @@ class HasSource(Protocol):
 Planned = TypeVar("Planned", bound=HasSource)
 
 
+def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_states: bool = False) -> None:
+    """Refuse an output that exists or cannot be made. Writes nothing.
+
+    Args:
+        out: the folder to make, or its URL in a store.
+        overwrite: whether an existing model may be replaced.
+        replaces_states: whether an existing workspace may be replaced too, as by an output that is one.
+
+    Raises:
+        OutputExistsError: it exists, and ``overwrite`` is not given or it is not a model.
+        UsageError: it cannot be written to, or not replaced.
+    """
+    if is_url(os.fspath(out)):
+        from xrank.writers.store_staging import check_store_output  # local runs do not need this module
+
+        check_store_output(out, overwrite=overwrite, is_states=replaces_states)
+    else:
+        check_folder_output(out, overwrite=overwrite, replaces_states=replaces_states)
+
+
+def read_output_manifest(out: str) -> dict[str, Any]:
+    """Return the manifest of an output.
+
+    Raises:
+        IncompleteError: there is none.
+        CorruptError: it is damaged.
+    """
+    if is_url(out):
+        from xrank.writers.store_staging import read_store_manifest  # local runs do not need this module
+
+        return read_store_manifest(out)
+    return read_manifest(os.path.join(out, MANIFEST_NAME))
+
+
+def output_file_nbytes(out: str, name: str) -> int:
+    """Return the size of a file of an output.
+
+    Raises:
+        OSError, XrankError: it cannot be looked at.
+    """
+    if is_url(out):
+        from xrank.writers.store_staging import store_file_nbytes  # local runs do not need this module
+
+        return store_file_nbytes(out, name)
+    return os.path.getsize(os.path.join(out, name))
+
+
 def _records_plan(out: str) -> bool:
     try:
-        return not is_url(out) and "plan" in read_manifest(os.path.join(out, MANIFEST_NAME))
+        return "plan" in read_output_manifest(out)
     except (OSError, XrankError):
         return False
 
@@ -53,11 +113,11 @@ def open_stage(
     overwrite: bool = False,
     replaces_states: bool = False,
     resume: bool = True,
-) -> Iterator[Stage]:
+) -> Iterator[OutputStage]:
     """Yield a stage for an output; without a commit its finished files are kept for the next run, the rest removed.
 
     Args:
-        out: the folder to make.
+        out: the folder to make, or its URL in a store.
         plan_digest: digest of the plan; only a stage of the same plan is resumed.
         overwrite: whether an existing model may be replaced.
         replaces_states: whether an existing workspace may be replaced too.
@@ -68,6 +128,12 @@ def open_stage(
         NoSpaceError: a disk is full; finished files are kept.
         UsageError: a folder or file may not be written.
     """
+    if is_url(os.fspath(out)):
+        from xrank.writers.store_staging import open_store_stage  # local runs do not need this module
+
+        with open_store_stage(out, plan_digest=plan_digest, overwrite=overwrite, resume=resume) as stored:
+            yield stored
+        return
     check_output(out, overwrite=overwrite, replaces_states=replaces_states)
     place = OutputPlace.from_path(out)
     make_parents(place)
@@ -111,12 +177,38 @@ def _new_stage(place: OutputPlace, plan_digest: str) -> str:
     return path
 
 
+def check_store_writer(out: str, *, num_ranks: int = 1, signs: bool = False) -> None:
+    """Refuse what is only done in folders.
+
+    Args:
+        out: the output.
+        num_ranks: ranks that would share the writing.
+        signs: whether a signature is asked for.
+
+    Raises:
+        UsageError: the output is in a store, and several ranks would write it, or it would be signed.
+    """
+    if not is_url(out) or (num_ranks == 1 and not signs):
+        return
+    if signs:
+        what, next_step = "is signed", f"copy the model to a disk and sign it there, or leave {option('sign')} out"
+    else:
+        what = f"is written by one process, not by {num_ranks} ranks"
+        next_step = f"give {option('out')} a folder that all ranks see; or gather the checkpoint with one process"
+    raise UsageError(f"{out}: an output in a store {what}", file=out, next_step=next_step)
+
+
 def settle_output(out: str | os.PathLike[str]) -> None:
     """Finish the work of a run that ended after its rename: sync the output's name, and remove the lock.
 
     Raises:
         XrankError: the folder cannot be synced.
     """
+    if is_url(os.fspath(out)):
+        from xrank.writers.store_staging import settle_store_output  # local runs do not need this module
+
+        settle_store_output(os.fspath(out))
+        return
     place = OutputPlace.from_path(out)
     sync_folder(place.parent)
     if os.path.lexists(place.lock_path):
@@ -126,8 +218,8 @@ def settle_output(out: str | os.PathLike[str]) -> None:
 
 def check_apart(source: str, out: str) -> None:
     """Refuse an output that is its source or contains it: replacing the output would remove the source."""
-    inner, outer = os.path.realpath(source), os.path.realpath(out)
-    if inner == outer or inner.startswith(outer + os.sep):
+    inner, outer = (clean_path(path) if is_url(path) else os.path.realpath(path) for path in (source, out))
+    if inner == outer or inner.startswith((outer + "/", outer + os.sep)):
         raise UsageError(
             f"the output {out} would replace its source {source}",
             file=out,

@@ -1,0 +1,155 @@
+"""Uploads in parts: signatures as Amazon's own, parts confirmed by checksums, objects that appear once and whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials as BotoCredentials
+
+from tests.stores.fault_proxy import FaultKind, choose_at
+from tests.stores.servers import KEY_ID, SECRET, Bucket, make_bucket, open_proxy
+from xrank.errors import OutputExistsError, UsageError, XrankError
+from xrank.stores.client import open_store
+from xrank.stores.s3_uploads import S3Uploads, part_nbytes_for
+from xrank.stores.signature import Credentials, encode_path, encode_query, find_credentials, sign_request
+
+MIB = 1 << 20
+
+
+_opened: list[S3Uploads] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def open_uploads(bucket: Bucket) -> S3Uploads:
+    _opened.append(S3Uploads(open_store(bucket.url)[0]))
+    return _opened[-1]
+
+
+@pytest.mark.parametrize("token", [None, "a token"])
+@pytest.mark.parametrize("key", ["model/a.bin", "a b/ü+&=?~'()*.bin"])
+@pytest.mark.parametrize("query", [{}, {"uploads": ""}, {"partNumber": "7", "uploadId": "x/y+z=="}])
+def test_signs_as_botocore(key: str, query: dict[str, str], token: str | None) -> None:
+    path, text = encode_path(f"/bucket/{key}"), encode_query(query)
+    headers = {"x-amz-checksum-crc32": "AAAAAA==", "If-None-Match": "*"}
+    ours = sign_request("PUT", "host:99", path, text, headers, Credentials(KEY_ID, SECRET, token), region="eu-west-1")
+    signed = {"x-amz-content-sha256": "UNSIGNED-PAYLOAD", "x-amz-date": ours["x-amz-date"], "Host": "host:99"}
+    request = AWSRequest("PUT", f"https://host:99{path}?{text}", headers={**headers, **signed})
+    if token:
+        request.headers["x-amz-security-token"] = token
+    request.context["timestamp"] = ours["x-amz-date"]
+    auth = S3SigV4Auth(BotoCredentials(KEY_ID, SECRET, token), "s3", "eu-west-1")
+    canonical = auth.canonical_request(request)
+    wanted = auth.signature(auth.string_to_sign(request, canonical), request)
+    assert ours["Authorization"].endswith(f"Signature={wanted}")
+    assert SECRET not in str(ours)
+
+
+def test_shows_no_secret() -> None:
+    credentials = find_credentials({"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}, "s3://bucket")()
+    assert credentials.secret == SECRET
+    assert SECRET not in repr(credentials)
+
+
+def test_refuses_plain_http(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XRANK_ALLOW_HTTP")
+    with pytest.raises(UsageError, match="plain http"):
+        open_uploads(small_bucket)
+
+
+def test_refuses_to_write_without_credentials(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(UsageError, match="what the environment says"):
+        open_uploads(small_bucket)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    with pytest.raises(UsageError, match="without credentials"):
+        open_uploads(small_bucket)
+
+
+def test_uploads_parts(bucket: Bucket) -> None:
+    uploads, data = open_uploads(bucket), os.urandom(5 * MIB + 100)
+    upload_id = uploads.create("a b/model", "stage")
+    parts = [uploads.put_part("a b/model", upload_id, n + 1, data[n * 5 * MIB :][: 5 * MIB]) for n in (1, 0)]
+    listed = uploads.list_parts("a b/model", upload_id)
+    assert listed is not None
+    assert {n: row[:2] for n, row in listed.items()} == {part.number: (part.nbytes, part.etag) for part in parts}
+    assert uploads.head("a b/model") is None
+    assert [(key, one) for key, one, _ in uploads.list_uploads("a b/")] == [("a b/model", upload_id)]
+    uploads.complete("a b/model", upload_id, parts[::-1], "stage")
+    uploads.complete("a b/model", upload_id, parts[::-1], "stage")  # as after a lost answer
+    assert bucket.read_all() == {"a b/model": data}
+    assert uploads.list_parts("a b/model", upload_id) is None
+    there = uploads.head("a b/model")
+    assert there is not None
+    assert (there.nbytes, there.mark) == (len(data), "stage")
+
+
+def test_never_replaces_an_object(bucket: Bucket) -> None:
+    uploads = open_uploads(bucket)
+    bucket.client().put_object(Bucket=bucket.name, Key="model", Body=b"older")
+    upload_id = uploads.create("model", "stage")
+    part = uploads.put_part("model", upload_id, 1, b"newer")
+    with pytest.raises(OutputExistsError, match="model"):
+        uploads.complete("model", upload_id, [part], "stage")
+    with pytest.raises(OutputExistsError, match="model"):
+        uploads.put_new("model", b"newer", "stage")
+    uploads.abort("model", upload_id)
+    uploads.abort("model", upload_id)
+    assert bucket.read_all() == {"model": b"older"}
+    assert bucket.list_uploads() == []
+
+
+@pytest.mark.parametrize("fault", ["reset", "lost", "short", "wrong", "throttled", "broken"])
+def test_gets_over_faults(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, fault: FaultKind) -> None:
+    with open_proxy(small_bucket.server, choose_at(dict.fromkeys((1, 3, 5, 7), fault))) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        uploads = open_uploads(small_bucket)
+        upload_id = uploads.create("model", "stage")
+        part = uploads.put_part("model", upload_id, 1, b"some bytes")
+        uploads.complete("model", upload_id, [part], "stage")
+        uploads.put_new("small", b"more bytes", "stage")
+    assert small_bucket.read_all() == {"model": b"some bytes", "small": b"more bytes"}
+    assert sum(one.fault is not None for one in proxy.requests) > 1
+
+
+def test_detects_wrong_bytes_by_the_etag(moto_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto accepts any checksum and confirms none: the MD5 in the etag must agree."""
+    bucket = make_bucket(moto_server)
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    with open_proxy(bucket.server, choose_at({2: "wrong"})) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        uploads = open_uploads(bucket)
+        upload_id = uploads.create("model", "stage")
+        part = uploads.put_part("model", upload_id, 1, b"some bytes")
+        uploads.complete("model", upload_id, [part], "stage")
+    assert bucket.read_all() == {"model": b"some bytes"}
+    assert [one.method for one in proxy.requests] == ["POST", "PUT", "PUT", "POST"]
+
+
+def test_names_the_object_and_no_secret(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRANK_STORE_TIMEOUT", "1")
+    with open_proxy(small_bucket.server, lambda *_: "broken") as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with pytest.raises(XrankError, match=f"{small_bucket.url}/model could not be written, tried") as caught:
+            open_uploads(small_bucket).put_new("model", b"data", "stage")
+    assert SECRET not in repr(caught.value.__dict__) + str(caught.value)
+
+
+def test_parts_suffice() -> None:
+    for nbytes in (1, 5 * MIB, 5 * MIB * 10_000, 5 * MIB * 10_000 + 1, 5 << 40):
+        size = part_nbytes_for(nbytes)
+        assert size % MIB == 0
+        assert size >= 5 * MIB
+        assert -(-nbytes // size) <= 10_000

@@ -1,0 +1,227 @@
+"""Gathers to a store: the files of a folder, appearing with the index last, never over another's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+import xrank
+from tests.stores.fault_proxy import EVERY, choose_by_seed
+from tests.stores.servers import KEY_ID, SECRET, Bucket, open_proxy
+from tests.stores.written import FILE_NBYTES, leave_states, read_folder, read_model, start
+from xrank.errors import OutputExistsError, UsageError, XrankError
+from xrank.writers import store_journal
+from xrank.writers.store_journal import Journal, make_owned, put_journal, read_journal
+from xrank.writers.store_place import StorePlace
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return leave_states(tmp_path_factory.mktemp("writing") / "states")
+
+
+@pytest.fixture(scope="module")
+def expected(states: Path) -> dict[str, bytes]:
+    gather(states, states.parent / "model")
+    return read_folder(states.parent / "model")
+
+
+def gather(source: Path, out: str | Path, **options: Any) -> Any:
+    return xrank.gather_checkpoint(source, out, **{"max_shard_size": FILE_NBYTES, **options})
+
+
+def placed(prefix: str, files: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"{prefix}/{name}": data for name, data in files.items()}
+
+
+def test_writes_the_files_of_a_folder(states: Path, expected: dict[str, bytes], bucket: Bucket) -> None:
+    report = gather(states, f"{bucket.url}/models/one")
+    assert bucket.read_all() == placed("models/one", expected)
+    assert bucket.list_uploads() == []
+    assert report.to_dict()["output"]["path"] == f"{bucket.url}/models/one"
+    again = gather(states, f"{bucket.url}/models/one")
+    assert "made-before" in dict(again.notes)
+    with pytest.raises(OutputExistsError, match="exists already"):
+        gather(states, f"{bucket.url}/models/one", max_shard_size="1GB")
+    with pytest.raises(UsageError, match="replaces one object"):
+        gather(states, f"{bucket.url}/models/one", overwrite=True)
+    assert bucket.read_all() == placed("models/one", expected)
+
+
+def test_index_comes_last(states: Path, small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_proxy(small_bucket.server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        gather(states, f"{small_bucket.url}/one")
+        gather(states, f"{small_bucket.url}/two", max_shard_size="1GB")
+    named = [request.path for request in proxy.requests if request.method in ("PUT", "POST")]
+    visible = [path for path in named if ".xrank" not in path and "partNumber" not in path and "uploads=" not in path]
+    names = [path.partition("?")[0].rpartition("/")[2] for path in visible if "?delete" not in path]
+    assert names[3:] == [
+        *("config.json", "xrank_manifest.json", "model.safetensors.index.json"),
+        *("model.safetensors", "xrank_manifest.json", "config.json"),
+    ]
+
+
+def test_plans_without_writing(states: Path, small_bucket: Bucket) -> None:
+    report = gather(states, f"{small_bucket.url}/one", dry_run=True)
+    assert report.plan["num_tensors"] == 3
+    assert small_bucket.read_all() == {}
+
+
+@pytest.mark.parametrize("out", ["", "/"])
+def test_refuses_a_whole_bucket(states: Path, small_bucket: Bucket, out: str) -> None:
+    with pytest.raises(UsageError, match="whole bucket"):
+        gather(states, small_bucket.url + out)
+
+
+def test_refuses_what_a_store_cannot(states: Path, small_bucket: Bucket, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gs:// stores"):
+        gather(states, "gs://bucket/one")
+    key = tmp_path / "key.pem"
+    private = ec.generate_private_key(ec.SECP256R1())
+    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(UsageError, match="is signed"):
+        gather(states, f"{small_bucket.url}/one", sign=key)
+    layout = tmp_path / "layout.toml"
+    layout.write_text('[mesh]\ntp = 2\n[layout]\n"*" = "-, -"\n')
+    with pytest.raises(UsageError, match="states of ranks"):
+        xrank.reshard_checkpoint(states, layout, f"{small_bucket.url}/one")
+    assert small_bucket.read_all() == {}
+
+
+def test_two_gathers_to_one_place(states: Path, expected: dict[str, bytes], small_bucket: Bucket) -> None:
+    command = ("gather", states, "--out", f"{small_bucket.url}/one", "--max-shard-size", FILE_NBYTES)
+    with open_proxy(small_bucket.server, latency_seconds=0.05) as proxy:
+        children = [start(small_bucket.behind(proxy), *command) for _ in range(2)]
+        texts = [child.communicate(timeout=120)[1] for child in children]
+    codes = sorted(child.returncode for child in children)
+    # The second is told, or finds the first's output whole.
+    assert codes in ([0, 2], [0, 0]), texts
+    assert small_bucket.read_all() == placed("one", expected)
+
+
+def leave_journal(bucket: Bucket, content: Journal) -> StorePlace:
+    place = StorePlace.from_url(f"{bucket.url}/one")
+    put_journal(place, content, None)
+    return place
+
+
+def test_leaves_a_running_gather_alone(states: Path, small_bucket: Bucket) -> None:
+    with start(small_bucket, "--help") as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        try:
+            leave_journal(small_bucket, replace(make_owned(Journal("s", "plan")), pid=other.pid))
+            with pytest.raises(OutputExistsError, match=rf"under way .host .*, pid {other.pid}"):
+                gather(states, f"{small_bucket.url}/one")
+            assert xrank.clean(f"{small_bucket.url}/one").details["num_removed"] == 0
+        finally:
+            os.kill(other.pid, signal.SIGCONT)
+            other.communicate()
+    assert list(small_bucket.read_all()) == [".one.xrank/journal.json"]
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_watches_an_owner_on_another_host(
+    states: Path, expected: dict[str, bytes], small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, beats: bool
+) -> None:
+    monkeypatch.setattr(store_journal, "_SILENT_SECONDS", 2.5)
+    content = Journal("s", "plan", "elsewhere", 1)
+    place = leave_journal(small_bucket, content)
+    if beats:
+        monkeypatch.setattr(store_journal, "_BEAT_SECONDS", 0.5)
+        found = read_journal(place)
+        assert found is not None
+        other = store_journal.OpenJournal(place, content, found[1])
+        with pytest.raises(OutputExistsError, match=r"under way .host elsewhere"):
+            gather(states, f"{small_bucket.url}/one")
+        other.release()
+    gather(states, f"{small_bucket.url}/one")
+    assert small_bucket.read_all() == placed("one", expected)
+
+
+def test_stops_after_another_took_over(states: Path, small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = StorePlace.from_url(f"{small_bucket.url}/one")
+
+    def take_over(done: int, total: int) -> None:
+        found = read_journal(place)
+        assert found is not None and found[0] is not None
+        if done == total and found[0].host != "elsewhere":
+            put_journal(place, replace(found[0], host="elsewhere", pid=1), found[1])
+
+    with pytest.raises(OutputExistsError, match="took over"):
+        gather(states, f"{small_bucket.url}/one", progress=take_over)
+    assert read_model(small_bucket, "one") is None
+
+
+def test_another_plan_starts_over(states: Path, small_bucket: Bucket) -> None:
+    with pytest.raises(ZeroDivisionError):
+        gather(states, f"{small_bucket.url}/one", progress=lambda done, total: 1 // (total // 2 > done))
+    assert small_bucket.list_uploads()
+    report = gather(states, f"{small_bucket.url}/one", max_shard_size="1GB")
+    assert "had another plan" in dict(report.notes)["stage"]
+    assert small_bucket.list_uploads() == []
+    assert "one/model.safetensors" in small_bucket.read_all()
+
+
+def test_cleans_what_a_stopped_gather_left(states: Path, small_bucket: Bucket) -> None:
+    with pytest.raises(ZeroDivisionError):
+        gather(states, f"{small_bucket.url}/one", progress=lambda done, total: 1 // (total // 2 > done))
+    listed = xrank.clean(f"{small_bucket.url}/one", dry_run=True).details
+    assert listed["removed_nbytes"] >= 5 << 20
+    assert small_bucket.list_uploads()
+    assert xrank.clean(f"{small_bucket.url}/one").details["num_removed"] == listed["num_removed"] >= 2
+    assert (small_bucket.list_uploads(), small_bucket.read_all()) == ([], {})
+
+
+def test_no_secret_is_written(states: Path, small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRANK_STORE_TIMEOUT", "3")
+    seen = []
+    for seed in range(3):
+        with open_proxy(small_bucket.server, choose_by_seed(seed, 0.1)) as proxy:
+            proxy.stall_seconds = 1
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+            try:
+                seen.append(str(gather(states, f"{small_bucket.url}/{seed}").to_dict()))
+            except XrankError as error:
+                seen.append(repr(error.__dict__) + str(error))
+    text = "".join(seen) + "".join(map(repr, small_bucket.read_all().items()))
+    assert SECRET not in text
+    assert KEY_ID not in text
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "history" in metafunc.fixturenames:
+        metafunc.parametrize("history", range(1000 if metafunc.config.getoption("soak") else 4))
+
+
+def test_fault_history(
+    states: Path,
+    expected: dict[str, bytes],
+    small_bucket: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+    history: int,
+) -> None:
+    """Whatever fails, a gather that returns has written the right model, and one that raises nothing visible."""
+    monkeypatch.setenv("XRANK_STORE_TIMEOUT", "4")
+    rate = (0.02, 0.05, 0.1, 0.3)[history % 4]
+    with open_proxy(small_bucket.server, choose_by_seed(history, rate, EVERY)) as proxy:
+        proxy.stall_seconds = 2
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        try:
+            gather(states, f"{small_bucket.url}/one")
+            is_made = True
+        except XrankError as error:
+            is_made = False
+            assert f"{small_bucket.url}/" in f"{error.file} {error}"
+        there = read_model(small_bucket, "one")
+        assert there == expected if is_made else there in (None, expected)
+        proxy.restart()
+        gather(states, f"{small_bucket.url}/one")
+    assert small_bucket.read_all("one/") == placed("one", expected)

@@ -1,0 +1,67 @@
+"""A checkpoint for gathers to stores, and what a reader of a store finds there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.stores.servers import Bucket
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.workspace.nfs import NFSWorkspace
+
+FILE_NBYTES = "12MB"
+"""Two files of two parts and a rest each, and one small file."""
+
+
+def leave_states(folder: Path, *, seed: int = 0, rows: int = 1500) -> Path:
+    """Leave the states of two ranks: two matrices of 12 MB, and a vector."""
+    generator = torch.Generator().manual_seed(seed)
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    whole = {}
+    for name in ("a.weight", "b.weight"):
+        layouts[name] = TensorLayout.parse("[rows/tp, cols]")
+        whole[name] = torch.randn(rows, 2000, generator=generator)
+    layouts["norm.weight"] = TensorLayout.parse("[cols]")
+    for rank in range(2):
+        weights = {name: tensor.chunk(2)[rank] for name, tensor in whole.items()}
+        weights["norm.weight"] = torch.ones(2000)
+        workspace = NFSWorkspace(folder, rank=rank, world_size=2, run_id="run")
+        workspace.write_configs_and_weights({"model_type": "llama"}, weights, layouts=layouts)
+    return folder
+
+
+def start(bucket: Bucket, *arguments: object) -> subprocess.Popen[str]:
+    """Start a command of xrank whose requests go to the bucket's server."""
+    command = [sys.executable, "-m", "xrank", *map(str, arguments)]
+    environment = {**os.environ, **bucket.environment(), "XRANK_STORE_TIMEOUT": "20"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(bucket: Bucket, *arguments: object) -> tuple[int, str]:
+    """Run a command of xrank; return its exit code and all that it printed."""
+    with start(bucket, *arguments) as child:
+        out, err = child.communicate(timeout=120)
+    return child.returncode, out + err
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of a folder's files by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def read_model(bucket: Bucket, prefix: str) -> dict[str, bytes] | None:
+    """Return the files that a reader finds who follows the index; None where there is no index.
+
+    A file that the index names and that is not there is a KeyError.
+    """
+    there = {key.removeprefix(f"{prefix}/"): data for key, data in bucket.read_all(f"{prefix}/").items()}
+    index = there.get("model.safetensors.index.json")
+    if index is None:
+        return None
+    names = {*json.loads(index)["weight_map"].values(), "config.json", "xrank_manifest.json"}
+    return {"model.safetensors.index.json": index, **{name: there[name] for name in names}}

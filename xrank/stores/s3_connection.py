@@ -1,0 +1,160 @@
+"""Single requests to one S3 bucket over HTTP, for what obstore hides: the parts of uploads, and their checksums.
+
+Redirects are not followed, so that no other host gets the credentials.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from xrank import system
+from xrank.errors import UsageError
+from xrank.stores.faults import FaultError, FaultKind
+from xrank.stores.settings import StoreSettings
+from xrank.stores.signature import encode_path, encode_query, find_credentials, sign_request
+
+__all__ = ["Answer", "S3Connection"]
+
+_REQUEST_SECONDS = 60.0
+_CODE = re.compile(rb"<Code>(\w{1,60})</Code>")
+_THROTTLED_CODES = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "ThrottlingException"})
+_PASSING_CODES = frozenset({"BadDigest", "RequestTimeout", "InternalError", "OperationAborted", "IncompleteBody"})
+"""Codes whose request may succeed the next time: a damaged body is sent again whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A successful answer; names of headers are lower case."""
+
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class S3Connection:
+    """Sends signed requests to one bucket; any thread may call it. Idle connections are kept until `close`.
+
+    Args:
+        bucket: name of the bucket.
+        settings: patience, and whether plain http is allowed.
+        variables: the environment: credentials, ``AWS_REGION``, ``AWS_ENDPOINT_URL``.
+        url: for errors.
+
+    Raises:
+        UsageError: there are no credentials, or plain http is not allowed.
+    """
+
+    def __init__(self, bucket: str, settings: StoreSettings, variables: Mapping[str, str], url: str) -> None:
+        self._region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or "us-east-1"
+        endpoint = next(
+            (
+                text
+                for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+                if (text := variables.get(name))
+            ),
+            None,
+        )
+        self._credentials = find_credentials(variables, url)
+        in_host = variables.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("1", "true", "yes")
+        if endpoint is None:
+            endpoint = f"https://s3.{self._region}.amazonaws.com"
+            # A certificate for *.s3.amazonaws.com does not hold for names with dots.
+            in_host = "." not in bucket
+        parts = urlsplit(endpoint)
+        self._is_plain = parts.scheme == "http"
+        if self._is_plain and not settings.allow_http:
+            raise UsageError(
+                f"{url} would be reached over plain http, where others can read and change the bytes",
+                file=url,
+                want="https",
+                next_step="give an endpoint with https, or set XRANK_ALLOW_HTTP=1 if the network is yours",
+            )
+        self._host = f"{bucket}.{parts.netloc}" if in_host else parts.netloc
+        self._path = parts.path.rstrip("/") + ("/" if in_host else f"/{bucket}/")
+        self._timeout_seconds = min(_REQUEST_SECONDS, settings.timeout_seconds)
+        self._idle: list[http.client.HTTPConnection] = []
+        self._tls = None if self._is_plain else ssl.create_default_context()
+
+        # Not closed: the parent's connections stay the parent's.
+        system.after_fork_in_child(self._idle.clear)
+
+    def close(self) -> None:
+        """Close all connections; no request may be under way."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def send(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | memoryview = b"",
+    ) -> Answer:
+        """Send one request and return its answer.
+
+        Raises:
+            FaultError: the request failed.
+        """
+        path, text = encode_path(self._path + key), encode_query(query or {})
+        signed = sign_request(method, self._host, path, text, headers or {}, self._credentials(), region=self._region)
+        signed["Content-Length"] = str(len(body))
+        connection = self._connect()
+        try:
+            connection.request(method, f"{path}?{text}" if text else path, body or None, signed)
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            # The next request connects again: this connection may still carry the rest of an answer.
+            connection.close()
+            raise FaultError(FaultKind.PASSING, _describe(error)) from None
+        except BaseException:
+            connection.close()
+            raise
+        if response.will_close:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        code = _CODE.search(content[:4096])
+        # A completion may fail after the store has begun a good answer (S3 API reference, CompleteMultipartUpload).
+        if response.status >= 300 or (code is not None and b"<Error>" in content[:4096]):
+            raise make_fault(response.status, response.reason, code[1].decode() if code else "")
+        return Answer({name.lower(): value for name, value in response.getheaders()}, content)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        with suppress(IndexError):
+            return self._idle.pop()
+        if self._tls is None:
+            return http.client.HTTPConnection(self._host, timeout=self._timeout_seconds)
+        return http.client.HTTPSConnection(self._host, timeout=self._timeout_seconds, context=self._tls)
+
+
+def make_fault(status: int, reason: str, code: str) -> FaultError:
+    """Return the fault of an answer that S3 has refused a request with."""
+    shown = " ".join(filter(None, (str(status), reason, code)))
+    if code in _THROTTLED_CODES or status in (429, 503):
+        return FaultError(FaultKind.THROTTLED, shown)
+    if code in _PASSING_CODES or status >= 500 or status in (200, 408):
+        return FaultError(FaultKind.PASSING, shown)
+    kinds = {404: FaultKind.MISSING, 401: FaultKind.DENIED, 403: FaultKind.DENIED, 412: FaultKind.CHANGED}
+    # Two requests with conditions at one time: S3 answers one of them so, and asks for it again.
+    if status == 409:
+        return FaultError(FaultKind.PASSING, shown)
+    if status in (301, 307):
+        shown += ": the bucket is in another region; set AWS_REGION"
+    return FaultError(kinds.get(status, FaultKind.REFUSED), shown)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate is not valid: {error.verify_message}"
+    if isinstance(error, ConnectionRefusedError):
+        return "no connection"
+    return "the connection broke"

@@ -1,0 +1,275 @@
+"""Objects that are uploaded in parts, each confirmed by a checksum, and that appear whole at one instant.
+
+Source: Amazon S3 API Reference: CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload,
+AbortMultipartUpload, PutObject, HeadObject. Conditions (If-None-Match, If-Match) hold for PutObject and
+CompleteMultipartUpload.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from html import unescape
+from typing import TypeVar
+from xml.sax.saxutils import escape
+
+from isal import isal_zlib
+
+from xrank.environment import environ
+from xrank.stores.client import Store
+from xrank.stores.faults import FaultError, FaultKind
+from xrank.stores.s3_connection import Answer, S3Connection
+
+__all__ = ["MARK", "Part", "S3Uploads", "UploadedObject", "part_nbytes_for"]
+
+SMALLEST_PART_NBYTES = 5 << 20
+"""Fewest bytes of a part that is not the last (S3 User Guide, "Amazon S3 multipart upload limits")."""
+MOST_PARTS = 10_000
+_MIB = 1 << 20
+MARK = "xrank-stage"
+"""Name of the metadata that says which stage has written an object."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part that the store has confirmed."""
+
+    number: int
+    """From 1 on."""
+    nbytes: int
+    etag: str
+    """With its quotes."""
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedObject:
+    """An object as the store describes it."""
+
+    nbytes: int
+    etag: str
+    mark: str | None
+    """The stage that has written it."""
+
+
+def part_nbytes_for(nbytes: int) -> int:
+    """Return the bytes of each part of an object, in whole MiB: 5 MiB, or more where 10,000 parts would not suffice.
+
+    >>> part_nbytes_for(16 << 30) >> 20, part_nbytes_for(1 << 40) >> 20
+    (5, 105)
+    """
+    return max(SMALLEST_PART_NBYTES, -(-nbytes // (MOST_PARTS * _MIB)) * _MIB)
+
+
+class S3Uploads:
+    """Uploads to one bucket; any thread may call it. Requests are repeated and counted as those of its `Store`.
+
+    Args:
+        store: the bucket.
+        url: what is to be written, for errors.
+
+    Raises (from every method): as `Store`.
+    """
+
+    def __init__(self, store: Store, url: str | None = None) -> None:
+        self._store = store
+        bucket = store.root.partition("://")[2]
+        self._connection = S3Connection(bucket, store.settings, environ(), url or store.root)
+
+    def close(self) -> None:
+        """Close the connections; no request may be under way."""
+        self._connection.close()
+
+    def create(self, key: str, mark: str) -> str:
+        """Begin an upload and return its id."""
+        headers = {f"x-amz-meta-{MARK}": mark, "x-amz-checksum-algorithm": "CRC32"}
+
+        def send() -> str:
+            answer = self._connection.send("POST", key, {"uploads": ""}, headers)
+            return _field(answer, "UploadId")
+
+        return self._repeat(key, "written", send)
+
+    def put_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> Part:
+        """Upload a part; return when the store has confirmed its bytes by a checksum."""
+        crc32 = isal_zlib.crc32(data)
+        query = {"uploadId": upload_id, "partNumber": str(number)}
+
+        def send() -> Part:
+            answer = self._connection.send("PUT", key, query, {"x-amz-checksum-crc32": _crc32_text(crc32)}, data)
+            etag = answer.headers.get("etag", "")
+            _check_confirmed(answer, data, crc32, etag)
+            return Part(number, len(data), etag, crc32)
+
+        return self._repeat(key, f"written (part {number})", send, len(data))
+
+    def list_parts(self, key: str, upload_id: str) -> dict[int, tuple[int, str, int | None]] | None:
+        """Return number -> (bytes, etag, CRC-32 where listed) of the parts there; None without such an upload."""
+
+        def send() -> dict[int, tuple[int, str, int | None]] | None:
+            found: dict[int, tuple[int, str, int | None]] = {}
+            query = {"uploadId": upload_id}
+            while True:
+                try:
+                    answer = self._connection.send("GET", key, query)
+                except FaultError as fault:
+                    if fault.kind is FaultKind.MISSING:
+                        return None
+                    raise
+                for text in _texts(answer, "Part"):
+                    crc32 = _find(text, "ChecksumCRC32")
+                    known = None if crc32 is None else int.from_bytes(base64.b64decode(crc32), "big")
+                    found[int(_need(text, "PartNumber"))] = (int(_need(text, "Size")), _need(text, "ETag"), known)
+                text = answer.body.decode(errors="replace")
+                if _find(text, "IsTruncated") != "true":
+                    return found
+                query["part-number-marker"] = _need(text, "NextPartNumberMarker")
+
+        return self._repeat(key, "looked at", send)
+
+    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str) -> None:
+        """Make the object of the parts, where none is there yet.
+
+        Raises:
+            OutputExistsError: another object is there.
+            IncompleteError: there is no such upload.
+        """
+        lines = "".join(
+            f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(part.etag)}</ETag>"
+            f"<ChecksumCRC32>{_crc32_text(part.crc32)}</ChecksumCRC32></Part>"
+            for part in parts
+        )
+        space = "http://s3.amazonaws.com/doc/2006-03-01/"
+        body = f'<CompleteMultipartUpload xmlns="{space}">{lines}</CompleteMultipartUpload>'.encode()
+        nbytes = sum(part.nbytes for part in parts)
+
+        def send() -> None:
+            _field(self._connection.send("POST", key, {"uploadId": upload_id}, {"If-None-Match": "*"}, body), "ETag")
+
+        self._publish(key, send, mark, nbytes)
+
+    def put_new(self, key: str, data: bytes, mark: str) -> None:
+        """Write a small object, where none is there yet; return when the store has confirmed its bytes.
+
+        Raises:
+            OutputExistsError: another object is there.
+        """
+        crc32 = isal_zlib.crc32(data)
+        headers = {"If-None-Match": "*", f"x-amz-meta-{MARK}": mark, "x-amz-checksum-crc32": _crc32_text(crc32)}
+
+        def send() -> None:
+            answer = self._connection.send("PUT", key, None, headers, data)
+            _check_confirmed(answer, data, crc32, answer.headers.get("etag", ""))
+
+        self._publish(key, send, mark, len(data), sent_nbytes=len(data))
+
+    def head(self, key: str) -> UploadedObject | None:
+        """Return what the store knows of an object; None if there is none."""
+
+        def send() -> UploadedObject | None:
+            try:
+                headers = self._connection.send("HEAD", key).headers
+            except FaultError as fault:
+                if fault.kind is FaultKind.MISSING:
+                    return None
+                raise
+            nbytes = int(headers.get("content-length", -1))
+            return UploadedObject(nbytes, headers.get("etag", ""), headers.get(f"x-amz-meta-{MARK}"))
+
+        return self._repeat(key, "looked at", send)
+
+    def abort(self, key: str, upload_id: str) -> None:
+        """Remove an upload and its parts; it may be gone."""
+
+        def send() -> None:
+            try:
+                self._connection.send("DELETE", key, {"uploadId": upload_id})
+            except FaultError as fault:
+                if fault.kind is not FaultKind.MISSING:
+                    raise
+
+        self._repeat(key, "cleaned", send)
+
+    def list_uploads(self, prefix: str) -> Iterator[tuple[str, str, float]]:
+        """Yield (key, id, age in seconds) of the uploads below a prefix that are neither completed nor aborted."""
+        query = {"uploads": "", "prefix": prefix}
+        while True:
+            answer = self._repeat(prefix, "listed", lambda: self._connection.send("GET", "", query))
+            now = parsedate_to_datetime(answer.headers["date"])  # the store's clock, not this host's
+            for text in _texts(answer, "Upload"):
+                begun = datetime.fromisoformat(_need(text, "Initiated"))
+                yield _need(text, "Key"), _need(text, "UploadId"), (now - begun).total_seconds()
+            text = answer.body.decode(errors="replace")
+            if _find(text, "IsTruncated") != "true":
+                return
+            query["key-marker"], query["upload-id-marker"] = (
+                _need(text, "NextKeyMarker"),
+                _need(text, "NextUploadIdMarker"),
+            )
+
+    def _publish(self, key: str, send: Callable[[], None], mark: str, nbytes: int, sent_nbytes: int = 0) -> None:
+        """Send a request that makes an object; one of this stage's, whose answer was lost, is no other's."""
+
+        def settle() -> None:
+            try:
+                send()
+            except FaultError as fault:
+                if fault.kind not in (FaultKind.CHANGED, FaultKind.MISSING):
+                    raise
+                there = self.head(key)
+                if there is None:
+                    raise
+                if (there.mark, there.nbytes) != (mark, nbytes):
+                    raise FaultError(FaultKind.EXISTS, "an object that this gather has not written") from None
+
+        self._repeat(key, "written", settle, sent_nbytes)
+
+    def _repeat(self, key: str, what: str, send: Callable[[], _Result], sent_nbytes: int = 0) -> _Result:
+        return self._store.repeat(key, what, send, written_nbytes=sent_nbytes)
+
+
+def _check_confirmed(answer: Answer, data: bytes | memoryview, crc32: int, etag: str) -> None:
+    """Raise unless the answer contains the CRC-32 of the data, or their MD5 as etag."""
+    confirmed = answer.headers.get("x-amz-checksum-crc32")
+    if confirmed is not None:
+        if confirmed != _crc32_text(crc32):
+            raise FaultError(FaultKind.PASSING, "the store received other bytes")
+    elif etag.strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
+        # Before 2022 S3 knew no CRC-32, and many stores do not: there the etag is the part's MD5.
+        raise FaultError(FaultKind.PASSING, "the store confirms neither the CRC-32 nor the MD5 of the bytes")
+
+
+def _crc32_text(crc32: int) -> str:
+    return base64.b64encode(crc32.to_bytes(4, "big")).decode()
+
+
+def _find(text: str, name: str) -> str | None:
+    found = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    return None if found is None else unescape(found[1])
+
+
+def _need(text: str, name: str) -> str:
+    found = _find(text, name)
+    if not found:
+        raise FaultError(FaultKind.PASSING, f"an answer without {name}")
+    return found
+
+
+def _field(answer: Answer, name: str) -> str:
+    return _need(answer.body.decode(errors="replace"), name)
+
+
+def _texts(answer: Answer, name: str) -> list[str]:
+    """Return the content of all elements of a name; an answer that is cut off is a fault."""
+    text = answer.body.decode(errors="replace").strip()
+    root = re.match(r"(?:<\?xml[^>]*>)?\s*<(\w+)", text)
+    if root is None or not text.endswith(f"</{root[1]}>"):
+        raise FaultError(FaultKind.PASSING, "an answer that is not whole")
+    return re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)

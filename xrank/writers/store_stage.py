@@ -1,0 +1,252 @@
+"""An output in a store while it is made: its files are uploads that no reader sees until the commit completes them.
+
+Order of the commit: the journal records it; weights; small files; the manifest; last the object that readers begin
+with, the index or config.json. Each appears at one instant and only where none is there, so a reader that follows the
+index sees nothing or a whole model, and of two gathers one is refused. A kill leaves a journal that the same command
+goes on from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import xxhash
+
+from xrank.errors import CorruptError, OutputExistsError, XrankError
+from xrank.faces import AGAIN, option
+from xrank.stores.s3_uploads import Part, S3Uploads, part_nbytes_for
+from xrank.writers.disk import open_companion
+from xrank.writers.journal import JournalLine
+from xrank.writers.output_place import MANIFEST_NAME, check_inner_name
+from xrank.writers.store_files import PartPool, UploadedFile
+from xrank.writers.store_journal import FileRecord, OpenJournal, Upload, read_record
+from xrank.writers.store_place import StorePlace
+
+__all__ = ["StoreStage", "UploadedFiles"]
+
+_SMALL_NBYTES = 4 << 20
+"""Companions up to this size wait in memory for the commit; larger ones are uploaded in parts."""
+
+
+class StoreStage:
+    """An output in a store while it is made. Several threads may call its methods; ``commit`` comes last."""
+
+    def __init__(
+        self, place: StorePlace, uploads: S3Uploads, journal: OpenJournal, *, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.path = place.url
+        self.notes = notes
+        self.kept_nbytes = 0
+        """Bytes of parts that an interrupted run had uploaded, in files that it had not finished."""
+        self._place, self._uploads, self._journal = place, uploads, journal
+        self._records: dict[str, FileRecord] = {}
+        self._finished: dict[str, JournalLine] = {}
+        self._small: dict[str, bytes] = {}
+        self._is_committed = False
+        self._recall()
+
+    @property
+    def finished(self) -> Mapping[str, JournalLine]:
+        """Files whose parts are all in the store, of this run and of an interrupted one of the same plan."""
+        return MappingProxyType(self._finished)
+
+    def recall(self, name: str) -> tuple[bytes, list[bytes]] | None:
+        """Return the digests of a finished file and of its tensors; the store has confirmed its bytes by checksums."""
+        record = self._records.get(name)
+        if record is None:
+            return None
+        return bytes.fromhex(record.digest.partition(":")[2]), [bytes.fromhex(one) for one in record.tensors]
+
+    def open_files(self) -> UploadedFiles:
+        """Return what uploads the files of this output; close it."""
+        return UploadedFiles(self)
+
+    def begin_file(self, name: str, nbytes: int, pool: PartPool) -> UploadedFile:
+        """Begin to upload a file, or go on with it."""
+        check_inner_name(name)
+        key = self._place.file_key(name)
+        upload = self._journal.content.uploads.get(name)
+        known = None if upload is None else self._uploads.list_parts(key, upload.upload_id)
+        if upload is None or known is None:
+            upload = Upload(self._uploads.create(key, self._journal.content.stage), part_nbytes_for(nbytes))
+            self._journal.add_upload(name, upload)
+        return UploadedFile(self._uploads, pool, key, upload.upload_id, nbytes, upload.part_nbytes, known or {})
+
+    def finish_file(self, name: str, file: UploadedFile, digest: str, tensors: Sequence[bytes]) -> None:
+        """Wait for the last part of a file, and record it as finished."""
+        parts = file.finish()
+        stage = self._journal.content.stage
+        hexes = tuple(one.hex() for one in tensors)
+        record = FileRecord(stage, file.upload_id, file.nbytes, digest, hexes, parts)
+        self._journal.put_record(name, record)
+        self.kept_nbytes += file.kept_nbytes
+        self._records[name], self._finished[name] = record, JournalLine(name, file.nbytes, digest)
+
+    def discard(self, name: str) -> None:
+        """Forget a finished file; it is made again."""
+        self._finished.pop(name, None)
+        self._records.pop(name, None)
+
+    def write_file(self, name: str, content: bytes) -> JournalLine:
+        """Keep a small file for the commit; return its entry for the manifest."""
+        check_inner_name(name)
+        digest = xxhash.xxh3_128_hexdigest(content)
+        if len(content) > _SMALL_NBYTES:
+            pool = PartPool()
+            try:
+                file = self.begin_file(name, len(content), pool)
+                file.write(0, memoryview(content))
+                self.finish_file(name, file, f"xxh128:{digest}", ())
+            finally:
+                pool.close()
+        else:
+            self._small[name] = content
+        return JournalLine(name, len(content), digest)
+
+    def copy_file(self, name: str, source_path: str) -> JournalLine:
+        """Read a companion, and keep it for the commit; return its entry for the manifest.
+
+        Raises:
+            UnsafeError: the source is a FIFO, a device or a folder.
+            ContradictionError: the source changed while it was read.
+        """
+        return self.write_file(name, _read_companion(source_path))
+
+    def commit(self) -> None:
+        """Make all files visible, the one that readers begin with last.
+
+        Raises:
+            OutputExistsError: another program has written there, or another gather has taken over.
+            XrankError: a request failed for good; the same command goes on.
+        """
+        stage = self._journal.content.stage
+        last = self._last_name()
+        self._journal.begin_commit(last)
+        names = [name for name in (*self._records, *self._small) if name not in (MANIFEST_NAME, last)]
+        for name in [*names, MANIFEST_NAME]:
+            if name in self._records or name in self._small:
+                self._publish(name, stage)
+        # The last moment: a gather that has been taken over must not end another's.
+        self._journal.check_owned()
+        self._publish(last, stage)
+        self._is_committed = True
+        self._read_back()
+        try:
+            self._journal.remove()
+        except XrankError as error:
+            # The output is complete; the next run, or xrank clean, removes the journal.
+            self.notes += (f"the journal could not be removed: {error}",)
+
+    def leave(self) -> None:
+        """Give the journal up after a failure or a stop; finished parts stay for the next run."""
+        if not self._is_committed:
+            self._journal.release()
+
+    def _publish(self, name: str, stage: str) -> None:
+        key, record = self._place.file_key(name), self._records.get(name)
+        try:
+            if record is None:
+                self._uploads.put_new(key, self._small[name], stage)
+            else:
+                self._uploads.complete(key, record.upload_id, record.parts, stage)
+        except OutputExistsError as error:
+            if record is None and self._replace_own(key, self._small[name], stage):
+                return
+            url = self._place.file_url(name)
+            raise OutputExistsError(
+                f"{url}: another program wrote it while this gather ran",
+                file=url,
+                next_step=f"let nothing else write there: remove it, then {AGAIN}; or choose another {option('out')}",
+            ) from error
+
+    def _replace_own(self, key: str, content: bytes, stage: str) -> bool:
+        """Replace a small file that a killed commit of this stage has written; False if it is another's."""
+        there = self._uploads.head(key)
+        if there is None or there.mark != stage:
+            return False
+        self._place.store.delete(key)
+        self._uploads.put_new(key, content, stage)
+        return True
+
+    def _last_name(self) -> str:
+        """Return the name of the file that readers begin with."""
+        names = [*self._small, *self._records]
+        for name in sorted(names):
+            if name.endswith(".safetensors.index.json"):
+                return name
+        return "config.json" if "config.json" in names else names[-1]
+
+    def _recall(self) -> None:
+        """Read the records of the files that an interrupted run has finished and that the store still has."""
+        content = self._journal.content
+        for name, upload in content.uploads.items():
+            record = read_record(self._place, name)
+            if record is None or (record.stage, record.upload_id) != (content.stage, upload.upload_id):
+                continue
+            key = self._place.file_key(name)
+            listed = self._uploads.list_parts(key, upload.upload_id)
+            if listed is None:
+                there = self._uploads.head(key)  # a killed commit may have completed it
+                is_there = there is not None and (there.mark, there.nbytes) == (content.stage, record.nbytes)
+            else:
+                is_there = all(_is_listed(part, listed) for part in record.parts)
+            if is_there:
+                self._records[name] = record
+                self._finished[name] = JournalLine(name, record.nbytes, record.digest)
+
+    def _read_back(self) -> None:
+        """Compare each object's size and writer after the commit."""
+        expected = {name: record.nbytes for name, record in self._records.items()}
+        expected |= {name: len(content) for name, content in self._small.items()}
+        for name, nbytes in expected.items():
+            there = self._uploads.head(self._place.file_key(name))
+            if there is None or (there.nbytes, there.mark) != (nbytes, self._journal.content.stage):
+                url = self._place.file_url(name)
+                raise CorruptError(
+                    f"{url} is not the object that this gather wrote",
+                    file=url,
+                    got="none" if there is None else f"{there.nbytes:,} bytes",
+                    want=f"{nbytes:,} bytes",
+                    next_step="look who else writes there; then remove the output and gather again",
+                )
+
+
+class UploadedFiles:
+    """Uploads the files of a plan; see `xrank.writers.part_files.OutputFiles`."""
+
+    def __init__(self, stage: StoreStage) -> None:
+        self.target = self
+        self._stage, self._pool = stage, PartPool()
+        self._files: dict[int, UploadedFile] = {}
+
+    def begin(self, index: int, name: str, nbytes: int) -> None:
+        """Begin a file."""
+        self._files[index] = self._stage.begin_file(name, nbytes, self._pool)
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes at `offset` of that output file."""
+        self._files[file].write(offset, data)
+
+    def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
+        """Finish a file."""
+        self._stage.finish_file(name, self._files.pop(index), digest, tensors)
+
+    def close(self) -> None:
+        """Wait for the parts that are on their way."""
+        self._files.clear()
+        self._pool.close()
+
+
+def _is_listed(part: Part, listed: Mapping[int, tuple[int, str, int | None]]) -> bool:
+    nbytes, etag, crc32 = listed.get(part.number, (-1, "", None))
+    return (nbytes, etag.strip('"')) == (part.nbytes, part.etag.strip('"')) and crc32 in (None, part.crc32)
+
+
+def _read_companion(path: str) -> bytes:
+    with open_companion(path) as fd:
+        chunks = []
+        while chunk := os.read(fd, 1 << 20):
+            chunks.append(chunk)
+    return b"".join(chunks)
