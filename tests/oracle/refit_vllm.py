@@ -109,8 +109,8 @@ def _local_part(whole: torch.Tensor, parameter: Any) -> torch.Tensor:
     for dim in reversed(range(mesh.ndim)):  # FSDP cuts what tensor parallelism has cut
         placement = placements[dim]
         if isinstance(placement, (Shard, _StridedShard)):
-            parts = whole.chunk(mesh.size(dim), placement.dim)
-            whole = parts[mesh.get_local_rank(dim)]
+            parts, at = whole.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
+            whole = parts[at] if at < len(parts) else whole.narrow(placement.dim, 0, 0)  # fewer rows than ranks
     return whole
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,21 @@ def test_a_loader_that_replaces_a_parameter_is_refused(tmp_path: Path) -> None:
         offer.publish(1)
         with pytest.raises(UsageError, match="weight: the loader replaces"):
             taken.update(timeout_seconds=5)
+
+
+def test_an_engine_hands_its_step_on_where_the_trainer_is_busy(tmp_path: Path) -> None:
+    """An engine that has started again takes the last step from another engine, then follows the trainer."""
+    first, second = weight(0.0), weight(0.0)
+    with xrank.offer_weights(weight(3.0), tmp_path / "trainer", snapshot=True) as trainer:
+        trainer.publish(3)
+        with xrank.take_weights(first, tmp_path / "trainer") as taken:
+            assert taken.update().step == 3
+    # The trainer is gone. The first engine lends its own tensors, as they are.
+    with (
+        xrank.offer_weights(first, tmp_path / "peers") as relay,
+        xrank.take_weights(second, tmp_path / "peers") as taken,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        published = pool.submit(relay.publish, 3)
+        assert taken.update().step == 3 and second["weight"].eq(3).all()
+        published.result()

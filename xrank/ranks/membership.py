@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -225,8 +226,9 @@ class Membership:
             os.close(life)
         self._lives.clear()
 
-    def __del__(self) -> None:
-        self.close()  # its process group is gone
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _is_finalizing():  # then the modules that `close` needs are gone, and the process soon is
+            self.close()  # its process group is gone
 
 
 class _Count:
