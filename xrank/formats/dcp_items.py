@@ -9,7 +9,7 @@ and compared with it byte by byte, and the item is parsed only if they differ. F
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -28,6 +28,9 @@ __all__ = ["ItemKind", "ItemReader", "SafetensorsPart", "is_safetensors", "read_
 _WHOLE_NBYTES = 1 << 16
 """Items up to this many bytes are read whole, larger ones at both ends."""
 _MAX_END_NBYTES = 1 << 13
+_USUAL_HEAD_NBYTES, _USUAL_TAIL_NBYTES = 2 << 10, 4 << 10
+_ANNOUNCED = 256
+"""Items whose ends are read at the same time, where each read takes long."""
 _NO_CHECKSUM = -1
 
 
@@ -86,6 +89,8 @@ class ItemReader:
         """
         rows = np.empty((len(starts), 4), dtype=np.int64)
         for k, (start, length, name) in enumerate(zip(starts, lengths, names, strict=True)):
+            if k % _ANNOUNCED == 0:
+                file.prefetch(_ends(starts[k : k + _ANNOUNCED], lengths[k : k + _ANNOUNCED]))
             try:
                 if start + length > file.nbytes:
                     raise file.origin.corrupt(
@@ -142,6 +147,16 @@ class ItemReader:
             if pattern is not None:
                 self._patterns.setdefault(length, []).append(pattern)
         return number, record.offset, record.nbytes, record.crc32 if archive.has_checksums else _NO_CHECKSUM
+
+
+def _ends(starts: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of the usual ends of items, or of whole small ones."""
+    for start, length in zip(starts, lengths, strict=True):
+        if length <= _WHOLE_NBYTES:
+            yield start, length
+        else:
+            yield start, _USUAL_HEAD_NBYTES
+            yield start + length - _USUAL_TAIL_NBYTES, _USUAL_TAIL_NBYTES
 
 
 def _pattern_of(file: RegularFile, start: int, length: int, kind: int, payload: int, nbytes: int) -> _Pattern | None:

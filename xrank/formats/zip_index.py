@@ -9,6 +9,7 @@ gaps. Other zips are refused, so there are no hidden or shared bytes.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xrank.formats.regular_file import RegularFile, quote
@@ -98,6 +99,7 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     if at != nbytes:
         raise origin.corrupt("the zip directory's size is wrong", got=f"{at} bytes", want=f"{nbytes} bytes")
     entries.sort(key=lambda entry: entry.header)
+    item.file.prefetch(_ranges(item, entries, offset))
     members: list[ZipMember] = []
     free = 0
     for k, entry in enumerate(entries):
@@ -124,6 +126,15 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     if free != offset:
         raise origin.corrupt("bytes between the members and the zip directory", got=f"byte {free}", want=f"{offset}")
     return tuple(members)
+
+
+def _ranges(item: ItemBytes, entries: list[_Entry], end: int) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of the local headers, each with the descriptor before it."""
+    widest = max(_DESCRIPTORS)
+    for entry in entries:
+        first = max(0, entry.header - widest)
+        yield item.start + first, entry.header - first + _LOCAL.size + len(entry.raw_name)
+    yield item.start + max(0, end - widest), widest
 
 
 @dataclass(frozen=True, slots=True)

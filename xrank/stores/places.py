@@ -10,13 +10,12 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from xrank import system
+from xrank.errors import IncompleteError
+from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.url import clean_path, is_url
-
-if TYPE_CHECKING:
-    from xrank.stores.backend import Folder, ObjectStatus
 
 __all__ = [
     "absolute",
@@ -75,7 +74,7 @@ def is_file(path: str) -> bool:
 
 def exists(path: str) -> bool:
     """Return whether a path leads to a file or a folder."""
-    return is_file(path) or is_folder(path) if is_url(path) else os.path.exists(path)
+    return is_folder(path) or is_file(path) if is_url(path) else os.path.exists(path)
 
 
 def is_present(path: str) -> bool:
@@ -136,12 +135,11 @@ def object_status(url: str) -> ObjectStatus:
         IncompleteError: there is no such object.
     """
     found = _status(url)
-    if found is not None:
-        return found
-    from xrank.stores.client import open_store
-
-    store, key = open_store(url)
-    return store.head(key)
+    if found is None:
+        raise IncompleteError(
+            f"{url}: there is no such object", file=url, next_step="check the URL, or wait until it is there"
+        )
+    return found
 
 
 def read_content(path: str) -> bytes:
@@ -177,6 +175,11 @@ def open_descriptor(path: str) -> int:
 def _folder(url: str) -> Folder:
     url = url.rstrip("/")
     found = _folders.get(url)
+    folder = os.path.dirname(url)
+    # A folder that is missing in the one above it has nothing in it.
+    above = _folder(folder) if os.path.dirname(folder) in _folders else _folders.get(folder)
+    if found is None and above is not None and os.path.basename(url) not in above.folders:
+        found = _folders[url] = Folder()
     if found is None:
         from xrank.stores.client import open_store
 
@@ -189,11 +192,12 @@ def _folder(url: str) -> Folder:
 
 def _status(url: str) -> ObjectStatus | None:
     """Return the status of an object, from the listing of its folder if it is below an entered URL; None: no object."""
-    from xrank.errors import IncompleteError
     from xrank.stores.client import open_store
 
     folder, name = os.path.split(url.rstrip("/"))
-    known = _folders.get(folder)
+    known, own = _folders.get(folder), _folders.get(url)
+    if known is None and own is not None and (own.objects or own.folders):
+        return None
     if known is None and url in _statuses:
         return _statuses[url]
     store, key = open_store(url)
