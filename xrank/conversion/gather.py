@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from xrank.conversion.report import EARLIER_NOTE, folder_report, plan_report
+from xrank.conversion.traffic import counts_requests
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
 from xrank.layout import LayoutMap
@@ -32,6 +33,7 @@ __all__ = ["gather_checkpoint"]
 
 
 @names_own_arguments
+@counts_requests
 def gather_checkpoint(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from xrank.conversion.report import count_rank_tensors, model_facts
+from xrank.conversion.traffic import counts_requests
 from xrank.decisions.adapters import adapt, adapter_beside
 from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import BaseModel, open_base_model
@@ -33,6 +34,7 @@ __all__ = ["inspect", "inspect_source"]
 
 
 @names_own_arguments
+@counts_requests
 def inspect(
     path: str | os.PathLike[str],
     *,

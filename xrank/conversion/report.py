@@ -16,9 +16,10 @@ from xrank.errors import LayoutError
 from xrank.plan.digests import digest_text
 from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
 from xrank.plan.merging import factors_nbytes
+from xrank.plan.object_source import count_requests, holds_objects
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
-from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts
+from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts, TrafficFacts
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.system import peak_rss_nbytes
@@ -161,8 +162,16 @@ def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
             peak_buffer_nbytes=budget.nbytes
             + (budget.workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(planned.plan)) else 0),
         ),
+        traffic=_plan_traffic(planned.plan.source),
         notes=planned.notes,
     )
+
+
+def _plan_traffic(source: StoredModel) -> TrafficFacts | None:
+    if not holds_objects(source):
+        return None
+    requests, nbytes = count_requests(source)
+    return TrafficFacts(planned_requests=requests, planned_nbytes=nbytes)
 
 
 def reshard_report(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from xrank.conversion.report import reshard_report
+from xrank.conversion.traffic import counts_requests
 from xrank.decisions.options import DTypeChoice, GatherOptions, dtype_choice
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError
@@ -33,6 +34,7 @@ __all__ = ["reshard_checkpoint"]
 
 
 @names_own_arguments
+@counts_requests
 def reshard_checkpoint(
     source: str | os.PathLike[str],
     layouts: str | os.PathLike[str] | LayoutMap,

@@ -10,6 +10,7 @@ from typing import Any
 from xrank.comparing.manifest_check import plan_manifest_check
 from xrank.comparing.proof import plan_proof
 from xrank.conversion.report import count_outputs
+from xrank.conversion.traffic import counts_requests
 from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.options import default_workers, parse_size
@@ -32,6 +33,7 @@ __all__ = ["verify_model"]
 
 
 @names_own_arguments
+@counts_requests
 def verify_model(
     path: str | os.PathLike[str],
     *,

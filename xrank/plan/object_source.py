@@ -21,7 +21,7 @@ from xrank.plan.buffers import FileSource, make_change_error
 from xrank.plan.source import StoredModel
 from xrank.stores.client import Store, open_store
 
-__all__ = ["ObjectSource", "holds_objects"]
+__all__ = ["ROOM_NBYTES", "ObjectSource", "count_requests", "holds_objects"]
 
 _BLOCK_NBYTES = 1 << 20
 _LEAST_BLOCK_NBYTES = 64 << 10
@@ -36,6 +36,13 @@ ROOM_NBYTES = 24 << 20
 def holds_objects(model: StoredModel) -> bool:
     """Return whether any file of a model is an object in a store."""
     return any(file.in_store is not None for file in model.files)
+
+
+def count_requests(model: StoredModel) -> tuple[int, int]:
+    """Return the number of requests for all blocks of a model in stores, and their bytes."""
+    units = [unit for unit in _make_units(model)[0] if model.files[unit.file].in_store is not None]
+    nbytes = [unit.end - unit.start for unit in units]
+    return sum(-(-one // _BLOCK_NBYTES) for one in nbytes), sum(nbytes)
 
 
 @dataclass(slots=True)

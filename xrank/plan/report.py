@@ -25,6 +25,7 @@ __all__ = [
     "Report",
     "SimulationDetails",
     "SourceFacts",
+    "TrafficFacts",
 ]
 
 
@@ -109,6 +110,22 @@ class ProofFacts(Facts):
     """Number of tensors that an adapter was merged into before they were compared."""
     num_rules: int = 0
     """Number of rules of a layout file."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrafficFacts(Facts):
+    """Requests to object stores, of a command with a URL."""
+
+    requests: int = 0
+    """All requests of this process, repetitions included."""
+    retries: int = 0
+    """Requests that were sent again after a failure."""
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    planned_requests: int = 0
+    """Requests for tensors, of a dry run."""
+    planned_nbytes: int = 0
+    """Bytes that these requests read."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -268,6 +285,8 @@ class Report:
     output: OutputFacts | None = None
     plan: OutputFacts | None = None
     """In place of `output` where nothing was written."""
+    traffic: TrafficFacts | None = None
+    """None: no path is a URL."""
     notes: tuple[tuple[str, str], ...] = ()
     """(code, message) pairs."""
     fault: XrankError | None = None
@@ -335,6 +354,7 @@ class Report:
             "proof": self.proof.to_dict(),
             "output": _plain(self.output),
             **({} if self.plan is None else {"plan": self.plan.to_dict()}),
+            **({} if self.traffic is None else {"traffic": self.traffic.to_dict()}),
             **self.details.to_dict(),
             "notes": [{"code": code, "message": message} for code, message in self.notes],
             "error": _plain(self.error),

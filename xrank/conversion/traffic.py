@@ -1,0 +1,51 @@
+"""Adds the requests to object stores to the reports of commands."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, ParamSpec
+
+from xrank.plan.report import Report, TrafficFacts
+from xrank.words import plural, size_text
+
+__all__ = ["counts_requests"]
+
+Parameters = ParamSpec("Parameters")
+
+
+def counts_requests(call: Callable[Parameters, Report]) -> Callable[Parameters, Report]:
+    """Let a command's report have the requests that this process sent meanwhile; without any, it stays as it is."""
+
+    @functools.wraps(call)
+    def counted(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Report:
+        before = _read_counts()
+        report = call(*args, **kwargs)
+        counts = {name: count - before.get(name, 0) for name, count in _read_counts().items()}
+        if not counts.get("requests"):
+            return report
+        traffic = (report.traffic or TrafficFacts()).extended(**counts)
+        return replace(report, traffic=traffic, notes=(*report.notes, ("requests", _describe(traffic))))
+
+    return counted
+
+
+def _read_counts() -> dict[str, int]:
+    # A command without a URL never imports the client.
+    client: Any = sys.modules.get("xrank.stores.client")
+    if client is None:
+        return {}
+    now = client.traffic()
+    return {one.name: getattr(now, one.name) for one in fields(now)}
+
+
+def _describe(traffic: TrafficFacts) -> str:
+    again = f", {traffic.retries:,} of them again after a failure" if traffic.retries else ""
+    written = f", {size_text(traffic.written_nbytes)} written" if traffic.written_nbytes else ""
+    text = f"{plural(traffic.requests, 'request')} to the store{again}: {size_text(traffic.read_nbytes)} read{written}"
+    if not traffic.planned_requests:
+        return text
+    planned = f"{plural(traffic.planned_requests, 'request')} for {size_text(traffic.planned_nbytes)}"
+    return f"{text}; the tensors will take {planned}"
