@@ -9,6 +9,8 @@ from collections.abc import Callable
 import xxhash
 
 from xrank.plan.windows import WINDOW_NBYTES
+from xrank.stores import places
+from xrank.stores.url import is_url
 
 __all__ = ["FileHashes", "digest_plain_file", "hash_file"]
 
@@ -74,6 +76,6 @@ def digest_plain_file(path: str) -> str:
 
 def _feed(path: str, update: Callable[[memoryview], object]) -> None:
     buffer = memoryview(bytearray(WINDOW_NBYTES))
-    with open(path, "rb", buffering=0) as file:
+    with open(places.open_descriptor(path) if is_url(path) else path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             update(buffer[:count])

@@ -20,6 +20,7 @@ from xrank.errors import CorruptError, XrankError
 from xrank.plan.buffers import FileSource, make_change_error
 from xrank.plan.source import StoredModel
 from xrank.stores.client import Store, open_store
+from xrank.stores.url import can_list
 
 __all__ = ["ROOM_NBYTES", "ObjectSource", "count_requests", "holds_objects"]
 
@@ -153,6 +154,10 @@ class ObjectSource:
                 continue
             store, key = opened
             folder, name = os.path.split(file.path)
+            if not can_list(file.path):
+                if store.head(key) != file.in_store:
+                    raise make_change_error(file)
+                continue
             if folder not in folders:
                 folders[folder] = dict(store.list_folder(os.path.dirname(key)).objects)
             if folders[folder].get(name) != file.in_store:

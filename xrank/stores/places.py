@@ -15,7 +15,7 @@ from typing import BinaryIO
 from xrank import system
 from xrank.errors import IncompleteError
 from xrank.stores.backend import Folder, ObjectStatus
-from xrank.stores.url import clean_path, is_url
+from xrank.stores.url import can_list, clean_path, is_url
 
 __all__ = [
     "absolute",
@@ -174,6 +174,10 @@ def open_descriptor(path: str) -> int:
 
 def _folder(url: str) -> Folder:
     url = url.rstrip("/")
+    if not can_list(url):
+        with _lock:
+            looked = [(os.path.split(one), status) for one, status in _statuses.items() if status is not None]
+        return Folder({name: status for (folder, name), status in looked if folder == url})
     found = _folders.get(url)
     folder = os.path.dirname(url)
     # A folder that is missing in the one above it has nothing in it.
@@ -195,18 +199,24 @@ def _status(url: str) -> ObjectStatus | None:
     from xrank.stores.client import open_store
 
     folder, name = os.path.split(url.rstrip("/"))
+    if not can_list(url):
+        return _look_at(url)
     known, own = _folders.get(folder), _folders.get(url)
     if known is None and own is not None and (own.objects or own.folders):
         return None
-    if known is None and url in _statuses:
+    if known is None and url not in _entered:  # the folder of the user's own path may be large
+        known = _folder(folder) if open_store(url)[1] else Folder()
+    return _look_at(url) if known is None else known.objects.get(name)
+
+
+def _look_at(url: str) -> ObjectStatus | None:
+    from xrank.stores.client import open_store
+
+    if url in _statuses:
         return _statuses[url]
     store, key = open_store(url)
     if not key:
         return None
-    if known is None and url not in _entered:  # the folder of the user's own path may be large
-        known = _folder(folder)
-    if known is not None:
-        return known.objects.get(name)
     try:
         found: ObjectStatus | None = store.head(key)
     except IncompleteError:

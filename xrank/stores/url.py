@@ -13,13 +13,11 @@ from urllib.parse import unquote
 
 from xrank.errors import UsageError
 
-__all__ = ["Location", "clean_path", "hidden_query", "is_url", "split_url"]
+__all__ = ["Location", "can_list", "clean_path", "is_url", "split_url"]
 
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}
-_queries: dict[str, str] = {}
-"""Cleaned URL -> its query, which may be a signature and is only sent to the URL's own host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +43,10 @@ def is_url(path: str) -> bool:
 def clean_path(path: str | os.PathLike[str]) -> str:
     """Return a path as its user gave it, and a URL in the form that all of xrank uses.
 
-    ``file://`` is left out. The query of an ``https`` URL, which may be a signature, is kept apart from the text.
+    ``file://`` is left out.
 
     Raises:
-        UsageError: the URL contains a name or a password; the error does not repeat them.
+        UsageError: the URL contains a name, a password or a signature; the error does not repeat them.
     """
     text = os.fspath(path)
     match = _URL.match(text) if ":/" in text else None
@@ -57,7 +55,7 @@ def clean_path(path: str | os.PathLike[str]) -> str:
     scheme, rest = match[1].lower(), text[match.end() :]
     if scheme == "file":
         return _local_path(text)
-    rest, query = _cut_query(scheme, rest)
+    _refuse_query(scheme, rest)
     host, slash, below = rest.partition("/")
     # abfs://container@account.dfs.core.windows.net/path is the only scheme whose "@" is not a user's name.
     user, at, host_only = host.rpartition("@")
@@ -68,15 +66,12 @@ def clean_path(path: str | os.PathLike[str]) -> str:
             want="a URL without them",
             next_step="give credentials by the environment, as the store's own tools take them",
         )
-    cleaned = f"{_ALIASES.get(scheme, scheme)}://{host}{slash}{below.rstrip('/')}".rstrip("/")
-    if query:
-        _queries[cleaned] = query
-    return cleaned
+    return f"{_ALIASES.get(scheme, scheme)}://{host}{slash}{below.rstrip('/')}".rstrip("/")
 
 
-def hidden_query(url: str) -> str:
-    """Return the query that came with a cleaned URL, for its request alone; empty if there was none."""
-    return _queries.get(url, "")
+def can_list(url: str) -> bool:
+    """Return whether the store of a URL lists folders; a web server does not."""
+    return not url.startswith(("http:", "https:"))
 
 
 def split_url(url: str) -> Location:
@@ -102,17 +97,14 @@ def _local_path(text: str) -> str:
     return "/" + unquote(below)
 
 
-def _cut_query(scheme: str, rest: str) -> tuple[str, str]:
-    """Return the URL without its query and fragment, and the query; names of objects may contain both marks."""
-    if scheme not in ("http", "https"):
-        if "?" in rest and re.search(r"[?&](X-Amz-|sig=|Signature=|AWSAccessKeyId=|token=)", rest, re.IGNORECASE):
-            name = rest.partition("?")[0]
-            raise UsageError(
-                f"{scheme}://{name} has a signature behind it",
-                file=f"{scheme}://{name}",
-                want="a URL without a query",
-                next_step="give credentials by the environment, or the signed URL as https://",
-            )
-        return rest, ""
-    rest, _, query = rest.partition("#")[0].partition("?")
-    return rest, query
+def _refuse_query(scheme: str, rest: str) -> None:
+    """Refuse a query, which may be a signature; names of objects may contain question marks."""
+    name, mark, query = rest.partition("?")
+    is_signed = re.search(r"(^|&)(X-Amz-|sig=|Signature=|AWSAccessKeyId=|token=)", query, re.IGNORECASE)
+    if mark and (is_signed or scheme in ("http", "https")):
+        raise UsageError(
+            f"{scheme}://{name.rpartition('@')[2]} has a query, which may be a signature",
+            file=f"{scheme}://{name.rpartition('@')[2]}",
+            want="a URL without a query",
+            next_step="give credentials by the environment, as the store's own tools take them",
+        )
