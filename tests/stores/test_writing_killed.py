@@ -10,16 +10,18 @@ import pytest
 from tests.stores.fault_proxy import FaultProxy, Request
 from tests.stores.servers import Bucket, open_proxy
 from tests.stores.small_s3 import SmallS3
-from tests.stores.written import FILE_NBYTES, leave_states, read_folder, read_model, run, start
+from tests.stores.written import leave_states, read_folder, read_model, run, start
 from xrank.conversion.gather import gather_checkpoint
 
-POINTS = 160
+FILE_NBYTES = "8KB"
+"""Every tensor is a file, two of them of two parts and a rest."""
+POINTS = 175
 """More requests than a gather sends: kills after the last one find it done."""
 
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return leave_states(tmp_path_factory.mktemp("killed") / "states")
+    return leave_states(tmp_path_factory.mktemp("killed") / "states", vectors=19)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def expected(states: Path) -> dict[str, bytes]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "point" in metafunc.fixturenames:
         soak = metafunc.config.getoption("soak")
-        points = range(1, POINTS) if soak else (14, 27, 34)
+        points = range(1, POINTS) if soak else (15, 70, 125)
         metafunc.parametrize(("point", "when"), [(n, when) for n in points for when in ("before", "after")])
 
 

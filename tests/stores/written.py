@@ -18,18 +18,19 @@ FILE_NBYTES = "12MB"
 """Two files of two parts and a rest each, and one small file."""
 
 
-def leave_states(folder: Path, *, seed: int = 0, rows: int = 1500) -> Path:
-    """Leave the states of two ranks: two matrices of 12 MB, and a vector."""
+def leave_states(folder: Path, *, seed: int = 0, rows: int = 1500, vectors: int = 1) -> Path:
+    """Leave the states of two ranks: two matrices of 12 MB, and vectors of 8 KB."""
     generator = torch.Generator().manual_seed(seed)
     layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
     whole = {}
     for name in ("a.weight", "b.weight"):
         layouts[name] = TensorLayout.parse("[rows/tp, cols]")
         whole[name] = torch.randn(rows, 2000, generator=generator)
-    layouts["norm.weight"] = TensorLayout.parse("[cols]")
+    norms = [f"{number}.norm.weight" for number in range(vectors)]
+    layouts.update({name: TensorLayout.parse("[cols]") for name in norms})
     for rank in range(2):
         weights = {name: tensor.chunk(2)[rank] for name, tensor in whole.items()}
-        weights["norm.weight"] = torch.ones(2000)
+        weights |= {name: torch.full((2000,), float(number)) for number, name in enumerate(norms)}
         workspace = NFSWorkspace(folder, rank=rank, world_size=2, run_id="run")
         workspace.write_configs_and_weights({"model_type": "llama"}, weights, layouts=layouts)
     return folder
