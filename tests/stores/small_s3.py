@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import re
 import threading
+import time
 import zlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -63,6 +64,7 @@ class SmallS3(ThreadingHTTPServer):
         self.objects: dict[tuple[str, str], StoredObject] = {}
         self.uploads: dict[str, Upload] = {}
         self.lock = threading.RLock()
+        self.latency_seconds = 0.0
         self._numbers = itertools.count(1)
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
@@ -102,6 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.bucket, _, key = parts.path.lstrip("/").partition("/")
         self.key = unquote(key)
         self.body = self._read_body()
+        time.sleep(self.server.latency_seconds)
         try:
             with self.server.lock:
                 status, headers, body = answer()

@@ -19,8 +19,9 @@ from xrank.stores.s3_uploads import Part, S3Uploads
 
 __all__ = ["PartPool", "UploadedFile"]
 
-_SENDERS = 4
-_BUFFERS = 5
+_SENDERS = 3
+_BUFFERS = 3
+"""15 MiB: with what reading from a store takes, within the usual budget of 64 MB."""
 
 
 @dataclass(slots=True)
