@@ -62,6 +62,8 @@ def test_shows_no_secret() -> None:
 
 def test_refuses_plain_http(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XRANK_ALLOW_HTTP")
+    open_uploads(small_bucket)  # AWS_ALLOW_HTTP is there, too
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(UsageError, match="plain http"):
         open_uploads(small_bucket)
 

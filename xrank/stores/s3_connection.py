@@ -66,8 +66,9 @@ class S3Connection:
             # A certificate for *.s3.amazonaws.com does not hold for names with dots.
             in_host = "." not in bucket
         parts = urlsplit(endpoint)
-        self._is_plain = parts.scheme == "http"
-        if self._is_plain and not settings.allow_http:
+        is_plain = parts.scheme == "http"
+        allowed = settings.allow_http or variables.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+        if is_plain and not allowed:
             raise UsageError(
                 f"{url} would be reached over plain http, where others can read and change the bytes",
                 file=url,
@@ -78,7 +79,7 @@ class S3Connection:
         self._path = parts.path.rstrip("/") + ("/" if in_host else f"/{bucket}/")
         self._timeout_seconds = min(_REQUEST_SECONDS, settings.timeout_seconds)
         self._idle: list[http.client.HTTPConnection] = []
-        self._tls = None if self._is_plain else ssl.create_default_context()
+        self._tls = None if is_plain else ssl.create_default_context()
 
         # Not closed: the parent's connections stay the parent's.
         system.after_fork_in_child(self._idle.clear)
