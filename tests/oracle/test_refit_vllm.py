@@ -56,6 +56,10 @@ def test_tokens_and_tensors_after_each_step_are_those_of_its_folder(
     assert f"{kind} {trainer} -> {ranks}: {STEPS} steps" in line and "moved/held 1.000, whole []" in line
 
 
+def test_a_server_takes_steps_over_http(folder: Path) -> None:
+    assert "a server took 3 steps over HTTP" in run(str(folder), module="tests.oracle.refit_http")
+
+
 @pytest.mark.parametrize("options", [["--tp", "2"], ["--tp", "4"], ["--tp", "2", "--pp", "2"], ["--tp", "2", "--ep"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_layout_cuts_a_model_for_an_engine(tmp_path: Path, kind: str, options: list[str]) -> None:
