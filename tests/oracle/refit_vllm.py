@@ -34,7 +34,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SIZES),
     "tied": ("qwen3", {**_SIZES, "tie_word_embeddings": True}),
     "moe": ("qwen3_moe", {**_SIZES, **_EXPERTS}),
+    "int8": ("llama", _SIZES),
 }
+QUANTIZATIONS = {"int8": "int8_per_channel_weight_only"}
+"""Kind -> vLLM's quantisation of the weights that it loads."""
 TRAINERS = {"fsdp-4": 4, "fsdp-8": 8, "megatron-4": 4, "megatron-8": 8}
 """Trainer -> number of ranks. fsdp: FSDP2 over tensor parallelism, or over expert parallelism for a model with
 experts; megatron: Megatron's names, TP2 x PP2, or EP2 x PP2 for a model with experts, and data parallelism."""
@@ -216,6 +219,7 @@ def _start_engine(model: Path, ranks: int, **options: Any) -> Any:
         max_model_len=64,
         max_num_seqs=4,
         tensor_parallel_size=ranks,
+        quantization=QUANTIZATIONS.get(model.parent.name),
         enable_prefix_caching=False,
         **options,
     )
