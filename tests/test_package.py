@@ -51,6 +51,19 @@ def test_importing_is_cheap(module):
     assert python(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))") == "[]\n"
 
 
+def test_a_plain_gather_imports_no_module_of_other_work(tmp_path):
+    leave_states(tmp_path / "workspace")
+    unused = (
+        *("decisions.base_model", "decisions.adapter_config", "decisions.adapted_parameters", "decisions.lone_adapter"),
+        *("decisions.transformed_plan", "formats.signed_statement", "layout.layout_diff", "readers.torch_save.reader"),
+        *("readers.hugging_face.folder", "recipes.rewriting", "conversion.verify", "conversion.export", "virtual"),
+    )
+    code = "import sys, xrank; xrank.gather_checkpoint('workspace', 'out'); print(' '.join(sys.modules))"
+    imported = python(code, cwd=tmp_path).split()
+    assert "xrank.conversion.gather" in imported
+    assert [name for name in unused if f"xrank.{name}" in imported] == []
+
+
 def test_importing_xrank_imports_nothing_else_of_it():
     assert (
         python("import sys, xrank; print([name for name in sys.modules if name.startswith('xrank.')])")

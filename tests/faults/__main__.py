@@ -29,6 +29,7 @@ PARTS: dict[str, tuple[str, str, int]] = {
     "kills": ("stops", "kill_jobs", 2_500),
     "errors": ("stops", "fail_jobs", 2_500),
     "ranks": ("rank_stops", "stop_ranks", 200),
+    "clock": ("clocks", "jump_clocks", 400),
     "power": ("power", "lose_power", 9_000),
     "images": ("images", "lose_images", 300),
 }

@@ -55,7 +55,7 @@ def corrupt_sources(folder: Path, seed: int, count: int) -> Findings:
         source, place, files, known = sources[rng.randrange(len(sources))]
         path = rng.choices(files, [max(512, file.stat().st_size) for file in files])[0]
         good = path.read_bytes()
-        bad, how = _damage(good, rng)
+        bad, how = damage(good, rng)
         if bad == good:
             continue
         status = path.stat()
@@ -92,7 +92,7 @@ def _corrupt_output(model: Path, rng: random.Random, findings: Findings, where: 
     """Damage a file of an output, and verify it."""
     path = rng.choice(sorted(model.iterdir()))
     good = path.read_bytes()
-    bad, how = _damage(good, rng)
+    bad, how = damage(good, rng)
     if bad == good:
         return
     path.write_bytes(bad)
@@ -137,7 +137,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "xrank_manifest.json"}
 
 
-def _damage(good: bytes, rng: random.Random) -> tuple[bytes, str]:
+def damage(good: bytes, rng: random.Random) -> tuple[bytes, str]:
     """Return damaged content, and how it was damaged."""
     bad = bytearray(good)
     at = rng.randrange(len(bad)) if bad else 0

@@ -13,7 +13,7 @@ from tests.conversion.made_workspaces import layout_of, leave, wide_model
 from tests.conversion.test_export_killed import NEW, OLD, Exports
 from tests.faults.findings import Findings
 
-__all__ = ["stop_ranks"]
+__all__ = ["Gathers", "stop_ranks"]
 
 _WHAT = ("kill", "kill", "kill", "ENOSPC", "EIO", "ESTALE", "EDQUOT")
 _MOMENTS = {("export", True): 110, ("export", False): 40, ("gather", True): 90, ("gather", False): 30}
@@ -26,7 +26,7 @@ def stop_ranks(folder: Path, seed: int, count: int) -> Findings:
     findings = Findings()
     with forked_exports() as exporting, forked_ranks() as gathering:
         (folder / "exports").mkdir()
-        exports, gathers = Exports(exporting, folder / "exports"), _Gathers(gathering, folder / "gathers")
+        exports, gathers = Exports(exporting, folder / "exports"), Gathers(gathering, folder / "gathers")
         for number in range(seed, seed + count):
             rng = random.Random(number)
             work, victim, what = ("export", "gather")[number % 2], rng.randrange(4), rng.choice(_WHAT)
@@ -63,7 +63,7 @@ def _stop_export(exports: Exports, act: tuple[int, str, int], overwrite: bool, f
         exports.right(exports(options=options))
 
 
-class _Gathers:
+class Gathers:
     """Gathers of one workspace by four ranks, and what may be seen of them."""
 
     def __init__(self, ranks: ForkedRanks, folder: Path) -> None:
@@ -82,7 +82,7 @@ class _Gathers:
         return {path.name: path.read_bytes() for path in self.out.iterdir()} if self.out.exists() else None
 
 
-def _stop_gather(gathers: _Gathers, act: tuple[int, str, int], overwrite: bool, findings: Findings) -> None:
+def _stop_gather(gathers: Gathers, act: tuple[int, str, int], overwrite: bool, findings: Findings) -> None:
     shutil.rmtree(gathers.out, ignore_errors=True)
     if overwrite:
         gathers.out.mkdir()

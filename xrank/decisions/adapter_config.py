@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrank.decisions.adapter_names import AdapterNames, Pair
+from xrank.decisions.adapter_names import CONFIG_NAME, AdapterNames, Pair
 from xrank.decisions.base_model import read_config
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
 from xrank.faces import either, needs, option
@@ -19,7 +19,6 @@ from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.stores import places
 
 __all__ = [
-    "CONFIG_NAME",
     "AdapterConfig",
     "check_ranks",
     "find_config",
@@ -28,7 +27,6 @@ __all__ = [
     "search_config",
 ]
 
-CONFIG_NAME = "adapter_config.json"
 # verl writes the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
 _PLACES = (CONFIG_NAME, os.path.join("lora_adapter", CONFIG_NAME), "lora_train_meta.json")
 _NEXT_STEP = either(

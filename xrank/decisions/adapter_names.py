@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 
 from xrank.errors import ContradictionError, UsageError
 
-__all__ = ["PREFIX", "AdapterNames", "Pair", "find_adapter", "refuse_other_kinds"]
+__all__ = ["CONFIG_NAME", "PREFIX", "AdapterNames", "Pair", "find_adapter", "refuse_other_kinds"]
 
+CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.lora_(embedding_A|embedding_B|magnitude_vector|A|B)(?:\.(.+))?")
 _TRAINED = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")

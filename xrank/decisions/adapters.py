@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank import dtypes
-from xrank.decisions.adapted_parameters import find_parameter_updates, is_parameter_pair
-from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config, is_turned, search_config
-from xrank.decisions.adapter_names import PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
+from xrank.decisions.adapter_names import CONFIG_NAME, PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError
 from xrank.faces import Text, either, needs, option
-from xrank.plan.low_rank import LowRank
 from xrank.plan.planner import Plan
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.stores import places
 from xrank.words import list_text
+
+if TYPE_CHECKING:
+    from xrank.decisions.adapter_config import AdapterConfig
+    from xrank.plan.low_rank import LowRank
 
 __all__ = [
     "FOLDER",
@@ -132,6 +133,8 @@ def adapt(
                 ),
             )
         return None
+    from xrank.decisions.adapter_config import find_config, search_config
+
     shapes = {shard.name: shard.shape for shard in source.shards}
     if options.adapter == "merge":
         return _merge(source, names, config or find_config(options.adapter_config, place, names, shapes))
@@ -294,6 +297,10 @@ def _updates(
     shards: Mapping[str, StoredShard],
 ) -> dict[str, LowRank]:
     """Return the update of each adapted weight."""
+    from xrank.decisions.adapted_parameters import find_parameter_updates, is_parameter_pair
+    from xrank.decisions.adapter_config import is_turned
+    from xrank.plan.low_rank import LowRank
+
     fits = {}
     stacked = [pair for pair in names.pairs if is_parameter_pair(pair, config, base)]
     plain = [pair for pair in names.pairs if pair not in stacked]

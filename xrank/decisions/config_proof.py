@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank import dtypes
-from xrank.decisions.base_model import BaseModel
 from xrank.decisions.config_claims import Claim, make_claims
 from xrank.decisions.config_sections import SIZE_KEYS, Section, group_tensors, split_config
 from xrank.decisions.config_sizes import make_family_claims
@@ -20,6 +19,9 @@ from xrank.plan.source import StoredModel
 from xrank.recipes.conversion_table import is_known_type
 from xrank.recipes.name_proof import BRING_FILES, prove_family
 from xrank.words import plural
+
+if TYPE_CHECKING:
+    from xrank.decisions.base_model import BaseModel
 
 __all__ = ["MISSING_TENSOR", "find_misfit", "prove_config"]
 

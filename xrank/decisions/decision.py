@@ -10,14 +10,11 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xrank.decisions.adapter_config import parse_adapter_config
 from xrank.decisions.adapter_names import find_adapter
 from xrank.decisions.adapters import Adapted, adapt
-from xrank.decisions.base_model import BaseModel
 from xrank.decisions.found_source import FoundSource
-from xrank.decisions.lone_adapter import complete_adapter, drop_tied
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
@@ -38,6 +35,9 @@ from xrank.plan.source import StoredModel
 from xrank.recipes.conversions import Converted
 from xrank.recipes.matching import Match
 from xrank.writers.hf_folder import find_weights_stem
+
+if TYPE_CHECKING:
+    from xrank.decisions.base_model import BaseModel
 
 __all__ = ["Decision", "Purpose", "Request", "decide", "renames_adapted"]
 
@@ -121,6 +121,8 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
     adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
     if adapted is not None:
+        from xrank.decisions.lone_adapter import drop_tied
+
         adapted = drop_tied(adapted, found.config)
         adapted = replace(adapted, source=declare_ties(adapted.source, found.config, adapted.updates or ()))
         stored = adapted.source
@@ -223,6 +225,8 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
     assert found.place is not None
     model = found.model
     if options.adapter == "merge" and base is not None:
+        from xrank.decisions.lone_adapter import complete_adapter
+
         model = complete_adapter(model, base, options.adapter_config, found.place)
     return adapt(model, options, found.place, base.tensors if base is not None else {})
 
@@ -249,6 +253,8 @@ def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, bas
                 want="the PeftModel, which knows them",
                 next_step="give the PeftModel itself; or what its merge_and_unload() returns, without adapter=",
             )
+        from xrank.decisions.adapter_config import parse_adapter_config
+
         shapes = {shard.name: shard.shape for shard in stored.shards}
         config = parse_adapter_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
     return adapt(stored, options, stored.path, known, names=names, config=config)

@@ -7,11 +7,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.adapters import Adapted, adapter_beside, check_ties
-from xrank.decisions.base_check import describe_skipped_check
-from xrank.decisions.base_model import check_against, open_base_model
 from xrank.decisions.config_proof import prove_config
 from xrank.decisions.decision import Decision, Purpose, Request, decide
 from xrank.decisions.found_source import find_live_source, read_found
@@ -20,11 +18,8 @@ from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.plan_digest import digest_of_plan
 from xrank.decisions.recipe_choice import fits_any_recipe
 from xrank.decisions.selection import Selection
-from xrank.decisions.transformed_plan import Transforms, plan_transformed
-from xrank.decisions.transforms import Transform
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import AGAIN, option
-from xrank.formats.signed_statement import name_key
 from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
@@ -35,6 +30,11 @@ from xrank.readers.records import refuse_foreign_names
 from xrank.stores import places
 from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out, lay_out_file
+
+if TYPE_CHECKING:
+    from xrank.decisions.base_model import BaseModel
+    from xrank.decisions.transformed_plan import Transforms
+    from xrank.decisions.transforms import Transform
 
 __all__ = ["FolderPlan", "layout_notes", "plan_export", "plan_gather", "read_layouts"]
 
@@ -86,10 +86,12 @@ class FolderPlan:
     @cached_property
     def digest(self) -> str:
         """Digest that identifies an interrupted output: the same source, options and output give the same digest."""
+        if self.options.sign is None:
+            return digest_of_plan(self.plan, self.options.replicas)
+        from xrank.formats.signed_statement import name_key
+
         # A stage with a signature is not a start for an output without one, or with another key's.
-        signing = (
-            () if self.options.sign is None else (name_key(os.fspath(self.options.sign)), str(self.options.attest))
-        )
+        signing = name_key(os.fspath(self.options.sign)), str(self.options.attest)
         return digest_of_plan(self.plan, self.options.replicas, *signing)
 
 
@@ -106,7 +108,7 @@ def plan_gather(
     recipe: str | os.PathLike[str] | None = None,
 ) -> FolderPlan:
     """Plan a gather and prove the plan; read only metadata. Arguments and errors are those of `gather_checkpoint`."""
-    base = open_base_model(base_model) if base_model is not None else None
+    base = _open_base(base_model)
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     source = places.enter(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
@@ -146,12 +148,20 @@ def plan_export(
         config_overrides: additional content of config.json.
         transform: function of whole tensors; the comparison with the base model is before it.
     """
-    base = open_base_model(base_model) if base_model is not None else None
+    base = _open_base(base_model)
     _ = options.budget  # refuses too small buffers before any work
     found = find_live_source(stored, own, base)
     aliases = layouts.aliases if layouts is not None else {}
     decision = decide(found, Request(Purpose.MODEL, options, recipe, aliases, config_overrides), base)
     return _plan_output(decision, tuple(_live_notes(decision)), transform)
+
+
+def _open_base(base_model: str | os.PathLike[str] | None) -> BaseModel | None:
+    if base_model is None:
+        return None
+    from xrank.decisions.base_model import open_base_model
+
+    return open_base_model(base_model)
 
 
 def _plan_output(
@@ -175,11 +185,15 @@ def _plan_output(
         files = lay_out(list(outputs), options.max_shard_nbytes, stem=decision.weights_stem)
         plan = make_plan(source, files, tied=selection.tied)
     else:
+        from xrank.decisions.transformed_plan import plan_transformed
+
         plan, selection, transforms = plan_transformed(
             source, selection, transform, options.max_shard_nbytes, decision.weights_stem
         )
     checked, base = None, decision.base
     if base is not None:
+        from xrank.decisions.base_model import check_against
+
         tied = {name for names in decision.selection.tied.values() for name in names}
         checked = check_against(base, list(outputs), set(decision.selection.excluded), tied)
     proof_notes: tuple[tuple[str, str], ...] = ()
@@ -216,6 +230,8 @@ def _source_notes(decision: Decision, layouts: LayoutMap | None, place: str) -> 
     """Return the notes on files: unused rules, a base model without weights, an adapter."""
     notes = [*layout_notes(layouts, decision.source)]
     if decision.base is not None and not decision.base.tensors:
+        from xrank.decisions.base_check import describe_skipped_check
+
         notes.append(describe_skipped_check(decision.base, place))
     return [*notes, *(adapter_beside(place) if decision.adapted is None else decision.adapted.notes)]
 

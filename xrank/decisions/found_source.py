@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank import dtypes
 from xrank.decisions.alternatives import read_best
-from xrank.decisions.base_model import BaseModel, read_config
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.ties import embedding_of
 from xrank.errors import IncompleteError, UsageError
@@ -21,13 +20,15 @@ from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import TORCH_SAVE, WORKSPACE
-from xrank.readers.torch_save.reader import list_models
 from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.readers.zero_tails import note_zero_tails
 from xrank.recipes.shape_proof import prove_shapes
 from xrank.stores import places
 from xrank.words import plural
 from xrank.writers.companions import CompanionFile, find_companions
+
+if TYPE_CHECKING:
+    from xrank.decisions.base_model import BaseModel
 
 __all__ = ["FoundSource", "companions_of", "find_live_source", "read_found", "read_source"]
 
@@ -95,7 +96,7 @@ def read_found(
     companions, notes = companions_of(asked, where) if beside is None else beside
     candidates = (*companions, *(base.companions if base is not None else ()))
     config_path = next((companion.path for companion in candidates if companion.name == "config.json"), None)
-    config = read_config(config_path) if config_path is not None else None
+    config = _read_config(config_path)
     hints = Hints(
         layouts=layouts,
         shapes={name: shape for name, (_, shape) in base.tensors.items()} if base is not None else {},
@@ -136,10 +137,22 @@ def _check_world_size(model: StoredModel, stated: int) -> None:
     )
 
 
+def _read_config(path: str | None) -> Mapping[str, Any] | None:
+    if path is None:
+        return None
+    from xrank.decisions.base_model import read_config
+
+    return read_config(path)
+
+
 def _note_state_file(asked: str, place: str) -> tuple[tuple[str, str], ...]:
     """Return a note about a file of ``torch.save`` in the user's folder, where a source below it is read instead."""
     is_below = place.startswith(os.path.join(asked, "")) and places.is_folder(asked)
-    names = list_models(asked) if is_below and TORCH_SAVE.is_hinted_at(asked) else []
+    if not is_below or not TORCH_SAVE.is_hinted_at(asked):
+        return ()
+    from xrank.readers.torch_save.reader import list_models
+
+    names = list_models(asked)
     # Lightning's last.ckpt may be a folder, of another format.
     file = next((path for name in names if places.is_file(path := os.path.join(asked, name))), None)
     if file is None:

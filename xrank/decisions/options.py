@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from xrank.errors import UsageError
 from xrank.faces import option
-from xrank.formats.signed_statement import read_signing_key
 from xrank.layout.name_pattern import compile_pattern
 from xrank.plan.executor import Budget
 from xrank.system import count_cores
@@ -145,6 +144,8 @@ class GatherOptions:
     def _check_signing(self) -> None:
         """Refuse a key that cannot sign now, not after the weights are written."""
         if self.sign is not None:
+            from xrank.formats.signed_statement import read_signing_key
+
             read_signing_key(os.fspath(self.sign))
         elif self.attest:
             raise UsageError(

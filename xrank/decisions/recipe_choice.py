@@ -24,7 +24,6 @@ from xrank.recipes.recipe_file import (
     read_recipe,
 )
 from xrank.recipes.requirements import check_requirements, is_refused
-from xrank.recipes.rewriting import rewrite_model
 from xrank.recipes.sizes import (
     collect_flags,
     collect_layers,
@@ -241,4 +240,6 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     tensors = [(side, name, shapes[name]) for side, name in found.find_sides()]
     sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
     flags = collect_flags(found.recipe, config, source.args)
+    from xrank.recipes.rewriting import rewrite_model
+
     return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank import dtypes
-from xrank.decisions.base_model import BaseModel
 from xrank.decisions.options import GatherOptions, matches
 from xrank.decisions.ties import find_ties, select_recorded_ties
 from xrank.errors import IncompleteError, UnsafeError, UsageError
@@ -16,6 +15,9 @@ from xrank.faces import either, needs, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
+
+if TYPE_CHECKING:
+    from xrank.decisions.base_model import BaseModel
 
 __all__ = ["Selection", "keep_all", "select"]
 

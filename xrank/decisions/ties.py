@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xrank.decisions.base_model import BaseModel
 from xrank.errors import LayoutError
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.tied_weights import declares_ties, find_class_ties, is_known_class, never_ties
+
+if TYPE_CHECKING:
+    from xrank.decisions.base_model import BaseModel
 
 __all__ = ["declare_ties", "embedding_of", "find_config_ties", "find_ties", "select_recorded_ties"]
 

@@ -122,6 +122,11 @@ class PickleMachine:
     def take_int(self, nbytes: int) -> int:
         return int.from_bytes(self.take(nbytes), "little")
 
+    def take_byte(self) -> int:
+        at = self.at
+        self.at = at + 1
+        return self.data[at]  # an IndexError at the end
+
     def take_line(self) -> str:
         end = self.data.index(b"\n", self.at)
         line = self.data[self.at : end].decode("utf-8")
@@ -139,6 +144,12 @@ class PickleMachine:
     def mark(self) -> None:
         self.marks.append(self.stack)
         self.stack = []
+
+    def memoize_byte(self) -> None:
+        self.memo[self.take_byte()] = self.stack[-1]
+
+    def memoize(self) -> None:
+        self.memo[self.take_int(4)] = self.stack[-1]
 
     def skip_protocol(self) -> None:
         protocol = self.take_int(1)
@@ -293,7 +304,7 @@ STEPS: dict[int, Callable[[PickleMachine], object]] = {
         "N": lambda m: m.push(None),
         "\x88": lambda m: m.push(True),
         "\x89": lambda m: m.push(False),
-        "K": lambda m: m.push(m.take_int(1)),
+        "K": lambda m: m.stack.append(m.take_byte()),
         "M": lambda m: m.push(m.take_int(2)),
         "J": lambda m: m.push(_INT32.unpack(m.take(4))[0]),
         "\x8a": lambda m: m.push_long(1),
@@ -320,10 +331,10 @@ STEPS: dict[int, Callable[[PickleMachine], object]] = {
         "\x8f": lambda m: m.push(set()),
         "\x90": PickleMachine.add_items,
         "\x91": PickleMachine.push_frozenset,
-        "h": lambda m: m.push(m.memo[m.take_int(1)]),
-        "j": lambda m: m.push(m.memo[m.take_int(4)]),
-        "q": lambda m: m.memo.__setitem__(m.take_int(1), m.stack[-1]),
-        "r": lambda m: m.memo.__setitem__(m.take_int(4), m.stack[-1]),
+        "h": lambda m: m.stack.append(m.memo[m.take_byte()]),
+        "j": lambda m: m.stack.append(m.memo[m.take_int(4)]),
+        "q": PickleMachine.memoize_byte,
+        "r": PickleMachine.memoize,
         "\x94": lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
         "c": PickleMachine.push_global,
         "\x93": PickleMachine.push_stack_global,

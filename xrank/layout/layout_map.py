@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, MutableMapping
+from typing import TYPE_CHECKING
 
 from xrank.errors import LayoutError
 from xrank.layout.companion import Companion, is_companion, parse_companion
-from xrank.layout.layout_diff import LayoutDiff, diff_files
 from xrank.layout.layout_file import LayoutFile, name_file, read_layout_file, to_text, write_text
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.name_pattern import compile_pattern
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 from xrank.layout.tensor_name import TensorName, has_groups, parse_name
+
+if TYPE_CHECKING:
+    from xrank.layout.layout_diff import LayoutDiff
 
 __all__ = ["LayoutMap"]
 
@@ -191,6 +194,8 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         Raises:
             LayoutError: a file cannot express one of the maps.
         """
+        from xrank.layout.layout_diff import diff_files
+
         return diff_files(self._content(), other._content())
 
     def _parts(self) -> tuple[object, ...]:

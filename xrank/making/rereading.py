@@ -17,7 +17,6 @@ from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
-from xrank.readers.hugging_face.folder import describe_files, output_file_of
 
 __all__ = ["FileDigests", "digests_of", "plan_of_headers", "read_through", "reread"]
 
@@ -108,6 +107,8 @@ def _as_bytes(tensor: OutputTensor, record: int) -> StoredShard:
 
 def plan_of_headers(headers: Sequence[SafetensorsHeader]) -> Plan:
     """Return a plan that reads files as they are, from their headers; each is one file of the plan."""
+    from xrank.readers.hugging_face.folder import describe_files, output_file_of
+
     model = describe_files(os.path.dirname(headers[0].path) if headers else "", headers, as_bytes=True)
     return make_plan(model, [output_file_of(header) for header in headers])
 

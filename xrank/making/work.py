@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from xrank.decisions.options import ReplicaChoice
-from xrank.decisions.transformed_plan import Transforms
 from xrank.layout.nest_table import IntArray
 from xrank.plan.buffers import OpenSource
 from xrank.plan.executor import Budget
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.planner import Plan
+
+if TYPE_CHECKING:
+    from xrank.decisions.transformed_plan import Transforms
 
 __all__ = ["Work"]
 

@@ -12,7 +12,6 @@ from xrank.faces import option
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversion_names import Group, NamePass
 from xrank.recipes.conversion_table import Side, Transform
-from xrank.recipes.rewriting import join_shards, move_shard
 from xrank.recipes.tensor_operations import Placed, Shape, place_input, run_operations
 
 __all__ = ["Converted", "convert_model", "find_used", "is_loaded_as"]
@@ -178,6 +177,8 @@ def _make_shard(name: str, value: Placed, sources: Sequence[StoredShard]) -> Sto
     parts: dict[str, list[Any]] = {}
     for label, nest in value.parts:
         parts.setdefault(label, []).append(nest)
+    from xrank.recipes.rewriting import join_shards, move_shard
+
     return join_shards(
         name, [move_shard(sources[int(label)], name, value.shape, *each) for label, each in parts.items()]
     )

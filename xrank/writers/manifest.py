@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from xrank import dtypes
@@ -122,10 +122,15 @@ def manifest_text(
     sections = {
         "schema": str(_SCHEMA),
         "digest": _line(DIGEST_ALGORITHM),
-        "source": _line(asdict(source)),
-        "files": _rows(_line(asdict(file)) for file in sorted(files, key=lambda f: f.name)),
-        "companions": _rows(_line(asdict(file)) for file in sorted(companions, key=lambda f: f.name)),
-        "tensors": _table({name: asdict(tensor) for name, tensor in tensors.items()}),
+        "source": _line(_fields(source)),
+        "files": _rows(_line(_fields(file)) for file in sorted(files, key=lambda f: f.name)),
+        "companions": _rows(_line(_fields(file)) for file in sorted(companions, key=lambda f: f.name)),
+        "tensors": _table(
+            {
+                name: _fields(tensor) | {"sources": [_fields(part) for part in tensor.sources]}
+                for name, tensor in tensors.items()
+            }
+        ),
         "tied": _table(tied or {}),
         "excluded": _rows(_line(name) for name in sorted(excluded)),
         "cast": _table(cast or {}),
@@ -136,6 +141,11 @@ def manifest_text(
         **({"plan": _line(plan)} if plan is not None else {}),
     }
     return "{\n" + ",\n".join(f'"{key}": {text}' for key, text in sections.items()) + "\n}\n"
+
+
+def _fields(record: ManifestSource | ManifestFile | ManifestTensor | TensorSource) -> dict[str, Any]:
+    """Return the fields by name, as they are; `dataclasses.asdict` copies each value deeply."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def read_manifest(path: str) -> dict[str, Any]:
