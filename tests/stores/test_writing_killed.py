@@ -33,7 +33,7 @@ def expected(states: Path) -> dict[str, bytes]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "point" in metafunc.fixturenames:
         soak = metafunc.config.getoption("soak")
-        points = range(1, POINTS) if soak else (15, 70, 125)
+        points = range(1, POINTS) if soak else (15, 125)
         metafunc.parametrize(("point", "when"), [(n, when) for n in points for when in ("before", "after")])
 
 
