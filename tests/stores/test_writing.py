@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from safetensors.torch import load
 
 import xrank
 from tests.stores.fault_proxy import EVERY, choose_by_seed
@@ -67,6 +69,18 @@ def test_index_comes_last(states: Path, small_bucket: Bucket, monkeypatch: pytes
         *("config.json", "xrank_manifest.json", "model.safetensors.index.json"),
         *("model.safetensors", "xrank_manifest.json", "config.json"),
     ]
+
+
+def test_exports_a_live_model(small_bucket: Bucket) -> None:
+    model = torch.nn.Linear(1500, 1000)
+    xrank.export_model(model, f"{small_bucket.url}/one")
+    doubled = {"transform": lambda name, tensor: {f"{name}.twice": tensor * 2}}
+    xrank.export_model(model, f"{small_bucket.url}/two", **doubled)
+    files = small_bucket.read_all()
+    one, two = load(files["one/model.safetensors"]), load(files["two/model.safetensors"])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(one[name], tensor)
+        assert torch.equal(two[f"{name}.twice"], tensor * 2)
 
 
 def test_plans_without_writing(states: Path, small_bucket: Bucket) -> None:
