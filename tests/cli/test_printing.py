@@ -51,7 +51,7 @@ def test_the_report_of_a_gather(bench: Bench) -> None:
     output = report["output"]
     assert set(output) == {
         *("path", "num_tensors", "num_parameters", "nbytes", "files", "tied", "padding_dropped", "excluded", "cast"),
-        *("companions", "resumed_nbytes"),
+        *("companions", "resumed_nbytes", "shared_nbytes"),
     }
     assert output["path"] == str(bench.out)
     assert output["num_tensors"] == 5

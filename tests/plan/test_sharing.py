@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.bench import run
 from xrank import NFSWorkspace, gather_checkpoint
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh, LayoutMap
@@ -67,8 +68,11 @@ def file_system(monkeypatch: pytest.MonkeyPatch) -> FileSystem:
 
 def test_whole_blocks_are_shared_and_the_rest_is_written(tmp_path: Path, file_system: FileSystem) -> None:
     model = leave(tmp_path / "ws")
-    gather_checkpoint(tmp_path / "ws", tmp_path / "out", workers=2)
+    report = gather_checkpoint(tmp_path / "ws", tmp_path / "out", workers=2)
     assert_holds(tmp_path / "out", model)
+    assert report.output is not None and report.output["shared_nbytes"] == sum(one[1] for one in file_system.asked)
+    assert "shared with the source" in run("gather", tmp_path / "ws", "-o", tmp_path / "again").stdout
+    del file_system.asked[len(file_system.asked) // 2 :]  # the second gather's
     aligned = sum(tensor.nbytes for name, tensor in model.items() if name != "odd")
     # At a window's edge a piece may be too short to be worth it.
     assert aligned - (64 << 10) < sum(nbytes for _, nbytes, _ in file_system.asked) <= aligned
@@ -80,8 +84,9 @@ def test_whole_blocks_are_shared_and_the_rest_is_written(tmp_path: Path, file_sy
 def test_a_refusal_is_a_copy_and_is_not_asked_for_again(tmp_path: Path, file_system: FileSystem, number: int) -> None:
     file_system.refuse = number
     model = leave(tmp_path / "ws")
-    gather_checkpoint(tmp_path / "ws", tmp_path / "out", workers=1)
+    report = gather_checkpoint(tmp_path / "ws", tmp_path / "out", workers=1)
     assert_holds(tmp_path / "out", model)
+    assert report.output is not None and report.output["shared_nbytes"] == 0
     assert len(file_system.asked) == (2 if number == errno.EINVAL else 1)  # a file pair, or all of them
 
 

@@ -178,6 +178,7 @@ def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[st
         return [*rows, ("found", f"{report.path}: {files}, {size_text(report.nbytes)}; see the note")]
     speed = size_text(report.nbytes / max(report.seconds, 1e-9))
     resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
+    resumed += f", {size_text(made.shared_nbytes)} shared with the source" if made.shared_nbytes else ""
     companions = f"; with {', '.join(made.companions)}" if made.companions else ""
     companions += "; no config.json: see the note" if "no-config" in dict(report.notes) else ""
     companions += "; a tensor may be missing: see the note" if "missing-tensor" in dict(report.notes) else ""

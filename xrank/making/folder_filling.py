@@ -57,8 +57,13 @@ class WrittenOutput:
 
     def add_output(self, output: OutputFacts) -> OutputFacts:
         """Return the facts of an output with its files."""
-        resumed_nbytes = 0 if self.written is None else self.written.resumed_nbytes
-        return output.extended(files=list(self.files), resumed_nbytes=resumed_nbytes)
+        if self.written is None:
+            return output.extended(files=list(self.files), resumed_nbytes=0, shared_nbytes=0)
+        return output.extended(
+            files=list(self.files),
+            resumed_nbytes=self.written.resumed_nbytes,
+            shared_nbytes=self.written.outcome.shared_nbytes,
+        )
 
 
 def make_output(

@@ -25,6 +25,8 @@ class PartialResults:
     """Number of records that this rank alone read and compared, since the beginning."""
     differences: Mapping[str, Mapping[int, int]]
     """Differences in this round, as in `Outcome.differences`."""
+    shared_nbytes: int = 0
+    """Bytes in this round, as in `Outcome.shared_nbytes`."""
 
     def to_message(self) -> dict[str, Any]:
         """Return the findings as a message for a gather."""
@@ -41,6 +43,7 @@ class PartialResults:
             "records": _table(self.records, 4),
             "bytes": _tensor(np.frombuffer(bytearray(data), np.uint8)),
             "num_checksums": self.num_checksums,
+            "shared_nbytes": self.shared_nbytes,
             "differences": {name: dict(ranks) for name, ranks in self.differences.items()},
         }
 
@@ -71,6 +74,7 @@ class PartialResults:
             [tuple(row) for row in message["records"].tolist()],
             message["num_checksums"],
             message["differences"],
+            message["shared_nbytes"],
         )
 
 

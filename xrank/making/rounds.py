@@ -171,6 +171,7 @@ class _Share:
             self._checksums.take_parts(division.find_open_records(number)),
             self._checksums.num_checked,
             outcome.differences,
+            outcome.shared_nbytes,
         )
 
 
@@ -203,6 +204,7 @@ class _Joining:
                 self._joined[part.index].join(part)
             for record in results.records:
                 self._checksums.join(*record)
+            self._outcome.shared_nbytes += results.shared_nbytes
             for name, ranks in results.differences.items():
                 known = self._outcome.differences.setdefault(name, {})
                 for rank, num_elements in ranks.items():

@@ -89,6 +89,8 @@ class Outcome:
     """File index -> its part, for files of which a share was made."""
     num_checksums: int = 0
     """Records whose every byte agreed with its recorded checksum."""
+    shared_nbytes: int = 0
+    """Bytes whose blocks the file system shares with the source; they were not written."""
     differences: dict[str, dict[int, int]] = field(default_factory=dict)
     """Tensor -> rank -> number of differing elements, if the lowest rank's were picked."""
 
@@ -158,6 +160,7 @@ def execute(
     if state.failure is not None:
         raise state.failure
     state.outcome.num_checksums = state.checksums.num_checked
+    state.outcome.shared_nbytes = state.extents.nbytes
     return state.outcome
 
 

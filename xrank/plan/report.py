@@ -170,6 +170,8 @@ class OutputFacts(Facts):
     files: Sequence[FileFacts] = ()
     resumed_nbytes: int = 0
     """Bytes that an earlier, interrupted run had finished."""
+    shared_nbytes: int = 0
+    """Bytes whose blocks the file system shares with the source (reflink); they were not written."""
     peak_buffer_nbytes: int = 0
     """Bytes of all buffers, of a dry run."""
     num_files: int = 0
