@@ -48,6 +48,7 @@ def test_an_object_that_changed_is_refused(bucket):
 
 def test_plain_http_is_refused_unless_allowed(bucket, monkeypatch):
     monkeypatch.delenv("AWS_ALLOW_HTTP")
+    monkeypatch.delenv("XRANK_ALLOW_HTTP")
     for url in (bucket.url, "http://host/model.safetensors"):
         with pytest.raises(UsageError, match="plain http") as failure:
             open_store(url)

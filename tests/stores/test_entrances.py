@@ -58,6 +58,7 @@ def test_a_file_behind_http(
 ) -> None:
     small_bucket.put_folder(folder, "run")
     url = f"{small_bucket.server}/{small_bucket.name}/run/model.safetensors"
+    monkeypatch.delenv("XRANK_ALLOW_HTTP")
     with pytest.raises(UsageError, match="plain http"):
         xrank.gather_checkpoint(url, tmp_path / "out")
     monkeypatch.setenv("XRANK_ALLOW_HTTP", "1")
