@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from xrank.errors import CorruptError, XrankError
+from xrank.faces import AGAIN
 from xrank.plan.buffers import FileSource, make_change_error
 from xrank.plan.source import StoredModel
 from xrank.stores.client import Store, open_store
@@ -257,16 +258,18 @@ class ObjectSource:
                 )
             block.data = store.read(name, start, block.nbytes, file.in_store, stop=self._stop)
         except Exception as error:
-            block.error = (
-                error if isinstance(error, XrankError) else XrankError(f"{file.path}: {error}", file=file.path)
-            )
+            block.error = error if isinstance(error, XrankError) else _make_error(file.path, str(error))
             with self._lock:
                 self._drop(key, block)
         except BaseException:
-            block.error = XrankError(f"{file.path}: its reading was interrupted", file=file.path)
+            block.error = _make_error(file.path, "its reading was interrupted")
             raise
         finally:
             block.done.set()
+
+
+def _make_error(url: str, problem: str) -> XrankError:
+    return XrankError(f"{url}: {problem}", file=url, next_step=AGAIN)
 
 
 def _make_units(model: StoredModel) -> tuple[list[_Unit], list[int]]:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import xxhash
 
 from xrank.errors import CorruptError, OutputExistsError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.faces import option
 from xrank.stores.s3_uploads import Part, S3Uploads, part_nbytes_for
 from xrank.writers.disk import open_companion
 from xrank.writers.journal import JournalLine
@@ -158,7 +158,7 @@ class StoreStage:
             raise OutputExistsError(
                 f"{url}: another program wrote it while this gather ran",
                 file=url,
-                next_step=f"let nothing else write there: remove it, then {AGAIN}; or choose another {option('out')}",
+                next_step=f"choose another {option('out')}, and let nothing else write there",
             ) from error
 
     def _replace_own(self, key: str, content: bytes, stage: str) -> bool:
@@ -209,7 +209,7 @@ class StoreStage:
                     file=url,
                     got="none" if there is None else f"{there.nbytes:,} bytes",
                     want=f"{nbytes:,} bytes",
-                    next_step="look who else writes there; then remove the output and gather again",
+                    next_step=f"look who else writes there, and gather again with another {option('out')}",
                 )
 
 

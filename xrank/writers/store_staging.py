@@ -61,7 +61,7 @@ def check_store_output(out: str | os.PathLike[str], *, overwrite: bool, is_state
         raise UsageError(
             f"{place.url}: a store replaces one object at an instant, not a model of several",
             file=place.url,
-            next_step=f"choose another {option('out')}, and move readers to it; or remove the old model first",
+            next_step=f"choose another {option('out')}, and move readers to it",
         )
     found = read_journal(place)
     if found is None or found[0] is None or not found[0].is_committing:
@@ -76,7 +76,7 @@ def _check_absent(place: StorePlace) -> None:
             f"{place.url}: exists already (a prefix that holds {list_text(map(repr, names), 3)})",
             file=place.url,
             want="nothing there",
-            next_step=f"choose another {option('out')}, or remove what is there",
+            next_step=f"choose another {option('out')}",
         )
 
 
@@ -134,7 +134,7 @@ def _claim(
         raise OutputExistsError(
             f"{place.url}: a gather of another plan was stopped while its files became visible",
             file=place.url,
-            next_step=f"run that gather again, which ends it; or remove it: xrank clean {place.url}",
+            next_step=f"run that gather again, which ends it, or run xrank clean {place.url}",
         )
     mine = make_owned(old) if old is not None and is_same else fresh
     try:
