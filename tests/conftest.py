@@ -44,11 +44,15 @@ def runs_in_full(config: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give ranks the time that a busy machine takes; one that hangs is still told before the test's own limit.
 
     Tests of more than four ranks are slow: each rank is an interpreter that imports torch.
     """
+    if config.option.sample:
+        left_out = [item for item in items if item.get_closest_marker("repeats")]
+        items[:] = [item for item in items if not item.get_closest_marker("repeats")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         marker = item.get_closest_marker("ranks")
         if marker is not None and marker.args[:1] > (4,):

@@ -1,4 +1,4 @@
-"""How `make test` takes a sample of what repeats: most cases are marked slow, and counts shrink."""
+"""How `make test` takes a sample of what repeats: most cases are left out, and counts shrink."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,13 +12,14 @@ _FULL = settings.get_profile("default").max_examples
 
 
 def sampled(values: Iterable[Any], every: int) -> list[Any]:
-    """Return test parameters, all but every so manieth of them marked slow.
+    """Return test parameters, all but every so manieth of them marked as repetitions, which a sample leaves out.
 
     A test of five sizes, two of which `make test` tries:
 
         @pytest.mark.parametrize("size", sampled([1, 2, 3, 4, 5], 3))
     """
-    return [pytest.param(value, marks=[pytest.mark.slow] if i % every else []) for i, value in enumerate(values)]
+    marks = [pytest.mark.slow, pytest.mark.repeats]
+    return [pytest.param(value, marks=marks if i % every else []) for i, value in enumerate(values)]
 
 
 def count_of(count: int) -> int:
