@@ -22,8 +22,8 @@ _XRANK = [sys.executable, "-m", "xrank"]
 _ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 _GROWTH = {
     "GB": [(8, 160, gb * 10**9) for gb in (1, 2, 4, 8)],
-    "1,000 tensors": [(8, number, 10_000_000) for number in (100, 1_000, 10_000, 100_000)],
-    "1,000 shards": [(ranks, 160, 20_000_000) for ranks in (8, 64, 256, 1_024)],
+    "1,000 tensors": [(8, number, 10_000_000) for number in (100, 1_000, 10_000)],
+    "1,000 shards": [(ranks, 160, 20_000_000) for ranks in (8, 64, 256)],
 }
 _MAKE = """
 import sys, torch
