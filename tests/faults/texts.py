@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,6 @@ def fuzz_texts(folder: Path, seed: int, count: int) -> Findings:
         raise HungError
 
     signal.signal(signal.SIGALRM, hang)
-    warm: set[str] = set()
     for number in range(seed, seed + count):
         rng = random.Random(number)
         target = order[number % len(order)]
@@ -121,12 +121,18 @@ def fuzz_texts(folder: Path, seed: int, count: int) -> Findings:
             findings.report_raw(error, example)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        # The first call of a target also reads the tables that it needs.
-        if target.name in warm and time.process_time() - started > SLOW_SECONDS:
-            findings.report(f"slow: {target.name}", f"{example}: {time.process_time() - started:.1f} s")
-        warm.add(target.name)
+        # A call may also read tables that all later ones share, so a slow one is timed again.
+        if time.process_time() - started > SLOW_SECONDS and (seconds := _time_again(target, content)) > SLOW_SECONDS:
+            findings.report(f"slow: {target.name}", f"{example}: {seconds:.1f} s")
     findings.count("inputs", count)
     return findings
+
+
+def _time_again(target: Target, content: bytes) -> float:
+    started = time.process_time()
+    with suppress(Exception):
+        target.call(content)
+    return time.process_time() - started
 
 
 def make_targets(folder: Path) -> list[Target]:
