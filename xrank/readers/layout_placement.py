@@ -52,7 +52,7 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
         known = _place_alike(first.layout, first.mesh, first.sizes, *own, shape)
         if known is not None:
             return pieces_of(name, held, *known)
-    # What follows names the tensor and the rank of a fault.
+    # The checks below name the tensor and the rank of a fault.
     _check_meshes(name, claimed)
     if shape is None:
         shape = _infer_shape(name, claimed)

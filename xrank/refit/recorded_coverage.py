@@ -42,7 +42,7 @@ def prove_coverage(
         own_fills = [fill for fill in fills if fill.parameter == name]
         filled = [fill.target for fill in own_fills]
         if any(fill.is_first and fill.target.numel() == tensor.numel() for fill in own_fills):
-            # What comes after the constant must only not meet.
+            # Writes after the constant must not overlap each other.
             later = [fill.target for fill in own_fills if not fill.is_first]
             fault = _find_fault_by_count(tensor, [*its, *later], may_have_gaps=True)
         elif tensor.is_contiguous():

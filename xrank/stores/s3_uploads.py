@@ -171,7 +171,7 @@ class S3Uploads:
         self._publish(key, send, mark, len(data), sent_nbytes=len(data))
 
     def head(self, key: str) -> UploadedObject | None:
-        """Return what the store knows of an object; None if there is none."""
+        """Return size and version of an object; None if it is absent."""
 
         def send() -> UploadedObject | None:
             try:

@@ -25,7 +25,7 @@ class StoreSettings:
     timeout_seconds: float = TIMEOUT_SECONDS
     """Patience for one request with all its repetitions."""
     allow_http: bool = False
-    """Whether requests may go over plain http, where everybody on the way reads and changes them."""
+    """Whether requests may go over plain http, where any host on the way can read and change them."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> StoreSettings:
