@@ -171,7 +171,7 @@ class S3Uploads:
         self._publish(key, send, mark, len(data), sent_nbytes=len(data))
 
     def head(self, key: str) -> UploadedObject | None:
-        """Return size and version of an object; None if it is absent."""
+        """Return an object as the store describes it; None if it is absent."""
 
         def send() -> UploadedObject | None:
             try:
