@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections import Counter
 
 
 def open_files() -> dict[int, str]:
@@ -14,3 +15,12 @@ def open_files() -> dict[int, str]:
         with contextlib.suppress(FileNotFoundError):
             found[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
     return found
+
+
+def opened_since(before: dict[int, str]) -> list[str]:
+    """Return what is open now and was not when ``before`` was taken, by what it leads to.
+
+    What has closed meanwhile does not count: connections of earlier tests close when a server or a collection gets to
+    them, at any time.
+    """
+    return sorted((Counter(open_files().values()) - Counter(before.values())).elements())

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -269,7 +270,7 @@ def test_nothing_is_left_after_many_gathers(rank, workspace_path, num_repeats):
     # Calls left early hold an arena each until the first rank is done with them: a few at most.
     assert len(after[0]) <= len(before[0]) + 4, (before, after)
     if workspace_path is not None:
-        assert after[0] == before[0]
+        assert not Counter(after[0]) - Counter(before[0])
         # A writer removes its file when it leaves, which the first rank does not wait for; by its next gather it has.
         with get_tensors_parallel(None, [0, 1], workspace_path=workspace_path):
             assert os.listdir(workspace_path) == []

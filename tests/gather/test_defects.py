@@ -22,6 +22,7 @@ import torch
 
 from tests.gather.notes import assert_soon
 from tests.named_memory import named_memory
+from tests.open_files import open_files, opened_since
 from xrank.errors import NoSpaceError, RankFailedError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 
@@ -47,11 +48,6 @@ class ModelConfig:
     vocab_size: int = 0
     embedding: EmbeddingConfig | None = None
     layers: list[LayernormConfig] = field(default_factory=list)
-
-
-def counts() -> tuple[int, list[str]]:
-    gc.collect()  # of earlier tests' errors, whose frames hold groups and with them their gathers
-    return len(os.listdir("/proc/self/fd")), named_memory()
 
 
 @pytest.mark.ranks(2)
@@ -303,12 +299,13 @@ def test_defects_19_20_configs_of_every_kind_with_and_without_tensors(rank):
 def test_defect_21_ranks_are_each_once_and_others_take_no_part(rank):
     with pytest.raises(ValueError, match="different ranks"), get_tensors_parallel(torch.ones(1), [0, 1, 1]):
         pass
-    before = counts()
+    before = open_files(), named_memory()
     if rank == 2:
         for _ in range(50):
             with get_tensors_parallel("not even looked at", [0, 1]) as parts:
                 assert parts == []
-        assert counts() == before
+        gc.collect()
+        assert not opened_since(before[0]) and named_memory() == before[1]
     else:
         with get_tensors_parallel(torch.tensor(rank), [0, 1]) as parts:
             assert parts == ([0, 1] if rank == 0 else [])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.gather.lender import CONTENT, NBYTES, Row, Scattered, assert_right, lender, source, views
-from tests.open_files import open_files
+from tests.open_files import open_files, opened_since
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
 from xrank.lending import peer_memory, peer_source
 from xrank.lending.local_bytes import local_bytes
@@ -34,12 +34,12 @@ def nothing_left(request):
     if request.node.get_closest_marker("ranks"):
         yield
         return
-    before = descriptors()
+    before = open_files()
     yield
-    if descriptors() != before:
+    if new_files(before):
         gc.collect()  # a caught error's frames hold what was in use
     assert [thread.name for thread in threading.enumerate() if thread.name == "xrank lender"] == []
-    assert descriptors() == before
+    assert not new_files(before)
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +47,9 @@ def short_grace(monkeypatch):
     monkeypatch.setattr(peer_source, "_GRACE_SECONDS", 0.1)
 
 
-def descriptors() -> list[str]:
+def new_files(before: dict[int, str]) -> list[str]:
     # But for pipes: pytest's, and the rank pool's.
-    return sorted(path for path in open_files().values() if not path.startswith("pipe:"))
+    return [path for path in opened_since(before) if not path.startswith("pipe:")]
 
 
 @pytest.mark.parametrize("way", ["memory", "unix", "tcp", "network"])

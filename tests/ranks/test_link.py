@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.open_files import open_files, opened_since
 from xrank.errors import CorruptError
 from xrank.ranks.link import Link, is_readable
 from xrank.ranks.wire import Message
@@ -21,10 +22,6 @@ def pair():
     yield links
     for link in links:
         link.close()
-
-
-def count() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_messages_keep_their_borders_and_order(pair):
@@ -74,12 +71,12 @@ def test_the_end_of_the_other_side_is_none(pair):
     "content", [b"", b"no json", b"\2\0\0\0[]", b"\3\0\0\0{}", b"\xff\xff\xff\xff{}", b"\1\0\0\0\xff", b"x" * 140_000]
 )
 def test_what_is_no_message_is_refused_and_its_descriptors_closed(pair, content):
-    before = count()
+    before = open_files()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 20))]
     pair[0]._socket.sendmsg([content], rights)
     with pytest.raises(CorruptError):
         pair[1].receive()
-    assert count() == before
+    assert not opened_since(before)
 
 
 def test_the_other_ends_user_is_known(pair):

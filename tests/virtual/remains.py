@@ -13,9 +13,15 @@ gc.freeze()
 
 
 def remains():
-    """Everything of this process that a run has a part in; alike before and after."""
+    """Everything of this process that a run has a part in, as a set; a run adds nothing to it.
+
+    Others may take from it meanwhile: connections and processes of earlier tests end at any time.
+    """
     gc.collect()
-    return children(), named_memory(), sorted(open_files().items()), num_mapped()
+    found = {("process", child) for child in children()}
+    found |= {("named memory", name) for name in named_memory()}
+    found |= {("open file", *item) for item in open_files().items()}
+    return found | {("mapping", number) for number in range(num_mapped())}
 
 
 def children():

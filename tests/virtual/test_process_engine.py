@@ -35,7 +35,7 @@ def nothing_remains():
     """Every test here leaves what it found."""
     before = remains()
     yield
-    assert remains() == before
+    assert not remains() - before
 
 
 def script(seed, mesh):
@@ -296,7 +296,7 @@ def test_runs_from_threads_and_inside_of_devices():
     for thread in threads:
         thread.join(50)
     assert found == {n: [np.array([22]), np.array([22])] for n in range(3)}
-    assert children() == before
+    assert set(children()) <= set(before)
 
 
 def test_living_threads_of_the_caller_are_no_warning():

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.open_files import open_files, opened_since
 from tests.workspace.failing_os import FailingOs
 from xrank.errors import CorruptError, IncompleteError, XrankError
 from xrank.testing.message_contract import fill_tensor
@@ -59,13 +60,13 @@ def test_what_is_not_there_may_come(reader, receipt, file):
 @pytest.mark.parametrize("call", ["open", "preadv"])
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
 def test_what_a_client_does_not_see_may_come(reader, receipt, monkeypatch, call, number):
-    num_descriptors = len(os.listdir("/proc/self/fd"))
+    opened = open_files()
     monkeypatch.setattr(message_file, "os", FailingOs(call, number, times=2))
     for _ in range(2):
         with pytest.raises(IncompleteError):
             reader.fetch(1, receipt)
     assert is_whole(reader.fetch(1, receipt))
-    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    assert not opened_since(opened)
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -94,12 +95,12 @@ def test_what_is_not_whole_may_come(reader, receipt, file, nbytes):
 @pytest.mark.parametrize("call", ["open", "preadv"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTDIR])
 def test_other_errors_are_what_they_are(reader, receipt, monkeypatch, call, number):
-    num_descriptors = len(os.listdir("/proc/self/fd"))
+    opened = open_files()
     monkeypatch.setattr(message_file, "os", FailingOs(call, number))
     with pytest.raises(OSError) as caught:
         reader.fetch(1, receipt)
     assert caught.value.errno == number and not isinstance(caught.value, XrankError)
-    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    assert not opened_since(opened)
 
 
 def test_a_flipped_bit_anywhere_is_found_and_its_place_is_said(reader, receipt, file):

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.open_files import open_files, opened_since
 from tests.workspace.child import Child
 from tests.workspace.failing_os import FailingOs
 from xrank import gather_checkpoint
@@ -174,7 +175,7 @@ def test_what_cannot_be_removed_is_in_nobodys_way(tmp_path, monkeypatch):
 def test_a_failure_leaves_nothing_of_the_message(tmp_path, writer, reader, monkeypatch, number, call, at, works):
     """Three writes make a message of two tensors: theirs, and the header's."""
     before = writer.publish("before", [])
-    descriptors = os.listdir("/proc/self/fd")
+    opened = open_files()
     with monkeypatch.context() as patch:
         patch.setattr(message_file, "os", failing := FailingOs(call, number, at=at, works=works))
         with pytest.raises(OSError) as caught:
@@ -186,7 +187,7 @@ def test_a_failure_leaves_nothing_of_the_message(tmp_path, writer, reader, monke
         assert isinstance(caught.value, NoSpaceError) and caught.value.file == str(tmp_path)
         assert caught.value.needed_nbytes == 5005 and caught.value.free_nbytes > 0
         assert ("quota" in caught.value.got) == (number == errno.EDQUOT)
-    assert os.listdir(tmp_path) == [name_of(before)] and len(os.listdir("/proc/self/fd")) == len(descriptors)
+    assert os.listdir(tmp_path) == [name_of(before)] and not opened_since(opened)
     assert reader.fetch(1, writer.publish("after", [])) == ("after", [])
     writer.close()
     assert os.listdir(tmp_path) == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.named_memory import named_memory
+from tests.open_files import open_files, opened_since
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UsageError
 from xrank.testing.message_contract import fill_tensor
@@ -132,7 +133,7 @@ def test_a_tensor_that_cannot_be_read_leaves_nothing(writer, reader):
 
 def test_many_messages_leave_what_one_leaves(writer, reader):
     reader.fetch(1, writer.publish("", [fill_tensor(0, NBYTES)]))
-    descriptors = sorted(os.listdir("/proc/self/fd"))
+    opened = open_files()
     for number in range(300):
         reader.fetch(1, writer.publish("", [fill_tensor(0, number % 50 * 20_000)]))
-    assert sorted(os.listdir("/proc/self/fd")) == descriptors and num_mapped() == 2
+    assert not opened_since(opened) and num_mapped() == 2

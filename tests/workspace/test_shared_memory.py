@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.named_memory import named_memory
-from tests.open_files import open_files
+from tests.open_files import open_files, opened_since
 from tests.workspace.test_nfs import Hostile, hostile_archive
 from xrank import environment
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
@@ -61,9 +61,9 @@ class TestContract(WorkspaceContract):
         return SharedMemoryWorkspace(rank=0, world_size=2)
 
 
-def descriptors():
+def opened():
     gc.collect()
-    return sorted(os.listdir("/proc/self/fd"))
+    return open_files()
 
 
 def named_segments():
@@ -98,7 +98,7 @@ def leave(store, content, rank=0):
 def test_every_rank_reads_all_others(rank, world_size):
     import torch.distributed as dist
 
-    before = descriptors()
+    before = opened()
     workspace = SharedMemoryWorkspace()
     assert workspace.is_initialized and (workspace.rank, workspace.world_size) == (rank, 4) and workspace.run_id
     for turn in range(3):
@@ -117,7 +117,8 @@ def test_every_rank_reads_all_others(rank, world_size):
         assert (workspace.read_configs_and_weights_from_rank(other) == (None, None)) is (other == 2)
     dist.barrier()
     workspace.close()
-    assert descriptors() == before
+    gc.collect()
+    assert not opened_since(before)
 
 
 @pytest.mark.ranks(4)
@@ -302,14 +303,16 @@ def test_a_state_that_was_replaced_before_it_was_opened_is_looked_up_again(make,
 
 
 def test_two_hundred_writes_leave_one_descriptor_and_no_name(make, store):
+    before = opened()
     workspace = make()
     workspace.write_configs_and_weights({}, {})
-    before = descriptors()
     for n in range(200):
         workspace.write_configs_and_weights({"n": n}, {"a": torch.ones(n)})
         workspace.read_configs_and_weights_from_rank(0)
         assert not named_segments()
-    assert len(descriptors()) == len(before)
+    gc.collect()
+    [kept] = opened_since(before)  # the last state, in place of the one before
+    assert "memfd" in kept
 
 
 def test_a_new_run_lets_go_of_the_old_runs_state(make, store):
@@ -334,7 +337,7 @@ def test_a_fork_does_not_keep_the_state(make, store):
 def test_a_failure_leaves_the_old_state_and_nothing_else(make, monkeypatch, number, at):
     workspace = make()
     workspace.write_configs_and_weights({"n": 1}, {"a": torch.ones(3)})
-    before, write, calls = descriptors(), os.write, []
+    before, write, calls = opened(), os.write, []
 
     def fail(fd, data):
         calls.append(fd)
@@ -351,7 +354,8 @@ def test_a_failure_leaves_the_old_state_and_nothing_else(make, monkeypatch, numb
     else:
         assert isinstance(caught.value, NoSpaceError) and caught.value.rank == 0
         assert caught.value.needed_nbytes == 4000 and caught.value.free_nbytes > 0
-    assert descriptors() == before and len(shared_memory._held) == 1
+    gc.collect()
+    assert not opened_since(before) and len(shared_memory._held) == 1
     assert workspace.read_configs_and_weights_from_rank(0)[0] == {"n": 1}
 
 
