@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from xrank import dtypes
-from xrank.decisions.adapter_names import CONFIG_NAME, PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
+from xrank.decisions.adapter_names import CONFIG_NAME, PREFIX, AdapterNames, find_adapter, refuse_other_kinds
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError
 from xrank.faces import Text, either, needs, option
@@ -257,13 +256,15 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
             want="plain LoRA",
             next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
         )
+    from xrank.decisions.adapter_updates import find_updates
+
     _check_bases(source, names)
     shards = {shard.name: shard for shard in source.shards}
     left_out = [name for name, new in names.base.items() if new in names.trained]
     renamed = {name: new for name, new in names.base.items() if new not in names.trained}
     renamed.update((name, new) for new, name in names.trained.items())
     stored_as = {new: name for name, new in renamed.items()}
-    updates = _updates(names, config, {new: shards[name] for new, name in stored_as.items()}, shards)
+    updates = find_updates(names, config, {new: shards[name] for new, name in stored_as.items()}, shards)
     scales = list_text([f"{scale:g}" for scale in sorted({update.scale for update in updates.values()})])
     done = f"{len(updates)} LoRA pairs are merged: W + {scales} * B @ A, computed in float32, rounded once"
     notes = [("adapter", done), *config.notes(has_own_base=False)]
@@ -288,67 +289,3 @@ def _with_names(source: StoredModel, renamed: Mapping[str, str]) -> StoredModel:
     shards = tuple(replace(shard, name=renamed[shard.name]) for shard in source.shards if shard.name in renamed)
     aliases = {renamed[a]: renamed[b] for a, b in source.aliases.items() if a in renamed and b in renamed}
     return replace(source, shards=shards, aliases=aliases)
-
-
-def _updates(
-    names: AdapterNames,
-    config: AdapterConfig,
-    base: Mapping[str, StoredShard],
-    shards: Mapping[str, StoredShard],
-) -> dict[str, LowRank]:
-    """Return the update of each adapted weight."""
-    from xrank.decisions.adapted_parameters import find_parameter_updates, is_parameter_pair
-    from xrank.decisions.adapter_config import is_turned
-    from xrank.plan.low_rank import LowRank
-
-    fits = {}
-    stacked = [pair for pair in names.pairs if is_parameter_pair(pair, config, base)]
-    plain = [pair for pair in names.pairs if pair not in stacked]
-    for pair in plain:
-        weight = _weight_of(pair, base, shards)
-        a, b = shards[pair.a].shape, shards[pair.b].shape
-        straight, turned = (b[0], a[1]), (a[1], b[0])
-        fits[pair.module] = ((not pair.is_embedding and weight.shape == straight), weight.shape == turned)
-        if not any(fits[pair.module]):
-            raise ContradictionError(
-                f"{pair.module}.weight: its adapter is of another shape",
-                tensor=f"{pair.module}.weight",
-                file=config.path,
-                got=f"lora_A {list(a)} and lora_B {list(b)} for a weight {list(weight.shape)}",
-                want=f"a weight {list(turned if pair.is_embedding else straight)}",
-                next_step="check that adapter and base model belong together",
-            )
-    kinds = {fits[pair.module] for pair in plain if not pair.is_embedding} - {(True, True)}
-    found = {
-        f"{pair.module}.weight": LowRank(
-            pair.a, pair.b, config.scale_of(pair.module), is_turned(pair.module, fits[pair.module], kinds, config)
-        )
-        for pair in plain
-    }
-    return found | find_parameter_updates(stacked, config, base, shards)
-
-
-def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str, StoredShard]) -> StoredShard:
-    """Return the weight that a pair is added to, after a check that both allow the calculation."""
-    name = f"{pair.module}.weight"
-    weight = base.get(name)
-    if weight is None or not dtypes.dtype(weight.dtype).is_float:
-        held = [other for other in base if other.rpartition(".")[0] == pair.module]
-        raise UsageError(
-            f"{name}: is quantised, so nothing can be added to it" if held else f"{name}: is not in the source",
-            tensor=name,
-            got=f"{weight.dtype} {list(weight.shape)}" if weight is not None else list_text(held),
-            want="a weight of floating-point numbers",
-            next_step=f"use {option('adapter', 'separate')}; or merge the adapter into the model that was not "
-            "quantised, with peft",
-        )
-    for half in (shards[pair.a], shards[pair.b]):
-        if len(half.shape) != 2 or len(weight.shape) != 2 or not dtypes.dtype(half.dtype).is_float:
-            raise UsageError(
-                f"{half.name}: an adapter of this kind is not merged",
-                tensor=half.name,
-                got=f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}",
-                want="matrices of floating-point numbers",
-                next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
-            )
-    return weight
