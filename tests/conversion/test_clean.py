@@ -120,9 +120,30 @@ def test_messages_of_dead_processes_go(tmp_path: Path) -> None:
     assert clean([tmp_path], dry_run=True).details["num_removed"] == 1 and dead.exists()
     clean([tmp_path])
     assert not dead.exists() and kept.exists() and elsewhere.exists()
-    clean([tmp_path], now=lambda: time.time() + 4000)
+    clean([tmp_path], now=lambda folder: time.time() + 4000)
     assert kept.exists() and not elsewhere.exists()
     alive.close()
+
+
+def test_the_age_is_by_the_clock_that_stamps_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose clock is two hours ahead of the file server's removes no message that is fresh."""
+    own = DirectoryMessages(tmp_path, 0)
+    own.publish("{}", [])
+    (mine,) = tmp_path.glob(".rank_0.*")
+    message = tmp_path / mine.name.replace(mine.name.split(".")[2], "0" * 16)
+    own.close()
+    message.write_bytes(b"of a host that cannot be asked")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+    clean([tmp_path])
+    assert message.exists() and list(tmp_path.iterdir()) == [message]
+    os.utime(message, (real() - 7200, real() - 7200))
+    clean([tmp_path])
+    assert not message.exists()
+
+
+def test_without_a_file_the_time_is_this_hosts(tmp_path: Path) -> None:
+    assert abs(cleaning.folder_time(str(tmp_path / "absent")) - time.time()) < 5
 
 
 def test_segments_that_nobody_holds_go_when_they_are_old(tmp_path: Path) -> None:
@@ -135,7 +156,7 @@ def test_segments_that_nobody_holds_go_when_they_are_old(tmp_path: Path) -> None
         mapped = mmap.mmap(other.fileno(), 1)
         other.close()
         assert clean([], memory=str(shm)).details["segments"] == []
-        report = clean([], memory=str(shm), now=lambda: time.time() + 4000)
+        report = clean([], memory=str(shm), now=lambda folder: time.time() + 4000)
         assert [row["path"] for row in report.details["segments"]] == [str(shm / "rank_1")] and not opened.closed
         mapped.close()
     assert {path.name for path in shm.iterdir()} == {"rank_2", "rank_3", "rank_4", "psm_12345678", "xrank"}

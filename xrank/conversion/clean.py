@@ -13,7 +13,7 @@ from xrank.plan.report import CleanDetails, Report
 from xrank.public_calls import names_own_arguments
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
-from xrank.writers.cleaning import clean_places, list_messages, list_segments
+from xrank.writers.cleaning import clean_places, folder_time, list_messages, list_segments
 
 __all__ = ["clean"]
 
@@ -24,7 +24,7 @@ def clean(
     *,
     dry_run: bool = False,
     memory: str = "/dev/shm",  # noqa: S108 - shm_overview(7)
-    now: Callable[[], float] = time.time,
+    now: Callable[[str], float] = folder_time,
 ) -> Report:
     """Remove abandoned stages and messages in and of these folders; finish a replacement that a kill interrupted.
 
@@ -40,7 +40,7 @@ def clean(
         paths: folders that hold outputs or messages, or outputs themselves; URLs of outputs; or one of them.
         dry_run: list the remains without removing them.
         memory: folder of the system for named shared memory.
-        now: returns the time in seconds, as in files' times of change.
+        now: returns the time in seconds by the clock that stamps a folder's files, a file server's for instance.
 
     Raises:
         UsageError: a path is not a folder.
@@ -63,9 +63,9 @@ def clean(
             continue
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
-        stages += clean_places(os.fspath(path), dry_run=dry_run, now=now())
-        messages += list_messages(os.fspath(path), now())
-    segments = list_segments(memory, now())
+        stages += clean_places(os.fspath(path), dry_run=dry_run, now=now(os.fspath(path)))
+        messages += list_messages(os.fspath(path), now(os.fspath(path)))
+    segments = list_segments(memory, now(memory))
     for row in (*messages, *segments):
         if row["removed"] and not dry_run:
             with contextlib.suppress(FileNotFoundError):

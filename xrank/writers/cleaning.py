@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +19,24 @@ from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
 from xrank.writers.stage_inspection import owner_state
 
-__all__ = ["clean_places", "list_messages", "list_segments"]
+__all__ = ["clean_places", "folder_time", "list_messages", "list_segments"]
 
 _STAGE = re.compile(r"\.(.+)\.xrank-[0-9a-f]{16}(-old)?")
 _ABANDONED_SECONDS = 3600
 """After this long without a change, a stage whose owner can't be asked (another host's) counts as abandoned."""
+
+
+def folder_time(folder: str) -> float:
+    """Return the time, in seconds, by the clock that stamps a folder's files; this host's where no file can be made.
+
+    A file server's clock may differ from this host's by more than an hour, and a file's age is known by its own clock
+    alone. Where no file can be made, none can be removed either.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def list_messages(path: str, now: float) -> list[dict[str, Any]]:
