@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from xrank.simulation.simulation import simulate
     from xrank.version import __version__
     from xrank.workspace.nfs import NFSWorkspace
+    from xrank.workspace.objects import ObjectWorkspace
     from xrank.workspace.shared_memory import SharedMemoryWorkspace
 
 __all__ = [
     "NFSWorkspace",
+    "ObjectWorkspace",
     "SharedMemoryWorkspace",
     "__version__",
     "clean",
@@ -52,6 +54,7 @@ __all__ = [
 _HOMES = {
     "__version__": "version",
     "NFSWorkspace": "workspace.nfs",
+    "ObjectWorkspace": "workspace.objects",
     "SharedMemoryWorkspace": "workspace.shared_memory",
     "clean": "conversion.clean",
     "export_model": "conversion.export",

@@ -13,7 +13,7 @@ from xrank.plan.report import CleanDetails, Report
 from xrank.public_calls import names_own_arguments
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
-from xrank.writers.cleaning import clean_places, folder_time, list_messages, list_segments
+from xrank.writers.cleaning import clean_object_messages, clean_places, folder_time, list_messages, list_segments
 
 __all__ = ["clean"]
 
@@ -34,7 +34,8 @@ def clean(
     removed when no process holds them and they are an hour old.
 
     Of an output in a store, the uploads of a gather that is gone are aborted, and the objects of a commit that was
-    killed are removed. Uploads that no journal names go when they are an hour old.
+    killed are removed. Uploads that no journal names go when they are an hour old. Of a workspace in a store, messages
+    of dead ranks are removed, and those of other hosts when they are an hour old.
 
     Args:
         paths: folders that hold outputs or messages, or outputs themselves; URLs of outputs; or one of them.
@@ -55,11 +56,13 @@ def clean(
         paths = [paths]
     stages: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
+    stored: list[dict[str, Any]] = []
     for path in paths:
         if is_url(os.fspath(path)):
             from xrank.writers.store_staging import clean_store  # folders do not need this module
 
             stages += clean_store(os.fspath(path), dry_run=dry_run)
+            stored += clean_object_messages(os.fspath(path), dry_run=dry_run)
             continue
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
@@ -70,6 +73,7 @@ def clean(
         if row["removed"] and not dry_run:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(row["path"])
+    messages += stored
     removed = [row for row in (*stages, *messages, *segments) if row["removed"]]
     return Report(
         command="clean",

@@ -10,9 +10,9 @@ from operator import index
 from typing import Any
 
 from xrank.errors import UsageError
-from xrank.public_calls import check_no_url
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.store import LaunchedRanks
+from xrank.stores.url import clean_path, is_url
 
 __all__ = ["begin_deadline", "check_exist", "check_key", "check_ranks", "find_place", "path_of"]
 
@@ -121,10 +121,10 @@ def begin_deadline(timeout_seconds: Any) -> Deadline:
 
 
 def path_of(workspace_path: str | os.PathLike[str] | None) -> str | None:
-    """Return the directory of a gather as an absolute path.
+    """Return the directory of a gather as an absolute path, or its URL in a store.
 
     Raises:
-        UsageError: it is not a path of a directory.
+        UsageError: it is neither.
     """
     if workspace_path is None:
         return None
@@ -132,11 +132,15 @@ def path_of(workspace_path: str | os.PathLike[str] | None) -> str | None:
         raise UsageError(
             f"workspace_path must be a path, not a {type(workspace_path).__name__}",
             got=f"workspace_path={workspace_path!r}"[:200],
-            want="a directory that all ranks mount, or None",
+            want="a directory that all ranks mount, s3://bucket/prefix, or None",
             next_step="give its path",
         )
-    check_no_url(workspace_path)
-    return os.path.abspath(os.fspath(workspace_path))
+    path = clean_path(workspace_path)
+    if is_url(path):
+        from xrank.workspace.object_place import ObjectPlace  # directories do not need this module
+
+        return ObjectPlace.from_url(path).url
+    return os.path.abspath(path)
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))

@@ -42,7 +42,8 @@ def get_tensors_parallel(
         ranks: global ranks, the gathering one first; each once.
         group: a process group that contains them, whose store they meet through; None is the world. No collective is
             called on it.
-        workspace_path: a directory that all ranks mount; None uses shared memory on one host, and sockets across hosts.
+        workspace_path: a directory that all ranks mount, or ``s3://bucket/prefix``; None uses shared memory on one
+            host, and sockets across hosts.
         timeout_seconds: time for ranks to arrive, and to end their bodies after the first rank's. A death is noticed
             within 2 seconds in any case, on another host within 15.
         early_exit: whether this rank, if it is not the first, may leave as soon as the first has its tensors.

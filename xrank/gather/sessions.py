@@ -5,9 +5,9 @@ Every rank counts meetings alike, also those that a failed call would have made:
 used. A failure fails one call of each rank. A rank that finds it again, in another circle or at the next meeting, goes
 on to the meeting after that, where the others go.
 
-A session chooses the medium of tensors together with the rendezvous: a directory if the caller gave one; else memory,
-or sockets where ranks find that they share none. A further one needs a key in `Session.exchanges`, a word for
-`Meeting.way`, and an argument of `get_tensors_parallel`, `get_configs_parallel` and the shared team.
+A session chooses the medium of tensors together with the rendezvous: a directory or a store if the caller gave one;
+else memory, or sockets where ranks find that they share none. A further one needs a key in `Session.exchanges`, a word
+for `Meeting.way`, and an argument of `get_tensors_parallel`, `get_configs_parallel` and the shared team.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from xrank.ranks.membership import Membership
 from xrank.ranks.rendezvous import RanksApartError, meet
 from xrank.ranks.store import Store
 from xrank.ranks.store_rendezvous import meet_across_hosts
+from xrank.stores.url import is_url
 from xrank.workspace.base import MessageWorkspace
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.memory_messages import MemoryMessages
@@ -57,7 +58,7 @@ class Session:
         self.ranks, self._around = ranks, around
         self._name = name_of_ranks(ranks)
         self.exchanges: dict[str | None, GatherExchange] = {}
-        """Exchanges by directory; None is memory or sockets."""
+        """Exchanges by directory or URL; None is memory or sockets."""
         self.pending: FailureRecord | None = None
         """A failure of another thread, which fails the next call."""
         self._num_meetings = 0
@@ -239,7 +240,9 @@ class Session:
 
 
 def _way_of(path: str | None) -> str:
-    return "memory or sockets" if path is None else "a directory"
+    if path is None:
+        return "memory or sockets"
+    return "a store" if is_url(path) else "a directory"
 
 
 def _meet_through(path: str | None, meeting: Meeting) -> Circle:
@@ -253,12 +256,16 @@ def _meet_through(path: str | None, meeting: Meeting) -> Circle:
 
 def _make_messages(path: str | None, circle: Circle) -> MessageWorkspace:
     if path is not None:
-        return _directory_messages(path, circle)
+        return _open_messages(path, circle)
     return MemoryMessages() if circle.wire.shares_memory else SocketMessages(circle.look_now)
 
 
-def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:
+def _open_messages(path: str, circle: Circle) -> MessageWorkspace:
     try:
+        if is_url(path):
+            from xrank.workspace.object_messages import ObjectMessages  # directories do not need this module
+
+            return ObjectMessages(path, circle.rank)
         return DirectoryMessages(path, circle.rank)
     except BaseException as error:
         # The others have met this rank, and wait in their first gather.

@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 from html import unescape
 from typing import TypeVar
@@ -57,6 +57,8 @@ class UploadedObject:
     etag: str
     mark: str | None
     """The stage that has written it."""
+    age_seconds: float
+    """By the store's clock."""
 
 
 def part_nbytes_for(nbytes: int) -> int:
@@ -134,8 +136,8 @@ class S3Uploads:
 
         return self._repeat(key, "looked at", send)
 
-    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str) -> None:
-        """Make the object of the parts, where none is there yet.
+    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str, *, replaces: bool = False) -> None:
+        """Make the object of the parts, where none is there yet; with `replaces`, also in the place of another one.
 
         Raises:
             OutputExistsError: another object is there.
@@ -149,20 +151,25 @@ class S3Uploads:
         space = "http://s3.amazonaws.com/doc/2006-03-01/"
         body = f'<CompleteMultipartUpload xmlns="{space}">{lines}</CompleteMultipartUpload>'.encode()
         nbytes = sum(part.nbytes for part in parts)
+        headers = {} if replaces else {"If-None-Match": "*"}
 
         def send() -> None:
-            _field(self._connection.send("POST", key, {"uploadId": upload_id}, {"If-None-Match": "*"}, body), "ETag")
+            _field(self._connection.send("POST", key, {"uploadId": upload_id}, headers, body), "ETag")
 
         self._publish(key, send, mark, nbytes)
 
-    def put_new(self, key: str, data: bytes, mark: str) -> None:
+    def put_new(self, key: str, data: bytes | memoryview, mark: str, *, replaces: bool = False) -> None:
         """Write a small object, where none is there yet; return when the store has confirmed its bytes.
+
+        With `replaces`, it is also written in the place of another one.
 
         Raises:
             OutputExistsError: another object is there.
         """
         crc32 = isal_zlib.crc32(data)
-        headers = {"If-None-Match": "*", f"x-amz-meta-{MARK}": mark, "x-amz-checksum-crc32": _crc32_text(crc32)}
+        headers = {f"x-amz-meta-{MARK}": mark, "x-amz-checksum-crc32": _crc32_text(crc32)}
+        if not replaces:
+            headers["If-None-Match"] = "*"
 
         def send() -> None:
             answer = self._connection.send("PUT", key, None, headers, data)
@@ -181,7 +188,10 @@ class S3Uploads:
                     return None
                 raise
             nbytes = int(headers.get("content-length", -1))
-            return UploadedObject(nbytes, headers.get("etag", ""), headers.get(f"x-amz-meta-{MARK}"))
+            written, now = (headers.get(name) for name in ("last-modified", "date"))
+            age = parsedate_to_datetime(now) - parsedate_to_datetime(written) if written and now else timedelta()
+            mark = headers.get(f"x-amz-meta-{MARK}")
+            return UploadedObject(nbytes, headers.get("etag", ""), mark, age.total_seconds())
 
         return self._repeat(key, "looked at", send)
 

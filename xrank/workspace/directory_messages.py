@@ -9,54 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
-import re
-import secrets
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xrank.errors import IncompleteError
-from xrank.ranks.peer import process_space
-from xrank.system import after_fork_in_child, process_state
 from xrank.workspace.free_space import explain_no_space
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
+from xrank.workspace.message_names import MessageName, NamedMessages
 from xrank.workspace.plain_memory import row_major_bytes
 from xrank.workspace.shared_directory import STALE_SECONDS, list_names, make_directory
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DirectoryMessages", "MessageName"]
-
-_NAME = re.compile(r"\.rank_(\d+)\.([0-9a-f]{16})\.(\d+)\.[0-9a-f]{16}\.\d+\.message")
+__all__ = ["DirectoryMessages"]
 
 
-class MessageName:
-    """Names of one process's messages: they contain the owner and a number, and are unique."""
-
-    def __init__(self, rank: int) -> None:
-        self._prefix = f".rank_{rank}.{_space_digest()}.{os.getpid()}.{secrets.token_hex(8)}"
-        self._count = 0
-
-    def new(self) -> str:
-        """Return a name that was never used before."""
-        self._count += 1
-        return f"{self._prefix}.{self._count}.message"
-
-    @staticmethod
-    def owner_state(name: str) -> str | None:
-        """Return ``alive``, ``gone``, or ``unknown`` for a process of another host; None if it is not a message."""
-        match = _NAME.fullmatch(name)
-        if match is None:
-            return None
-        if match[2] != _space_digest():
-            return "unknown"
-        return process_state(int(match[3]))
-
-
-class DirectoryMessages:
+class DirectoryMessages(NamedMessages):
     """A `MessageWorkspace` in a directory, used by one thread at a time.
 
     Construction creates the directory, and removes messages that dead processes of this host left for this rank.
@@ -72,10 +42,8 @@ class DirectoryMessages:
     patience_seconds = STALE_SECONDS
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
+        super().__init__(rank)
         self._path = os.path.abspath(os.fspath(path))
-        self._rank = rank
-        self._begin()
-        _living.add(self)
         # Every rank creates it: a rank cannot wait for another one here.
         make_directory(self._path)
         for name in list_names(self._path):
@@ -83,11 +51,6 @@ class DirectoryMessages:
                 # The file harms no run; another user may own it, or another rank may be removing it.
                 with contextlib.suppress(OSError):
                     self._remove(name)
-
-    def _begin(self) -> None:
-        self._names = MessageName(self._rank)
-        self._published: set[str] = set()
-        self._pid = os.getpid()
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Write a message; see `MessageWorkspace`."""
@@ -127,33 +90,6 @@ class DirectoryMessages:
                 next_step="check that workspace_path is the same directory on both hosts",
             ) from None
 
-    def retire(self, receipt: str) -> None:
-        """Remove a message of this rank after its reader has fetched it."""
-        self._remove(MessageReceipt.from_json(receipt, -1).name)
-
-    def close(self) -> None:
-        """Remove everything that this rank published. A second call does nothing."""
-        if os.getpid() == self._pid:  # not in a process that the rank forked
-            for name in list(self._published):
-                self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        self._published.discard(name)
+    def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self._path, name))
-
-
-_living: weakref.WeakSet[DirectoryMessages] = weakref.WeakSet()
-
-
-def _begin_anew_in_child() -> None:
-    # Otherwise a forked process would reuse its parent's names, and remove its parent's messages when it ends.
-    for messages in _living:
-        messages._begin()
-
-
-after_fork_in_child(_begin_anew_in_child)
-
-
-def _space_digest() -> str:
-    return hashlib.blake2b(process_space().encode(), digest_size=8).hexdigest()

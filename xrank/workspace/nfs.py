@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ from xrank import system
 from xrank.errors import UsageError
 from xrank.formats.rank_state import state_file_name
 from xrank.public_calls import check_no_url
+from xrank.workspace.carrying import CarryingWorkspace
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.free_space import explain_no_space
-from xrank.workspace.identity import IdentifiedWorkspace, check_rank, find_identity
+from xrank.workspace.identity import check_rank, find_identity
 from xrank.workspace.shared_directory import list_names, make_directory
 from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["NFSWorkspace"]
 
 
-class NFSWorkspace(IdentifiedWorkspace):
+class NFSWorkspace(CarryingWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.
 
     Construction creates the directory. It removes this rank's files of earlier runs: a state with another run id or
@@ -71,10 +72,10 @@ class NFSWorkspace(IdentifiedWorkspace):
         run_id: str | None = None,
     ) -> None:
         if workspace_path is not None:
-            check_no_url(workspace_path)
+            _check_directory(workspace_path)
         self._path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
         self._identity = find_identity(rank, world_size, run_id)
-        self._messages: DirectoryMessages | None = None
+        self._messages = None
         if self._path is not None:
             self._settle(self._path)
             self._messages = DirectoryMessages(self._path, self.rank)
@@ -134,32 +135,10 @@ class NFSWorkspace(IdentifiedWorkspace):
         """How long a message may stay invisible; see `MessageWorkspace`."""
         return DirectoryMessages.patience_seconds
 
-    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Write a message to a file whose name is never reused; see `MessageWorkspace`."""
-        return self._carrier().publish(header, tensors)
-
-    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a message after verifying its checksums; see `MessageWorkspace`."""
-        return self._carrier().fetch(rank, receipt)
-
-    def retire(self, receipt: str) -> None:
-        """Remove a message's file; see `MessageWorkspace`."""
-        self._carrier().retire(receipt)
-
-    def close(self) -> None:
-        """Remove this rank's messages; its state stays. A second call does nothing."""
-        if self._messages is not None:
-            self._messages.close()
-
     def _place(self) -> str:
         if self._path is None:
-            raise _initialisation_error()
+            raise self._initialisation_error()
         return self._path
-
-    def _carrier(self) -> DirectoryMessages:
-        if self._messages is None:
-            raise _initialisation_error()
-        return self._messages
 
     def _settle(self, path: str) -> None:
         # Every rank creates it. A rank cannot wait for another one here, and on a network file system a client may
@@ -198,13 +177,13 @@ class NFSWorkspace(IdentifiedWorkspace):
             raise
 
 
-def _initialisation_error() -> UsageError:
-    return UsageError(
-        "the workspace is not initialised: it has no directory",
-        got="workspace_path=None",
-        want="a directory that all ranks mount",
-        next_step="construct NFSWorkspace(workspace_path)",
-    )
+def _check_directory(path: str | os.PathLike[str]) -> None:
+    try:
+        check_no_url(path)
+    except UsageError as error:
+        if os.fspath(path).startswith("s3:"):
+            error.advise(f"construct xrank.ObjectWorkspace({os.fspath(path)!r}), or give a directory")
+        raise
 
 
 def _write_new(part: str, archive: StateArchive) -> os.stat_result:

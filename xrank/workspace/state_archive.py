@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from xrank import system
-from xrank.errors import UsageError
+from xrank.errors import UsageError, XrankError
 from xrank.extras import require_torch
 from xrank.formats.archive_layout import ALIGNMENT
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
@@ -35,16 +35,20 @@ class StateArchive:
     """Bytes of the tensors; the archive is a little larger."""
 
     def write(self, fd: int) -> None:
-        """Write the torch archive, starting at the descriptor's position.
+        """Write the torch archive, starting at the descriptor's position; errors as `pass_to`."""
+        self.pass_to(lambda data: system.write_all(fd, data))
+
+    def pass_to(self, write: Callable[[memoryview], None]) -> None:
+        """Pass the bytes of the torch archive to a function, in order.
 
         Raises:
-            OSError: the first error of a write; the file is then not a complete state.
+            OSError, XrankError: the first error of `write`; the bytes until then are not a complete state.
         """
         import torch
         from torch.utils import serialization
 
         config: Any = serialization.config  # a module that replaces itself with an object; stubs do not know that
-        sink = _Sink(fd)
+        sink = _Sink(write)
         try:
             # The user's own settings must not disable the checksums. The patch holds for this thread only
             # (torch/utils/_config_module.py: patch).
@@ -99,16 +103,16 @@ def make_state_archive(
 class _Sink:
     """A file object for torch.save. It keeps the first error and refuses writes after it."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.error: OSError | None = None
+    def __init__(self, write: Callable[[memoryview], None]) -> None:
+        self._write = write
+        self.error: OSError | XrankError | None = None
 
     def write(self, data: memoryview) -> int:
         if self.error is not None:
             raise self.error
         try:
-            system.write_all(self._fd, data)
-        except OSError as error:
+            self._write(data)
+        except (OSError, XrankError) as error:
             self.error = error
             raise
         return len(data)

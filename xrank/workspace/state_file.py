@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +17,14 @@ from isal import isal_zlib
 
 from xrank import system
 from xrank.dtypes import DTYPES
-from xrank.errors import ContradictionError, IncompleteError, XrankError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError
 from xrank.extras import require_torch
 from xrank.formats.saved_state import read_saved_state, record_of, state_error
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
+from xrank.stores import places
+from xrank.stores.backend import ObjectStatus
+from xrank.stores.client import open_store
+from xrank.stores.url import is_url
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +94,11 @@ def _unknown_run(file: str, rank: int, run_id: str) -> ContradictionError:
 
 
 def read_run_id(file: str) -> str | None:
-    """Return the run id that a state records, or None if the file is absent, unreadable, or records none."""
+    """Return the run id that a state records, or None if the file is absent, unreadable, or records none.
+
+    Raises:
+        XrankError: of a URL alone: the store does not give the state.
+    """
 
     def read() -> str | None:
         record = record_of(read_archive(file), None)
@@ -97,18 +106,26 @@ def read_run_id(file: str) -> str | None:
 
     try:
         return _retry_while_replaced(file, read)
-    except (XrankError, OSError):
+    except (XrankError, OSError) as error:
+        # A store that does not answer, or refuses, may have the state of this run.
+        if is_url(file) and not isinstance(error, ContradictionError | CorruptError | IncompleteError | UnsafeError):
+            raise
         return None
 
 
 def _retry_while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
     """Return the result of `read`, repeated while the file is being replaced; None without a file."""
+    status = None
     for attempt in range(_NUM_ATTEMPTS):
         try:
+            status = _look_anew(file)
             return read()
         except (FileNotFoundError, _ReplacedError) as error:  # IncompleteError is a FileNotFoundError
             if isinstance(error, FileNotFoundError):
                 return None
+        except ContradictionError:
+            if status is None or _look_anew(file) == status:
+                raise
         except (OSError, XrankError) as error:
             # ESTALE: on the server this name now belongs to another file (nfs(5); tox-dev/filelock#669).
             cause = error.__cause__ if isinstance(error, XrankError) else error
@@ -121,6 +138,11 @@ def _retry_while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
         file=file,
         next_step="let its rank finish writing, then read again",
     )
+
+
+def _look_anew(file: str) -> ObjectStatus | None:
+    """Return the size and the version of an object as they are now; None for a file."""
+    return places.object_status(places.enter(file)) if is_url(file) else None
 
 
 def _holds_tensor(value: object) -> bool:
@@ -136,18 +158,9 @@ def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: in
     """Return the tensors in memory of their own. Equal views become one tensor, as when they were written."""
     import torch
 
-    # Read, not mapped: if a mapped file shrinks or goes stale on the server, SIGBUS kills the process.
-    fd = os.open(archive.path, system.READ)
-    try:
-        assert isinstance(archive.status, os.stat_result)
-        if _identity(os.fstat(fd)) != _identity(archive.status):
-            raise _ReplacedError
-        storages = {
-            key: _read_record(fd, archive, archive.records[key], rank).untyped_storage()
-            for key in dict.fromkeys(tensor.key for tensor in weights.values())
-        }
-    finally:
-        system.close_read(fd)
+    records = [archive.records[key] for key in dict.fromkeys(tensor.key for tensor in weights.values())]
+    contents = (_read_object if isinstance(archive.status, ObjectStatus) else _read_file)(archive, records, rank)
+    storages = {record.key: content.untyped_storage() for record, content in zip(records, contents, strict=True)}
     made: dict[ArchivedTensor, torch.Tensor] = {}
     for tensor in weights.values():
         if tensor not in made:
@@ -156,12 +169,53 @@ def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: in
     return {name: made[tensor] for name, tensor in weights.items()}
 
 
-def _read_record(fd: int, archive: TorchArchive, record: ArchiveRecord, rank: int) -> torch.Tensor:
+def _read_file(archive: TorchArchive, records: Sequence[ArchiveRecord], rank: int) -> list[torch.Tensor]:
+    # Read, not mapped: if a mapped file shrinks or goes stale on the server, SIGBUS kills the process.
+    fd = os.open(archive.path, system.READ)
+    try:
+        assert isinstance(archive.status, os.stat_result)
+        if _identity(os.fstat(fd)) != _identity(archive.status):
+            raise _ReplacedError
+        return [_read_record(fd, archive, record, rank) for record in records]
+    finally:
+        system.close_read(fd)
+
+
+def _read_object(archive: TorchArchive, records: Sequence[ArchiveRecord], rank: int) -> list[torch.Tensor]:
+    from xrank.stores.ranges import read_ranges
+
+    assert isinstance(archive.status, ObjectStatus)
+    store, key = open_store(archive.path)
+    contents = [_new_content(record) for record in records]
+    ranges = [(record.offset, view) for record, (_, view) in zip(records, contents, strict=True)]
+    try:
+        read_ranges(store, key, archive.status, sorted(ranges, key=itemgetter(0)))
+    except XrankError as error:
+        error.about(f"rank {rank}", rank=rank)
+        raise
+    for record, (_, view) in zip(records, contents, strict=True):
+        _check_crc32(archive, record, rank, isal_zlib.crc32(view))
+    return [content for content, _ in contents]
+
+
+def _new_content(record: ArchiveRecord) -> tuple[torch.Tensor, memoryview]:
+    """Return memory for a record's bytes."""
     import torch
 
     content = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
     array: Any = content.numpy()
-    view = memoryview(array)
+    return content, memoryview(array)
+
+
+def _check_crc32(archive: TorchArchive, record: ArchiveRecord, rank: int, crc32: int) -> None:
+    if archive.has_checksums and crc32 != record.crc32:
+        raise state_error(
+            archive.path, rank, f"data/{record.key} fails its checksum: CRC {crc32:08x}", f"CRC {record.crc32:08x}"
+        )
+
+
+def _read_record(fd: int, archive: TorchArchive, record: ArchiveRecord, rank: int) -> torch.Tensor:
+    content, view = _new_content(record)
     crc32 = done = 0
     while done < record.nbytes:
         count = system.read_at(fd, view[done : done + _WINDOW_NBYTES], record.offset + done)
@@ -169,10 +223,7 @@ def _read_record(fd: int, archive: TorchArchive, record: ArchiveRecord, rank: in
             raise state_error(archive.path, rank, f"the file ends within data/{record.key}", "all of it")
         crc32 = isal_zlib.crc32(view[done : done + count], crc32)
         done += count
-    if archive.has_checksums and crc32 != record.crc32:
-        raise state_error(
-            archive.path, rank, f"data/{record.key} fails its checksum: CRC {crc32:08x}", f"CRC {record.crc32:08x}"
-        )
+    _check_crc32(archive, record, rank, crc32)
     return content
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from xrank.errors import OutputExistsError
 from xrank.workspace.abandoned_memory import find_abandoned_segments
-from xrank.workspace.directory_messages import MessageName
+from xrank.workspace.message_names import MessageName
 from xrank.writers.abandoned import clear_folder, describe_owner, roll_forward
 from xrank.writers.journal import read_journal
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
 from xrank.writers.stage_inspection import owner_state
 
-__all__ = ["clean_places", "folder_time", "list_messages", "list_segments"]
+__all__ = ["clean_object_messages", "clean_places", "folder_time", "list_messages", "list_segments"]
 
 _STAGE = re.compile(r"\.(.+)\.xrank-[0-9a-f]{16}(-old)?")
 _ABANDONED_SECONDS = 3600
@@ -49,6 +49,24 @@ def list_messages(path: str, now: float) -> list[dict[str, Any]]:
                 status = entry.stat(follow_symlinks=False)
                 age_seconds = now - status.st_mtime
                 rows.append({"path": entry.path, "nbytes": status.st_size, **_verdict(state, "", age_seconds)})
+    return rows
+
+
+def clean_object_messages(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
+    """Remove the abandoned messages of live gathers in a place in a store; return what was found."""
+    from xrank.workspace.object_messages import find_object_messages  # folders do not need these modules
+    from xrank.workspace.object_place import ObjectPlace
+
+    rows, place = [], ObjectPlace.from_url(url)
+    with contextlib.closing(place.open_uploads()) as uploads:
+        for name, nbytes in sorted(find_object_messages(place)):
+            there = uploads.head(place.key(name))
+            if there is None:  # a rank that lives removes its message once it was read
+                continue
+            verdict = _verdict(MessageName.owner_state(name) or "unknown", "", there.age_seconds)
+            rows.append({"path": place.url_of(name), "nbytes": nbytes, **verdict})
+            if verdict["removed"] and not dry_run:
+                place.store.delete(place.key(name))
     return rows
 
 
