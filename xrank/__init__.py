@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xrank.conversion.load import load_model
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
+    from xrank.decisions.quantization import Quantization
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
     from xrank.refit.engine_layout import record_layouts
     from xrank.refit.offer import offer_weights
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NFSWorkspace",
     "ObjectWorkspace",
+    "Quantization",
     "SharedMemoryWorkspace",
     "__version__",
     "clean",
@@ -55,6 +57,7 @@ _HOMES = {
     "__version__": "version",
     "NFSWorkspace": "workspace.nfs",
     "ObjectWorkspace": "workspace.objects",
+    "Quantization": "decisions.quantization",
     "SharedMemoryWorkspace": "workspace.shared_memory",
     "clean": "conversion.clean",
     "export_model": "conversion.export",

@@ -39,7 +39,9 @@ def _train(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
     layouts = trainer_layouts()
     held = shard(1, layouts, rank)
-    offer = xrank.offer_weights(held, job["address"], layouts=layouts)
+    # The same values, made by a function: ranks then read each other's weights in each step, too.
+    transform = (lambda name, tensor: {name: tensor.clone()}) if job.get("transforms") else None
+    offer = xrank.offer_weights(held, job["address"], layouts=layouts, transform=transform)
     offer.wait_for_takers(SIDES["engine"], timeout_seconds=30)
     answer: dict[str, Any] = {"error": None}
     for step in range(1, job["steps"] + 1):

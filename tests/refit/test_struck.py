@@ -40,9 +40,8 @@ def test_a_struck_rank_is_named_by_all_others(jobs: Forker, tmp_path: Path, seed
     rng = random.Random(seed)
     side = rng.choice(list(SIDES))
     victim, what = rng.randrange(SIDES[side]), rng.choice(["kill", "stop"])
-    struck, answers = jobs.ask(
-        address=str(tmp_path), steps=100_000, side=side, victim=victim, what=what, after=rng.random() ** 2 / 20
-    )
+    job = {"side": side, "victim": victim, "what": what, "transforms": seed % 80 >= 40}
+    struck, answers = jobs.ask(address=str(tmp_path), steps=100_000, after=rng.random() ** 2 / 20, **job)
     assert struck is not None
     for own_side, rank, answer in answers:
         if own_side == "engine" and answer is not None:

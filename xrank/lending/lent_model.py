@@ -24,6 +24,7 @@ from xrank.lending.peer_source import MemoryOffer, PeerSource
 from xrank.plan.faults import difference_error
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import digest_twins, find_different_twin
+from xrank.plan.source import StoredModel
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
@@ -102,6 +103,8 @@ class LentModel:
     """The proven plan, the same on every rank."""
     source: PeerSource
     """To be closed by the caller."""
+    stored: StoredModel
+    """The model under the names of the ranks."""
     holder: IntArray
     """Record -> position in the team of the rank that holds it."""
     parts: Sequence[dict[str, Any]]
@@ -151,6 +154,7 @@ def lend_model(
     part: ModelPart | None = None,
     check: Callable[[], None] = lambda: None,
     across_hosts: bool = False,
+    failures: Callable[[], object] | None = None,
 ) -> LentModel:
     """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
 
@@ -161,6 +165,7 @@ def lend_model(
         part: this rank's part; None: that of the request, in place.
         check: called on the first rank once all ranks have described their parts; all ranks raise its error.
         across_hosts: whether processes of other hosts also read, although all ranks may be on one host.
+        failures: raises if a rank has failed, while the source reads; None: the team's.
 
     Raises:
         XrankError: as `xrank.conversion.export.export_model`, before anything is written or handed out.
@@ -182,7 +187,7 @@ def lend_model(
         {rank: part["offer"] for rank, part in zip(team.ranks, parts, strict=True)},
         live.rank.tolist(),
         live.view.tolist(),
-        check=team.make_failure_check(),
+        check=team.make_failure_check() if failures is None else failures,
         timeout_seconds=request.timeout_seconds,
     )
     holder = live.stored.records.file
@@ -193,7 +198,7 @@ def lend_model(
         except BaseException:
             source.close()
             raise
-    return LentModel(gather, source, holder, parts)
+    return LentModel(gather, source, live.stored, holder, parts)
 
 
 def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -> list[str]:

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.options import GatherOptions
+from xrank.decisions.options import GatherOptions, dtype_choice
+from xrank.decisions.quantization import Quantization
+from xrank.decisions.transforms import Transform
 from xrank.extras import require_torch
 from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
+from xrank.lending.memory_offer import MemoryOffer
 from xrank.public_calls import names_own_arguments
 from xrank.refit.card import Address
 from xrank.refit.held_memory import list_places
 from xrank.refit.offer_card import check_no_trainer, write_offer
 from xrank.refit.own_part import OwnPart
 from xrank.refit.peer_rank import PeerRank
+from xrank.refit.prepared_part import prepare_part
 from xrank.refit.status import StatusBlock
-from xrank.refit.weights_offer import WeightsOffer
+from xrank.refit.weights_offer import Watch, WeightsOffer
 from xrank.system import require_linux
 from xrank.teams.agreement import check_alike
 from xrank.teams.launches import find_group_team
+from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +50,8 @@ def offer_weights(
     mesh: Any = None,
     recipe: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    transform: Transform | None = None,
     snapshot: bool = False,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
@@ -60,6 +69,11 @@ def offer_weights(
         mesh: the mesh of `layouts`, if they have none.
         recipe: from training names to Hugging Face's.
         base_model: a model folder whose config and names count, for modules without a config, such as Megatron's.
+        dtype: element type of floating-point tensors, which each rank casts at `publish`: as `xrank.export_model`.
+        transform: an `xrank.Quantization`, with which each rank quantises its own parts at `publish`. The bits are
+            those of the whole tensors, and scales are further tensors. Or a function as of `xrank.export_model`: at
+            each `publish` one rank makes a tensor whole, calls it, and lends the result. Casts and transforms take
+            memory of the host for the bytes that they lend.
         snapshot: whether `publish` copies this rank's part aside and returns at once. The copies take as many bytes of
             host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
         group: the ranks of the trainer; None: all of the world.
@@ -83,36 +97,36 @@ def offer_weights(
     check_meeting(group, timeout_seconds)
     place = Address(address)
     team = find_group_team(group, os.path.join(place.path, "offer"), timeout_seconds=timeout_seconds)
-    loan, block = ExitStack(), StatusBlock()
-    part = OwnPart(snapshot, team)
+    quantization = transform if isinstance(transform, Quantization) else None
 
     def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)
         return ModelRequest(
             model,
-            GatherOptions(),
+            GatherOptions(dtype=dtype_choice(dtype)),
             live_layouts(layouts, mesh),
             mesh,
             recipe,
             base_model,
+            transform=None if quantization is not None else transform,
             timeout_seconds=timeout_seconds,
             call="offer_weights",
             place=place.path,
         )
 
     def describe(request: ModelRequest) -> dict[str, str | None]:
-        return {**request.describe(), "snapshot": str(snapshot)}
+        return {**request.describe(), "snapshot": str(snapshot), "quantization": repr(quantization)}
 
+    loan, part = ExitStack(), OwnPart(snapshot, team)
     try:
         with team.together():
             request, _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
-            located = locate_part(request, team, part.view)
-            located = ModelPart(located.description, [*located.views, block], located.config)
-            lent = lend_model(
-                request, team, loan, part=located, check=partial(check_no_trainer, place), across_hosts=True
-            )
-            lent.source.close()  # no rank reads another one's part any more
-            card = write_offer(place, team, request, lent.parts)
+            lend = _lend_as_they_are
+            if request.transform is not None or quantization is not None or request.options.dtype != "keep":
+                lend = partial(_lend_prepared, quantization)
+            lent = lend(request, team, loan, part, partial(check_no_trainer, place))
+            dropped = () if part.prepared is None else part.prepared.dropped
+            card = write_offer(place, team, request, lent.parts, dropped)
         siblings = [
             PeerRank(f"trainer rank {rank}", rank, one["offer"])
             for rank, one in zip(team.ranks, lent.parts, strict=True)
@@ -122,4 +136,57 @@ def offer_weights(
         loan.close()
         raise
     loan.callback(place.remove, card)
-    return WeightsOffer(place, card, block, siblings, loan, part, partial(list_places, model))
+    return WeightsOffer(place, card, lent.block, siblings, loan, part, partial(list_places, model), lent.watch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lent:
+    """All ranks' parts as their engines read them."""
+
+    parts: Sequence[dict[str, Any]]
+    block: StatusBlock
+    watch: Watch
+
+
+def _lend_as_they_are(
+    request: ModelRequest, team: Team, loan: ExitStack, part: OwnPart, check: Callable[[], None]
+) -> _Lent:
+    """Lend this rank's tensors, in place or copied."""
+    block = StatusBlock()
+    located = locate_part(request, team, part.view)
+    located = ModelPart(located.description, [*located.views, block], located.config)
+    lent = lend_model(request, team, loan, part=located, check=check, across_hosts=True)
+    lent.source.close()  # no rank reads another one's part any more
+    return _Lent(lent.parts, block, Watch(lambda: None))
+
+
+def _lend_prepared(
+    quantization: Quantization | None,
+    request: ModelRequest,
+    team: Team,
+    loan: ExitStack,
+    part: OwnPart,
+    check: Callable[[], None],
+) -> _Lent:
+    """Lend this rank's tensors in another form. The ranks of the trainer alone read those in place."""
+    is_snapshot, part.is_snapshot = part.is_snapshot, False
+    located = locate_part(request, team, part.view)
+    part.is_snapshot = is_snapshot
+    block, watch = StatusBlock(), Watch(team.make_failure_check())
+    lent = lend_model(request, team, loan, part=located, check=check, failures=watch)
+    prepared, _ = team.agree(
+        "the prepared tensors",
+        lambda: prepare_part(lent, part.tensors, quantization, team, is_snapshot=is_snapshot),
+        lambda _: None,
+        lambda _, __: None,
+    )
+    loan.callback(prepared.close)
+    offer = MemoryOffer([*prepared.views, block], across_hosts=True)
+    loan.callback(offer.close)
+    own = {**lent.parts[team.position], "model": prepared.description, "offer": offer.describe()}
+    text = json.dumps(own)
+    _, texts = team.agree("the lent tensors", lambda: text, lambda text: text, lambda _, texts: list(texts))
+    parts = [json.loads(one) for one in texts]
+    prepared.connect(offer, team, [one["offer"] for one in parts], watch)
+    part.prepared = prepared
+    return _Lent(parts, block, watch)

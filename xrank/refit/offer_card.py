@@ -15,7 +15,10 @@ from xrank.refit.status import Phase
 from xrank.teams.agreement import path_text
 from xrank.teams.team import Team
 
-__all__ = ["check_no_trainer", "find_trainer_ranks", "number_of", "write_offer"]
+__all__ = ["MADE", "check_no_trainer", "find_trainer_ranks", "number_of", "write_offer"]
+
+MADE = "xrank.made/"
+"""Before the Hugging Face name of a tensor that a rank has made, which no tensor of the trainer's model has."""
 
 
 def number_of(card: Card) -> int:
@@ -23,7 +26,13 @@ def number_of(card: Card) -> int:
     return crc32(card.id.encode())
 
 
-def write_offer(place: Address, team: Team, request: ModelRequest, parts: Sequence[Mapping[str, Any]]) -> Card:
+def write_offer(
+    place: Address,
+    team: Team,
+    request: ModelRequest,
+    parts: Sequence[Mapping[str, Any]],
+    dropped: Sequence[str] = (),
+) -> Card:
     """Write the trainer's card on the first rank, and return it on every rank.
 
     Args:
@@ -31,6 +40,7 @@ def write_offer(place: Address, team: Team, request: ModelRequest, parts: Sequen
         team: the trainer's ranks, together.
         request: the arguments of the call.
         parts: by position in the team, each rank's model, offer and config.
+        dropped: tensors under Hugging Face's names that engines do not get.
     """
     card = None
     if team.is_first:
@@ -42,6 +52,7 @@ def write_offer(place: Address, team: Team, request: ModelRequest, parts: Sequen
             "aliases": {} if request.layouts is None else dict(request.layouts.aliases),
             "config": None if base is None else base.config,
             "names": [] if base is None else list(base.tensors),
+            "dropped": list(dropped),
         }
         card = place.write_trainer(content)
     card_id = team.broadcast("the offer's card", None if card is None else card.id)

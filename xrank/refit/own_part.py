@@ -1,4 +1,4 @@
-"""A trainer rank's own tensors: lent in place, or copied aside for each step."""
+"""A trainer rank's own tensors: lent in place, copied aside for each step, or lent in another form."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from xrank.teams.team import Team
 if TYPE_CHECKING:
     import torch
 
+    from xrank.refit.prepared_part import PreparedPart
+
 __all__ = ["OwnPart"]
 
 
@@ -26,13 +28,15 @@ class OwnPart:
 
     def __init__(self, is_snapshot: bool, team: Team) -> None:
         self.is_snapshot = is_snapshot
+        self.prepared: PreparedPart | None = None
+        """The tensors in another form, which are lent in place of these."""
         self._team = team
-        self._tensors: Sequence[torch.Tensor] = ()
+        self.tensors: Sequence[torch.Tensor] = ()
         self._copies: Sequence[LocalBytes] = ()
 
     def view(self, tensors: Sequence[torch.Tensor]) -> Sequence[LocalBytes]:
         """Return the bytes to lend of these tensors, which it keeps."""
-        self._tensors = tensors
+        self.tensors = tensors
         if not self.is_snapshot:
             return [local_bytes(tensor) for tensor in tensors]
         self._copies = copy_part(tensors, rank=self._team.rank, num_here=self._team.num_here, room_nbytes=None)
@@ -40,7 +44,7 @@ class OwnPart:
 
     def refill(self) -> None:
         """Copy the present values over those of the last snapshot."""
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+        for tensor, copy in zip(self.tensors, self._copies, strict=True):
             source = local_bytes(tensor)
             row = copy.find_row(0, copy.nbytes) if copy.nbytes else None
             if row is not None:
@@ -50,9 +54,9 @@ class OwnPart:
         """Wait for the work that is queued on the tensors' devices."""
         import torch
 
-        for device in {tensor.device for tensor in self._tensors if tensor.device.type == "cuda"}:
+        for device in {tensor.device for tensor in self.tensors if tensor.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
     def count_versions(self) -> list[int]:
-        """Return torch's counts of changes of the lent tensors; none of a snapshot, which nothing changes."""
-        return [] if self.is_snapshot else count_versions(self._tensors)
+        """Return torch's counts of changes of the tensors; none of a plain snapshot, which nothing changes."""
+        return [] if self.is_snapshot and self.prepared is None else count_versions(self.tensors)

@@ -35,6 +35,8 @@ class Phase(IntEnum):
     """Engine: the rank has all weights of the step."""
     MISSED = 5
     """Engine: a trainer rank closed the step before the rank had read it."""
+    MEASURED = 9
+    """Trainer: the other ranks may read the values of the step that this rank has measured, to prepare their own."""
     FAILED = 6
     """The rank raised; the cause is known."""
     ENDED = 7

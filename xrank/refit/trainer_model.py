@@ -12,6 +12,7 @@ from xrank.decisions.own_config import OwnConfig, choose_config
 from xrank.plan.source import StoredModel
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.refit.card import Card
+from xrank.refit.offer_card import MADE
 
 __all__ = ["TrainerModel", "read_trainer_model"]
 
@@ -51,10 +52,19 @@ def read_trainer_model(card: Card) -> TrainerModel:
         own, _ = choose_config([OwnConfig.from_json(part["own"]) for part in content["parts"]])
         recipe, aliases = content["recipe"], dict(content["aliases"])
         config, names = content["config"], tuple(content["names"])
+        dropped = frozenset(content["dropped"])
     except (KeyError, TypeError, ValueError) as error:
         raise card.make_error(error, "a model", "ranks, their parts, a recipe, aliases, a config and names") from None
     live = read_ranks(descriptions, ranks=ranks)
-    found = find_live_source(live.stored, own, None)
+    own_shards = tuple(shard for shard in live.stored.shards if not shard.name.startswith(MADE))
+    found = find_live_source(replace(live.stored, shards=own_shards), own, None)
     found = found if config is None else replace(found, config=config)
     decision = decide(found, Request(Purpose.MODEL, recipe=recipe, aliases=aliases, file_names=names))
-    return TrainerModel(live, decision.source, found.config, decision.padded_names)
+    kept = [shard for shard in decision.source.shards if shard.name not in dropped]
+    made = [
+        replace(shard, name=shard.name.removeprefix(MADE))
+        for shard in live.stored.shards
+        if shard.name.startswith(MADE)
+    ]
+    source = replace(decision.source, shards=(*kept, *made))
+    return TrainerModel(live, source, found.config, decision.padded_names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
@@ -23,11 +23,22 @@ from xrank.refit.status import Phase, StatusBlock
 from xrank.refit.takers import Survey, Takers
 from xrank.words import list_text, plural
 
-__all__ = ["WeightsOffer"]
+__all__ = ["Watch", "WeightsOffer"]
 
 _PAUSE_SECONDS = 0.0005
 _AHEAD_SECONDS = 1.0
 """Time for which another trainer rank may be a step ahead, until this one sees that all engine ranks are done."""
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """Raises if another trainer rank has failed; the offer replaces the check at each step."""
+
+    check: Callable[[], object]
+
+    def __call__(self) -> object:
+        """Run the check."""
+        return self.check()
 
 
 class WeightsOffer:
@@ -42,10 +53,11 @@ class WeightsOffer:
         loan: ExitStack,
         part: OwnPart,
         list_places: Callable[[], MemoryPlaces],
+        watch: Watch,
     ) -> None:
         self._place, self._card, self._block, self._siblings = place, card, block, siblings
         self._loan, self._part, self._list_places = loan, part, list_places
-        self._places = list_places()
+        self._places, self._watch = list_places(), watch
         self._takers = Takers(place, number_of(card))
         self._ahead_since: float | None = None
         self._lock = threading.Lock()
@@ -131,8 +143,11 @@ class WeightsOffer:
 
     def _publish_in_place(self, step: int, deadline: Deadline) -> Survey:
         versions = self._part.count_versions()
-        self._set(Phase.OPEN, step)
         try:
+            if self._part.prepared is not None:
+                self._refill(step, deadline)
+            self._set(Phase.OPEN, step)
+            self._wait_for_fills(step, deadline)
             while True:
                 found = self._takers.survey(step)
                 # The check begins after the engine's reads that it confirms: an engine rank waits for the second one.
@@ -157,17 +172,55 @@ class WeightsOffer:
             sleep(_PAUSE_SECONDS)
         self._set(Phase.CLOSED, self._block.value.step)
         try:
-            self._part.refill()
+            versions = self._part.count_versions()
+            self._refill(step, deadline)
+            self._set(Phase.STEADY, step)
+            self._wait_for_fills(step, deadline)
+            self._check_values(versions, step)
         except BaseException as error:
             self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
             raise
-        self._set(Phase.STEADY, step)
         return Survey()
+
+    def _refill(self, step: int, deadline: Deadline) -> None:
+        """Fill all copies that are lent, from the present weights of all ranks."""
+        prepared = self._part.prepared
+        if prepared is None:
+            self._part.refill()
+            return
+        self._watch.check = lambda: self._check_siblings(step)
+        versions = self._part.count_versions()
+        prepared.measure()
+        if prepared.is_shared:
+            self._set(Phase.MEASURED, step)
+            self._wait_for_phase(step, deadline, f"come to step {step}", (Phase.MEASURED, Phase.OPEN, Phase.STEADY))
+        prepared.fill()
+        self._check_values(versions, step)
+
+    def _wait_for_fills(self, step: int, deadline: Deadline) -> None:
+        """Wait until no other rank reads this rank's weights or maxima any more."""
+        if self._part.prepared is not None and self._part.prepared.is_shared:
+            self._wait_for_phase(step, deadline, f"prepared step {step}", (Phase.OPEN, Phase.STEADY, Phase.CLOSED))
+
+    def _wait_for_phase(self, step: int, deadline: Deadline, what: str, phases: Sequence[Phase]) -> None:
+        waiting = list(self._siblings)
+        while True:
+            statuses = [(peer, peer.read()) for peer in waiting]
+            waiting = [
+                peer for peer, now in statuses if now.step < step or (now.step == step and now.phase not in phases)
+            ]
+            if not waiting:
+                return
+            self._check_siblings(step)
+            if deadline.has_passed:
+                raise self._late_error(waiting, what, deadline)
+            sleep(_PAUSE_SECONDS)
 
     def _wait_for_siblings(self) -> None:
         """Wait until other ranks have seen that all engines took the last step, for a moment at most."""
         step = self._block.value.step
-        wait_until_done(self._siblings, lambda status: status.phase is Phase.OPEN and status.step == step)
+        needs = (Phase.OPEN, Phase.MEASURED)
+        wait_until_done(self._siblings, lambda status: status.phase in needs and status.step == step)
 
     def _set(self, phase: Phase, step: int, cause: str = "") -> None:
         old = self._block.value
