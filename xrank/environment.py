@@ -20,6 +20,7 @@ __all__ = [
     "environ",
     "forgo_blas_threads",
     "hub_cache",
+    "permit_http",
     "read_keras_jobs",
     "read_launch",
     "read_run_id",
@@ -96,6 +97,11 @@ def forgo_blas_threads() -> None:
     processor time. No command multiplies matrices; programs that import xrank may, so only ``xrank`` itself calls this.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def permit_http() -> None:
+    """Let requests of this process and its children go over plain http, as ``--allow-http`` asks."""
+    os.environ["XRANK_ALLOW_HTTP"] = "1"
 
 
 def setting(environ: Mapping[str, str], name: str) -> str | None:

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.stores.closing_server import ClosingServer
 
 COMMIT = "a" * 40
 
 
-class FakeHub(ThreadingHTTPServer):
+class FakeHub(ClosingServer):
     """Serves the files of one repository, ``org/name``; its large files come from the same server as ``localhost``."""
 
-    daemon_threads = True
-
     def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.files = files
         self.seen: list[tuple[str, str, str | None]] = []
         """(method, path, Authorization) of each request."""
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        super().__init__(("127.0.0.1", 0), _Handler)
 
     @property
     def other_url(self) -> str:

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from tests.stores.closing_server import ClosingServer
 
 FaultKind = Literal[
     "latency",  # the answer comes late
@@ -46,7 +48,6 @@ TEMPORARY: tuple[FaultKind, ...] = ("latency", "reset", "lost", "short", "thrott
 EVERY: tuple[FaultKind, ...] = (*TEMPORARY, "wrong", "stall", "forbidden", "gone", "changed")
 
 _LATENCY_SECONDS = 0.02
-_STORM_SECONDS = 0.5
 _HOP_HEADERS = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "content-length", "expect", "server", "date"}
 )
@@ -94,7 +95,7 @@ def no_fault(number: int, method: str, path: str) -> FaultKind | None:
     return None
 
 
-class FaultProxy(ThreadingHTTPServer):
+class FaultProxy(ClosingServer):
     """Forwards to a server.
 
     Args:
@@ -106,27 +107,20 @@ class FaultProxy(ThreadingHTTPServer):
     it has sent its request of that number: before the server sees it, or after the server has answered.
     """
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(self, target: str, choose: Chooser = no_fault, *, latency_seconds: float = 0.0) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         parts = urlsplit(target)
         self.target = (parts.hostname or "", parts.port or 80)
         self.choose = choose
         self.latency_seconds = latency_seconds
         self.stall_seconds = 30.0
+        self.storm_seconds = 0.5
         self.requests: list[Request] = []
         self._lock = threading.Lock()
         self._count = 0
         self._storm_until = 0.0
         self._kill: tuple[Callable[[], int], int, str] | None = None
         self._closed = threading.Event()
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        super().__init__(("127.0.0.1", 0), _Handler)
 
     def kill(self, pid: Callable[[], int], number: int, when: Literal["before", "after"]) -> None:
         """Kill a process at its request of that number, counted from now."""
@@ -141,13 +135,9 @@ class FaultProxy(ThreadingHTTPServer):
             self.requests.clear()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving, and end all waits."""
         self._closed.set()
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: connections that break are what this proxy is for."""
+        super().close()
 
     def begin(self, method: str, path: str) -> tuple[int, FaultKind | None]:
         with self._lock:
@@ -156,7 +146,7 @@ class FaultProxy(ThreadingHTTPServer):
             fault = self.choose(number, method, path)
             now = time.monotonic()
             if fault == "storm":
-                self._storm_until = now + _STORM_SECONDS
+                self._storm_until = now + self.storm_seconds
             elif now < self._storm_until:
                 fault = "storm"
         return number, fault

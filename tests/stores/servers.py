@@ -112,8 +112,7 @@ def small_server() -> Iterator[SmallS3]:
     """The small server."""
     server = SmallS3()
     yield server
-    server.shutdown()
-    server.server_close()
+    server.close()
 
 
 def make_bucket(server: str) -> Bucket:
@@ -126,23 +125,24 @@ def make_bucket(server: str) -> Bucket:
 @pytest.fixture(params=["moto", "small"])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """An empty bucket on each server in turn; this process's environment leads to it."""
-    if request.param == "moto":
-        server = request.getfixturevalue("moto_server")
-    else:
-        server = request.getfixturevalue("small_server").url
-    made = make_bucket(server)
-    for name, value in made.environment().items():
-        monkeypatch.setenv(name, value)
-    return made
+    if request.param == "small":
+        made: Bucket = request.getfixturevalue("small_bucket")
+        return made
+    return _enter(make_bucket(request.getfixturevalue("moto_server")), monkeypatch)
 
 
 @pytest.fixture
-def small_bucket(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """An empty bucket on the small server; this process's environment leads to it."""
-    made = make_bucket(small_server.url)
-    for name, value in made.environment().items():
+def small_bucket(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty bucket on the small server, forgotten afterwards; this process's environment leads to it."""
+    made = _enter(make_bucket(small_server.url), monkeypatch)
+    yield made
+    small_server.forget(made.name)
+
+
+def _enter(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    for name, value in bucket.environment().items():
         monkeypatch.setenv(name, value)
-    return made
+    return bucket
 
 
 @contextmanager

@@ -16,12 +16,12 @@ import zlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-_SMALLEST_PART_NBYTES = 5 << 20
+from tests.stores.closing_server import ClosingServer
 
 
 @dataclass
@@ -53,27 +53,34 @@ class RefusalError(Exception):
         self.status, self.code = status, code
 
 
-class SmallS3(ThreadingHTTPServer):
+class SmallS3(ClosingServer):
     """The server; ``objects`` and ``uploads`` are for tests to look at."""
 
-    daemon_threads = True
-    request_queue_size = 256
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        self.smallest_part_nbytes = 5 << 20
+        self.compares_sums = True
         self.objects: dict[tuple[str, str], StoredObject] = {}
         self.uploads: dict[str, Upload] = {}
         self.lock = threading.RLock()
         self.latency_seconds = 0.0
         self._numbers = itertools.count(1)
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        super().__init__(("127.0.0.1", 0), _Handler)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def read_all(self, bucket: str) -> dict[str, bytes]:
+        """Return the bytes of a bucket's objects by key."""
+        with self.lock:
+            return {key: one.body for (name, key), one in self.objects.items() if name == bucket}
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients that are killed close their connections."""
+    def list_uploads(self, bucket: str) -> list[Upload]:
+        """Return the uploads of a bucket with parts that are neither completed nor aborted."""
+        with self.lock:
+            return [one for one in self.uploads.values() if one.bucket == bucket and one.parts]
+
+    def forget(self, bucket: str) -> None:
+        """Drop all objects and uploads of a bucket."""
+        with self.lock:
+            self.objects = {place: one for place, one in self.objects.items() if place[0] != bucket}
+            self.uploads = {name: one for name, one in self.uploads.items() if one.bucket != bucket}
 
     def new_upload(self, upload: Upload) -> str:
         identifier = f"upload-{next(self._numbers)}"
@@ -106,6 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self._read_body()
         time.sleep(self.server.latency_seconds)
         try:
+            self._check_sums()
             with self.server.lock:
                 status, headers, body = answer()
         except RefusalError as refusal:
@@ -209,7 +217,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _put(self) -> tuple[int, dict[str, str], bytes]:
         if not self.key:
             return 200, {}, b""  # every bucket exists
-        self._check_sums()
         etag = f'"{hashlib.md5(self.body).hexdigest()}"'
         headers = {"ETag": etag, "x-amz-checksum-crc32": _crc32(self.body)}
         if "uploadId" in self.query:
@@ -220,6 +227,11 @@ class _Handler(BaseHTTPRequestHandler):
         return 200, headers, b""
 
     def _check_sums(self) -> None:
+        if not self.server.compares_sums:
+            return
+        sha256 = self.headers.get("x-amz-content-sha256", "")
+        if re.fullmatch("[0-9a-f]{64}", sha256) and sha256 != hashlib.sha256(self.body).hexdigest():
+            raise RefusalError(400, "XAmzContentSHA256Mismatch")
         md5, crc32 = self.headers.get("Content-MD5"), self.headers.get("x-amz-checksum-crc32")
         if md5 is not None and base64.b64decode(md5) != hashlib.md5(self.body).digest():
             raise RefusalError(400, "BadDigest")
@@ -281,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
             chosen.append((int(number[1]), part))
         if not chosen or [n for n, _ in chosen] != sorted({n for n, _ in chosen}):
             raise RefusalError(400, "InvalidPartOrder")
-        if any(len(part.body) < _SMALLEST_PART_NBYTES for _, part in chosen[:-1]):
+        if any(len(part.body) < self.server.smallest_part_nbytes for _, part in chosen[:-1]):
             raise RefusalError(400, "EntityTooSmall")
         self._check_conditions()
         joined = hashlib.md5(b"".join(bytes.fromhex(part.etag.strip('"')) for _, part in chosen)).hexdigest()

@@ -10,6 +10,14 @@ from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.settings import StoreSettings
 
 
+@pytest.fixture(params=["a key", "a session token"])
+def client(request, monkeypatch):
+    """Both clients of S3: obstore, and our own for temporary credentials."""
+    if request.param == "a session token":
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+
+
+@pytest.mark.usefixtures("client")
 def test_objects_are_listed_read_and_written(bucket):
     url = bucket.put("run/a.bin", bytes(range(256)))
     bucket.put("run/deep/b.bin", b"1")
@@ -21,11 +29,17 @@ def test_objects_are_listed_read_and_written(bucket):
     assert traffic().since(before).requests == 1 and traffic().since(before).read_nbytes == 5
     assert store.list_folder("run") == Folder({"a.bin": status}, frozenset({"deep"}))
     assert store.list_folder("nowhere") == Folder()
-    store.put("run/c", b"new", if_absent=True)
+    version = store.put("run/c", b"new", if_absent=True)
     with pytest.raises(OutputExistsError):
         store.put("run/c", b"newer", if_absent=True)
+    store.put("run/c", b"newer", if_version=version)
+    with pytest.raises(ContradictionError):
+        store.put("run/c", b"newest", if_version=version)
+    store.put("empty", b"")
+    assert store.head("empty").nbytes == 0
 
 
+@pytest.mark.usefixtures("client")
 @pytest.mark.parametrize("bucket", ["moto"], indirect=True)  # the small server has one bucket, and no bulk delete
 def test_objects_are_deleted_and_absent_ones_are_incomplete(bucket):
     store, key = open_store(bucket.put("run/c", b"new"))
@@ -38,6 +52,7 @@ def test_objects_are_deleted_and_absent_ones_are_incomplete(bucket):
         open_store("s3://no-such-bucket/a")[0].list_folder("a")
 
 
+@pytest.mark.usefixtures("client")
 def test_an_object_that_changed_is_refused(bucket):
     store, key = open_store(bucket.put("a", b"0123456789"))
     status = store.head(key)

@@ -61,8 +61,9 @@ def test_a_file_behind_http(
     monkeypatch.delenv("XRANK_ALLOW_HTTP")
     with pytest.raises(UsageError, match="plain http"):
         xrank.gather_checkpoint(url, tmp_path / "out")
-    monkeypatch.setenv("XRANK_ALLOW_HTTP", "1")
-    xrank.gather_checkpoint(url, tmp_path / "out")
+    command = ["gather", url, "--out", str(tmp_path / "out")]
+    assert "--allow-http" in CliRunner().invoke(cli, command).output
+    assert CliRunner().invoke(cli, [*command, "--allow-http"]).exit_code == 0
     assert read_model(tmp_path / "out") == EXPECTED
     with pytest.raises(IncompleteError):
         xrank.gather_checkpoint(url.replace("model.s", "absent.s"), tmp_path / "absent")

@@ -13,23 +13,19 @@ import torch
 from safetensors.torch import save_file
 
 from tests.stores.fault_proxy import EVERY, TEMPORARY, choose_by_seed
+from tests.stores.histories import SPEED, TIMEOUT_SECONDS, make_seeds, set_up, speed_up
 from tests.stores.servers import KEY_ID, SECRET, Bucket, open_proxy
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, XrankError
 from xrank.plan import object_source
-from xrank.stores import obstore_backend
 from xrank.testing.reader_contract import read_model, whole
 
-DEADLINE_SECONDS = 3.0
-_SEEDS_A_JOB = 10
+_SEEDS_A_JOB = 25
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the seeds, ten to a job: 20 in `make test`, 1,000 in `make soak`."""
-    if "first_seed" in metafunc.fixturenames:
-        count = 1000 if metafunc.config.getoption("soak") else 20
-        metafunc.parametrize("first_seed", range(0, count, _SEEDS_A_JOB))
+    make_seeds(metafunc, count=50, soak=1000, a_job=_SEEDS_A_JOB)
 
 
 def _model(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -47,8 +43,7 @@ def _write_checked(folder: Path, model: dict[str, torch.Tensor]) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XRANK_STORE_TIMEOUT", str(DEADLINE_SECONDS))
-    monkeypatch.setattr(obstore_backend, "_REQUEST_SECONDS", 1.0)
+    speed_up(monkeypatch)
     # Small blocks, so that a small model takes many requests.
     monkeypatch.setattr(object_source, "_BLOCK_NBYTES", 64 << 10)
 
@@ -65,7 +60,7 @@ def test_seeded_histories(
     expected = {name: whole(tensor) for name, tensor in model.items()}
     ends = {"right": 0, "refused": 0}
     with open_proxy(small_bucket.server) as proxy:
-        proxy.stall_seconds = 2.0
+        set_up(proxy)
         _through(proxy.url, monkeypatch)
         for seed in range(first_seed, first_seed + _SEEDS_A_JOB):
             kinds = TEMPORARY if seed % 2 else EVERY
@@ -81,7 +76,7 @@ def test_seeded_histories(
                 assert error.file is not None and error.file.startswith("s3://"), f"seed {seed}: {error}"
                 assert SECRET not in f"{error.to_dict()}{error.__notes__}" and KEY_ID not in str(error.to_dict())
             # Planning and copying each meet the deadline once at most, for the requests that are under way together.
-            assert time.monotonic() - started < 10 * DEADLINE_SECONDS, f"seed {seed}: slow"
+            assert time.monotonic() - started < 10 * TIMEOUT_SECONDS / SPEED + 30, f"seed {seed}: slow"
     assert ends["right"], ends
 
 

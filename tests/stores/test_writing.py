@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from dataclasses import replace
@@ -15,8 +16,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.torch import load
 
 import xrank
-from tests.stores.fault_proxy import EVERY, choose_by_seed
+from tests.stores.fault_proxy import choose_by_seed
 from tests.stores.servers import KEY_ID, SECRET, Bucket, open_proxy
+from tests.stores.small_s3 import SmallS3
 from tests.stores.written import FILE_NBYTES, leave_states, read_folder, read_model, start
 from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.writers import store_journal
@@ -171,7 +173,7 @@ def test_stops_after_another_took_over(states: Path, small_bucket: Bucket, monke
 
     with pytest.raises(OutputExistsError, match="took over"):
         gather(states, f"{small_bucket.url}/one", progress=take_over)
-    assert read_model(small_bucket, "one") is None
+    assert read_model(small_bucket.read_all(), "one") is None
 
 
 def test_another_plan_starts_over(states: Path, small_bucket: Bucket) -> None:
@@ -194,48 +196,41 @@ def test_cleans_what_a_stopped_gather_left(states: Path, small_bucket: Bucket) -
     assert (small_bucket.list_uploads(), small_bucket.read_all()) == ([], {})
 
 
-def test_no_secret_is_written(states: Path, small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("token", [None, "marked-session-token-51c4"])
+def test_no_secret_is_written(
+    states: Path,
+    small_bucket: Bucket,
+    small_server: SmallS3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    token: str | None,
+) -> None:
+    """Neither in a report, an error, an object nor a log; with a token, botocore finds the credentials in a file."""
     monkeypatch.setenv("XRANK_STORE_TIMEOUT", "3")
+    if token is not None:
+        (tmp_path / "credentials").write_text(
+            f"[default]\naws_access_key_id={KEY_ID}\naws_secret_access_key={SECRET}\naws_session_token={token}\n"
+        )
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    caplog.set_level(logging.DEBUG)
     seen = []
-    for seed in (1,):
-        with open_proxy(small_bucket.server, choose_by_seed(seed, 0.1)) as proxy:
+    for rate in (0.0, 0.1):
+        with open_proxy(small_bucket.server, choose_by_seed(1, rate)) as proxy:
             proxy.stall_seconds = 1
             monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
             try:
-                seen.append(str(gather(states, f"{small_bucket.url}/{seed}").to_dict()))
+                seen.append(str(gather(states, f"{small_bucket.url}/{rate}").to_dict()))
             except XrankError as error:
                 seen.append(repr(error.__dict__) + str(error))
-    text = "".join(seen) + "".join(map(repr, small_bucket.read_all().items()))
-    assert SECRET not in text
-    assert KEY_ID not in text
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "history" in metafunc.fixturenames:
-        metafunc.parametrize("history", range(1000 if metafunc.config.getoption("soak") else 2))
-
-
-def test_fault_history(
-    states: Path,
-    expected: dict[str, bytes],
-    small_bucket: Bucket,
-    monkeypatch: pytest.MonkeyPatch,
-    history: int,
-) -> None:
-    """Whatever fails, a gather that returns has written the right model, and one that raises nothing visible."""
-    monkeypatch.setenv("XRANK_STORE_TIMEOUT", "4")
-    rate = (0.02, 0.05, 0.1, 0.3)[history % 4]
-    with open_proxy(small_bucket.server, choose_by_seed(history, rate, EVERY)) as proxy:
-        proxy.stall_seconds = 2
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        try:
-            gather(states, f"{small_bucket.url}/one")
-            is_made = True
-        except XrankError as error:
-            is_made = False
-            assert f"{small_bucket.url}/" in f"{error.file} {error}"
-        there = read_model(small_bucket, "one")
-        assert there == expected if is_made else there in (None, expected)
-        proxy.restart()
-        gather(states, f"{small_bucket.url}/one")
-    assert small_bucket.read_all("one/") == placed("one", expected)
+    assert any(record.levelno == logging.DEBUG for record in caplog.records)
+    assert (token is None) == ("botocore" not in {record.name.partition(".")[0] for record in caplog.records})
+    printed = capfd.readouterr()
+    text = "".join(seen) + "".join(map(repr, small_server.read_all(small_bucket.name).items()))
+    text += caplog.text + "".join(str(record.__dict__) for record in caplog.records) + printed.out + printed.err
+    for secret in (SECRET, KEY_ID, *([token] if token else ())):
+        assert secret not in text

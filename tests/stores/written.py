@@ -55,12 +55,12 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def read_model(bucket: Bucket, prefix: str) -> dict[str, bytes] | None:
+def read_model(objects: dict[str, bytes], prefix: str) -> dict[str, bytes] | None:
     """Return the files that a reader finds who follows the index; None where there is no index.
 
     A file that the index names and that is not there is a KeyError.
     """
-    there = {key.removeprefix(f"{prefix}/"): data for key, data in bucket.read_all(f"{prefix}/").items()}
+    there = {key.removeprefix(f"{prefix}/"): data for key, data in objects.items() if key.startswith(f"{prefix}/")}
     index = there.get("model.safetensors.index.json")
     if index is None:
         return None

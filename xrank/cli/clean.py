@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, reporting
 from xrank.cli.help import Command
 from xrank.cli.paths import PATH
@@ -16,6 +17,7 @@ __all__ = ["clean_command"]
     "clean", cls=Command, short_help="Remove the remains of dead gathers.", examples=["clean outputs --dry-run"]
 )
 @click.argument("paths", nargs=-1, metavar="[PATH]...", type=PATH)
+@options.allow_http
 @click.option("--dry-run", is_flag=True, help="List the remains without removing them.")
 @reporting
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:

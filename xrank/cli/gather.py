@@ -80,6 +80,7 @@ __all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
     "--strict-pickles", is_flag=True, help="Refuse pickles that name code of no known framework, also in unread parts."
 )
 @click.option("--report", "page", type=PATH, metavar="FILE", help="Write a page with source, proof, notes and rates.")
+@options.allow_http
 @options.dry_run
 @sharing
 @reporting

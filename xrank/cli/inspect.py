@@ -36,6 +36,7 @@ _MAX_FACTS = 4
 @options.format_name("format_name")
 @options.part("PATH")
 @options.world_size("PATH")
+@options.allow_http
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
 @reporting

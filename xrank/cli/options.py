@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xrank import environment
 from xrank.cli.paths import PATH
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adapter_config",
+    "allow_http",
     "base_model",
     "completing",
     "dry_run",
@@ -109,6 +111,18 @@ def adapter_config(text: str) -> _Option:
     return click.option("--adapter-config", type=PATH, metavar="FILE", help=text)
 
 
+def _permit_http(context: click.Context, parameter: click.Parameter, is_allowed: bool) -> None:
+    if is_allowed and not context.resilient_parsing:
+        environment.permit_http()
+
+
+allow_http = click.option(
+    "--allow-http",
+    is_flag=True,
+    expose_value=False,
+    callback=_permit_http,
+    help="Let requests to stores go over plain http, which others can read and change.",
+)
 dry_run = click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
 
 max_memory = click.option(
@@ -144,6 +158,4 @@ def _own_formats() -> list[str]:
 
 
 def _cached_models() -> list[str]:
-    from xrank.environment import environ, list_cached_models
-
-    return list_cached_models(environ())
+    return environment.list_cached_models(environment.environ())

@@ -37,6 +37,7 @@ __all__ = ["reshard_command"]
 @options.max_memory
 @options.workers
 @click.option("--overwrite", is_flag=True, help="Replace an output of xrank; old or new is visible, never a mixture.")
+@options.allow_http
 @options.dry_run
 @sharing
 @reporting

@@ -40,6 +40,7 @@ __all__ = ["verify_command"]
 @click.option("--public-key", type=PATH, metavar="KEY", help="Public key (PEM) of the signature.")
 @options.max_memory
 @options.workers
+@options.allow_http
 @sharing
 @reporting
 def verify_command(

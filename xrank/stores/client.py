@@ -16,7 +16,7 @@ from xrank.stores.faults import FaultError, FaultKind, make_error
 from xrank.stores.settings import StoreSettings
 from xrank.stores.url import split_url
 
-__all__ = ["Store", "Traffic", "open_store", "traffic"]
+__all__ = ["Clock", "Store", "Traffic", "open_store", "traffic"]
 
 _FIRST_PAUSE_SECONDS = {FaultKind.PASSING: 0.1, FaultKind.THROTTLED: 0.5}
 _LONGEST_PAUSE_SECONDS = 20.0
@@ -41,6 +41,18 @@ class Traffic:
         return Traffic(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
+class Clock:
+    """The time of pauses and deadlines."""
+
+    def now(self) -> float:
+        """Return seconds since any moment."""
+        return time.monotonic()
+
+    def wait(self, seconds: float, stop: threading.Event) -> None:
+        """Wait, or until the event is set."""
+        stop.wait(seconds)
+
+
 class _Counter:
     def __init__(self) -> None:
         self.total = Traffic()
@@ -55,6 +67,7 @@ class _Counter:
 
 
 _counter = _Counter()
+_clock = Clock()
 _stores: dict[tuple[object, ...], Store] = {}
 _opening = threading.Lock()
 
@@ -76,10 +89,11 @@ class Store:
         XrankError: the requests failed until the deadline.
     """
 
-    def __init__(self, root: str, backend: Backend, settings: StoreSettings) -> None:
+    def __init__(self, root: str, backend: Backend, settings: StoreSettings, clock: Clock | None = None) -> None:
         self.root = root
         self.settings = settings
         self._backend = backend
+        self._clock = clock or _clock
         self._slots = threading.BoundedSemaphore(settings.connections)
 
     def head(self, key: str) -> ObjectStatus:
@@ -173,7 +187,7 @@ class Store:
     def _request(
         self, key: str, what: str, send: Callable[[], _Result], stop: threading.Event | None = None
     ) -> _Result:
-        started, tries = time.monotonic(), 0
+        started, tries = self._clock.now(), 0
         stop = stop or threading.Event()
         while True:
             tries += 1
@@ -182,11 +196,11 @@ class Store:
                 with self._slots:
                     return send()
             except FaultError as fault:
-                spent = time.monotonic() - started
+                spent = self._clock.now() - started
                 pause = _pause(fault.kind, tries)
                 if pause is None or spent + pause > self.settings.timeout_seconds or stop.is_set():
                     raise make_error(fault, self.url(key), what, tries=tries, seconds=spent) from None
-            stop.wait(pause)
+            self._clock.wait(pause, stop)
 
 
 def _pause(kind: FaultKind, tries: int) -> float | None:
@@ -223,6 +237,12 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "HF_", "XRANK_")
 
 
 def _open_backend(scheme: str, root: str, settings: StoreSettings) -> Backend:
+    variables = environ()
+    if scheme == "s3" and (variables.get("AWS_SESSION_TOKEN") or variables.get("AWS_TOKEN")):
+        from xrank.stores.s3_backend import S3Backend
+        from xrank.stores.s3_connection import S3Connection
+
+        return S3Backend(S3Connection(root.partition("://")[2], settings, variables, root))
     if scheme in ("s3", "gs", "az", "abfs", "http", "https"):
         from xrank.stores.obstore_backend import open_obstore
 

@@ -13,7 +13,17 @@ from xrank.errors import (
 )
 from xrank.faces import AGAIN
 
-__all__ = ["FaultError", "FaultKind", "make_error"]
+__all__ = ["PASSING_CODES", "THROTTLED_CODES", "FaultError", "FaultKind", "make_error"]
+
+# Amazon S3 API Reference, "Error responses".
+THROTTLED_CODES = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "ThrottlingException"})
+PASSING_CODES = frozenset(
+    {
+        *("BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"),
+        *("RequestTimeout", "InternalError", "OperationAborted"),
+    }
+)
+"""Codes whose request may succeed the next time: a damaged body is sent again whole."""
 
 
 class FaultKind(enum.Enum):

@@ -11,7 +11,7 @@ from typing import Any
 from xrank.errors import UsageError
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.settings import StoreSettings
+from xrank.stores.settings import StoreSettings, make_http_error
 
 __all__ = ["FsspecBackend", "open_fsspec"]
 
@@ -76,13 +76,15 @@ def open_fsspec(scheme: str, root: str, settings: StoreSettings) -> FsspecBacken
     """
     if scheme == "hf":
         try:
-            from huggingface_hub import HfFileSystem
+            from huggingface_hub import HfFileSystem, constants
         except ImportError:
             raise UsageError(
                 f"reading {root} needs huggingface_hub, which is not installed",
                 got="xrank without huggingface_hub",
                 next_step="run pip install huggingface_hub",
             ) from None
+        if constants.ENDPOINT.lower().startswith("http:") and not settings.allow_http:
+            raise make_http_error(root)
         return FsspecBackend(HfFileSystem(skip_instance_cache=True), root)
     try:
         import fsspec

@@ -14,8 +14,8 @@ from xrank.environment import environ
 from xrank.errors import UsageError
 from xrank.extras import require_obstore
 from xrank.stores.backend import Folder, ObjectStatus
-from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.settings import StoreSettings
+from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
+from xrank.stores.settings import StoreSettings, make_http_error
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -25,7 +25,6 @@ __all__ = ["ObstoreBackend", "open_obstore"]
 _STATUS = re.compile(r"status code: (\d{3})([A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _THROTTLED = {"429", "503"}
-_THROTTLED_CODES = {"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "ThrottlingException"}
 _REQUEST_SECONDS = 60.0
 
 
@@ -87,7 +86,7 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
 
     scheme, _, place = root.partition("://")
     if scheme == "http" and not settings.allow_http:
-        raise _http_error(root)
+        raise make_http_error(root)
     client: dict[str, Any] = {
         "timeout": f"{min(_REQUEST_SECONDS, settings.timeout_seconds)}s",
         "allow_http": scheme == "http" or _may_use_http(scheme, root, settings),
@@ -130,17 +129,8 @@ def _may_use_http(scheme: str, root: str, settings: StoreSettings) -> bool:
     # object_store's own name of the permission.
     allowed = settings.allow_http or (scheme == "s3" and environ().get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"))
     if endpoint.lower().startswith("http:") and not allowed:
-        raise _http_error(root)
+        raise make_http_error(root)
     return allowed
-
-
-def _http_error(root: str) -> UsageError:
-    return UsageError(
-        f"{root} would be reached over plain http, where others can read and change the bytes and the credentials",
-        file=root,
-        want="https",
-        next_step="give an endpoint with https, or set XRANK_ALLOW_HTTP=1 if the network is yours",
-    )
 
 
 def _status(meta: Any) -> ObjectStatus:
@@ -180,9 +170,9 @@ def _fault(error: Exception) -> FaultError:
         return FaultError(FaultKind.CHANGED, shown or "412 Precondition Failed")
     if name == "AlreadyExistsError" or number == "409":
         return FaultError(FaultKind.EXISTS, shown or "409 Conflict")
-    if number in _THROTTLED or (code and code[1] in _THROTTLED_CODES):
+    if number in _THROTTLED or (code and code[1] in THROTTLED_CODES):
         return FaultError(FaultKind.THROTTLED, shown)
-    if number.startswith("5") or number == "408":
+    if number.startswith("5") or number == "408" or (code and code[1] in PASSING_CODES):
         return FaultError(FaultKind.PASSING, shown)
     if number == "416":
         return FaultError(FaultKind.CHANGED, f"{shown}: it is shorter now")

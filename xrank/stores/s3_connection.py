@@ -5,6 +5,7 @@ Redirects are not followed, so that no other host gets the credentials.
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import re
 import ssl
@@ -14,18 +15,14 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from xrank import system
-from xrank.errors import UsageError
-from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.settings import StoreSettings
+from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
+from xrank.stores.settings import StoreSettings, make_http_error
 from xrank.stores.signature import encode_path, encode_query, find_credentials, sign_request
 
 __all__ = ["Answer", "S3Connection"]
 
 _REQUEST_SECONDS = 60.0
 _CODE = re.compile(rb"<Code>(\w{1,60})</Code>")
-_THROTTLED_CODES = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "ThrottlingException"})
-_PASSING_CODES = frozenset({"BadDigest", "RequestTimeout", "InternalError", "OperationAborted", "IncompleteBody"})
-"""Codes whose request may succeed the next time: a damaged body is sent again whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +66,7 @@ class S3Connection:
         is_plain = parts.scheme == "http"
         allowed = settings.allow_http or variables.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
         if is_plain and not allowed:
-            raise UsageError(
-                f"{url} would be reached over plain http, where others can read and change the bytes",
-                file=url,
-                want="https",
-                next_step="give an endpoint with https, or set XRANK_ALLOW_HTTP=1 if the network is yours",
-            )
+            raise make_http_error(url)
         self._host = f"{bucket}.{parts.netloc}" if in_host else parts.netloc
         self._path = parts.path.rstrip("/") + ("/" if in_host else f"/{bucket}/")
         self._timeout_seconds = min(_REQUEST_SECONDS, settings.timeout_seconds)
@@ -103,7 +95,11 @@ class S3Connection:
             FaultError: the request failed.
         """
         path, text = encode_path(self._path + key), encode_query(query or {})
-        signed = sign_request(method, self._host, path, text, headers or {}, self._credentials(), region=self._region)
+        # A list of parts that arrives damaged makes an object of other parts; parts have a checksum in their headers.
+        hashed = {"payload_sha256": hashlib.sha256(body).hexdigest()} if method == "POST" else {}
+        signed = sign_request(
+            method, self._host, path, text, headers or {}, self._credentials(), region=self._region, **hashed
+        )
         signed["Content-Length"] = str(len(body))
         connection = self._connect()
         try:
@@ -138,9 +134,9 @@ class S3Connection:
 def make_fault(status: int, reason: str, code: str) -> FaultError:
     """Return the fault of an answer that S3 has refused a request with."""
     shown = " ".join(filter(None, (str(status), reason, code)))
-    if code in _THROTTLED_CODES or status in (429, 503):
+    if code in THROTTLED_CODES or status in (429, 503):
         return FaultError(FaultKind.THROTTLED, shown)
-    if code in _PASSING_CODES or status >= 500 or status in (200, 408):
+    if code in PASSING_CODES or status >= 500 or status in (200, 408):
         return FaultError(FaultKind.PASSING, shown)
     kinds = {404: FaultKind.MISSING, 401: FaultKind.DENIED, 403: FaultKind.DENIED, 412: FaultKind.CHANGED}
     # Two requests with conditions at one time: S3 answers one of them so, and asks for it again.

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
-from html import unescape
 from typing import TypeVar
 from xml.sax.saxutils import escape
 
@@ -24,6 +22,7 @@ from xrank.environment import environ
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.s3_connection import Answer, S3Connection
+from xrank.stores.s3_xml import find_text, list_texts, need_field, need_text
 
 __all__ = ["MARK", "Part", "S3Uploads", "UploadedObject", "part_nbytes_for"]
 
@@ -95,7 +94,7 @@ class S3Uploads:
 
         def send() -> str:
             answer = self._connection.send("POST", key, {"uploads": ""}, headers)
-            return _field(answer, "UploadId")
+            return need_field(answer, "UploadId")
 
         return self._repeat(key, "written", send)
 
@@ -125,14 +124,18 @@ class S3Uploads:
                     if fault.kind is FaultKind.MISSING:
                         return None
                     raise
-                for text in _texts(answer, "Part"):
-                    crc32 = _find(text, "ChecksumCRC32")
+                for text in list_texts(answer, "Part"):
+                    crc32 = find_text(text, "ChecksumCRC32")
                     known = None if crc32 is None else int.from_bytes(base64.b64decode(crc32), "big")
-                    found[int(_need(text, "PartNumber"))] = (int(_need(text, "Size")), _need(text, "ETag"), known)
+                    found[int(need_text(text, "PartNumber"))] = (
+                        int(need_text(text, "Size")),
+                        need_text(text, "ETag"),
+                        known,
+                    )
                 text = answer.body.decode(errors="replace")
-                if _find(text, "IsTruncated") != "true":
+                if find_text(text, "IsTruncated") != "true":
                     return found
-                query["part-number-marker"] = _need(text, "NextPartNumberMarker")
+                query["part-number-marker"] = need_text(text, "NextPartNumberMarker")
 
         return self._repeat(key, "looked at", send)
 
@@ -154,9 +157,10 @@ class S3Uploads:
         headers = {} if replaces else {"If-None-Match": "*"}
 
         def send() -> None:
-            _field(self._connection.send("POST", key, {"uploadId": upload_id}, headers, body), "ETag")
+            need_field(self._connection.send("POST", key, {"uploadId": upload_id}, headers, body), "ETag")
 
-        self._publish(key, send, mark, nbytes)
+        if self._publish(key, send, mark, nbytes):
+            self.abort(key, upload_id)
 
     def put_new(self, key: str, data: bytes | memoryview, mark: str, *, replaces: bool = False) -> None:
         """Write a small object, where none is there yet; return when the store has confirmed its bytes.
@@ -213,23 +217,24 @@ class S3Uploads:
         while True:
             answer = self._repeat(prefix, "listed", lambda: self._connection.send("GET", "", query))
             now = parsedate_to_datetime(answer.headers["date"])  # the store's clock, not this host's
-            for text in _texts(answer, "Upload"):
-                begun = datetime.fromisoformat(_need(text, "Initiated"))
-                yield _need(text, "Key"), _need(text, "UploadId"), (now - begun).total_seconds()
+            for text in list_texts(answer, "Upload"):
+                begun = datetime.fromisoformat(need_text(text, "Initiated"))
+                yield need_text(text, "Key"), need_text(text, "UploadId"), (now - begun).total_seconds()
             text = answer.body.decode(errors="replace")
-            if _find(text, "IsTruncated") != "true":
+            if find_text(text, "IsTruncated") != "true":
                 return
             query["key-marker"], query["upload-id-marker"] = (
-                _need(text, "NextKeyMarker"),
-                _need(text, "NextUploadIdMarker"),
+                need_text(text, "NextKeyMarker"),
+                need_text(text, "NextUploadIdMarker"),
             )
 
-    def _publish(self, key: str, send: Callable[[], None], mark: str, nbytes: int, sent_nbytes: int = 0) -> None:
-        """Send a request that makes an object; one of this stage's, whose answer was lost, is no other's."""
+    def _publish(self, key: str, send: Callable[[], None], mark: str, nbytes: int, sent_nbytes: int = 0) -> bool:
+        """Send a request that makes an object; return whether this stage had made it, as where an answer was lost."""
 
-        def settle() -> None:
+        def settle() -> bool:
             try:
                 send()
+                return False
             except FaultError as fault:
                 if fault.kind not in (FaultKind.CHANGED, FaultKind.MISSING):
                     raise
@@ -238,8 +243,9 @@ class S3Uploads:
                     raise
                 if (there.mark, there.nbytes) != (mark, nbytes):
                     raise FaultError(FaultKind.EXISTS, "an object that this gather has not written") from None
+                return True
 
-        self._repeat(key, "written", settle, sent_nbytes)
+        return self._repeat(key, "written", settle, sent_nbytes)
 
     def _repeat(self, key: str, what: str, send: Callable[[], _Result], sent_nbytes: int = 0) -> _Result:
         return self._store.repeat(key, what, send, written_nbytes=sent_nbytes)
@@ -258,28 +264,3 @@ def _check_confirmed(answer: Answer, data: bytes | memoryview, crc32: int, etag:
 
 def _crc32_text(crc32: int) -> str:
     return base64.b64encode(crc32.to_bytes(4, "big")).decode()
-
-
-def _find(text: str, name: str) -> str | None:
-    found = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
-    return None if found is None else unescape(found[1])
-
-
-def _need(text: str, name: str) -> str:
-    found = _find(text, name)
-    if not found:
-        raise FaultError(FaultKind.PASSING, f"an answer without {name}")
-    return found
-
-
-def _field(answer: Answer, name: str) -> str:
-    return _need(answer.body.decode(errors="replace"), name)
-
-
-def _texts(answer: Answer, name: str) -> list[str]:
-    """Return the content of all elements of a name; an answer that is cut off is a fault."""
-    text = answer.body.decode(errors="replace").strip()
-    root = re.match(r"(?:<\?xml[^>]*>)?\s*<(\w+)", text)
-    if root is None or not text.endswith(f"</{root[1]}>"):
-        raise FaultError(FaultKind.PASSING, "an answer that is not whole")
-    return re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)

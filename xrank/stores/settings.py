@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xrank.environment import setting
 from xrank.errors import UsageError
 
-__all__ = ["StoreSettings"]
+__all__ = ["StoreSettings", "make_http_error"]
 
 CONNECTIONS = 16
 """Requests under way at once, at most: at 20 ms latency and 1 MiB each, they move 800 MB/s."""
@@ -39,6 +39,17 @@ class StoreSettings:
             _number(environ, "XRANK_STORE_TIMEOUT", float, TIMEOUT_SECONDS),
             (setting(environ, "XRANK_ALLOW_HTTP") or "").lower() in ("1", "true", "yes"),
         )
+
+
+def make_http_error(url: str) -> UsageError:
+    """Return the error for a store whose endpoint is plain http without permission."""
+    return UsageError(
+        f"{url} would be reached over plain http, where others can read and change the bytes and the credentials",
+        file=url,
+        want="https",
+        next_step="give an endpoint with https; or, if the network is yours, set XRANK_ALLOW_HTTP=1, or give the "
+        "command --allow-http",
+    )
 
 
 def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:

@@ -1,7 +1,7 @@
 """Signatures of requests to S3, version 4, and the credentials that make them.
 
 Source: Amazon S3 API Reference, "Authenticating Requests: Using the Authorization Header (AWS Signature Version 4)".
-The payload is left unsigned, as the reference allows: every body carries a checksum of its own.
+The payload of objects is left unsigned, as the reference allows: they carry a checksum of their own.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def sign_request(
     credentials: Credentials,
     *,
     region: str,
+    payload_sha256: str = _UNSIGNED,
     now_seconds: float | None = None,
 ) -> dict[str, str]:
     """Return the headers of a request with its signature.
@@ -93,16 +94,17 @@ def sign_request(
         headers: the headers to sign; all of ``x-amz-*`` must be among them.
         credentials: the key.
         region: such as ``us-east-1``.
+        payload_sha256: SHA-256 of the body in hex, which the store compares; not given: the body is not signed.
         now_seconds: time since the epoch; None: now.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_seconds))
-    full = {**headers, "Host": host, "x-amz-content-sha256": _UNSIGNED, "x-amz-date": stamp}
+    full = {**headers, "Host": host, "x-amz-content-sha256": payload_sha256, "x-amz-date": stamp}
     if credentials.token:
         full["x-amz-security-token"] = credentials.token
     lowered = {name.lower(): " ".join(text.split()) for name, text in full.items()}
     names = ";".join(sorted(lowered))
     lines = "".join(f"{name}:{lowered[name]}\n" for name in sorted(lowered))
-    canonical = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{_UNSIGNED}"
+    canonical = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{payload_sha256}"
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
     key = f"AWS4{credentials.secret}".encode()

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import xxhash
 
 from xrank.errors import CorruptError, OutputExistsError, XrankError
-from xrank.faces import option
+from xrank.faces import AGAIN, option
 from xrank.stores.s3_uploads import Part, S3Uploads, part_nbytes_for
 from xrank.writers.disk import open_companion
 from xrank.writers.journal import JournalLine
@@ -128,11 +128,12 @@ class StoreStage:
         for name in [*names, MANIFEST_NAME]:
             if name in self._records or name in self._small:
                 self._publish(name, stage)
+        self._check_objects([*names, MANIFEST_NAME])
         # The last moment: a gather that has been taken over must not end another's.
         self._journal.check_owned()
         self._publish(last, stage)
         self._is_committed = True
-        self._read_back()
+        self._check_objects([last])
         try:
             self._journal.remove()
         except XrankError as error:
@@ -145,14 +146,15 @@ class StoreStage:
             self._journal.release()
 
     def _publish(self, name: str, stage: str) -> None:
-        key, record = self._place.file_key(name), self._records.get(name)
+        key = self._place.file_key(name)
         try:
-            if record is None:
-                self._uploads.put_new(key, self._small[name], stage)
-            else:
-                self._uploads.complete(key, record.upload_id, record.parts, stage)
+            self._make_object(name, stage)
         except OutputExistsError as error:
-            if record is None and self._replace_own(key, self._small[name], stage):
+            there = self._uploads.head(key)
+            if there is not None and there.mark == stage:
+                # A killed commit of this stage has written it with other content.
+                self._place.store.delete(key)
+                self._make_object(name, stage)
                 return
             url = self._place.file_url(name)
             raise OutputExistsError(
@@ -161,14 +163,12 @@ class StoreStage:
                 next_step=f"choose another {option('out')}, and let nothing else write there",
             ) from error
 
-    def _replace_own(self, key: str, content: bytes, stage: str) -> bool:
-        """Replace a small file that a killed commit of this stage has written; False if it is another's."""
-        there = self._uploads.head(key)
-        if there is None or there.mark != stage:
-            return False
-        self._place.store.delete(key)
-        self._uploads.put_new(key, content, stage)
-        return True
+    def _make_object(self, name: str, stage: str) -> None:
+        key, record = self._place.file_key(name), self._records.get(name)
+        if record is None:
+            self._uploads.put_new(key, self._small[name], stage)
+        else:
+            self._uploads.complete(key, record.upload_id, record.parts, stage)
 
     def _last_name(self) -> str:
         """Return the name of the file that readers begin with."""
@@ -196,11 +196,12 @@ class StoreStage:
                 self._records[name] = record
                 self._finished[name] = JournalLine(name, record.nbytes, record.digest)
 
-    def _read_back(self) -> None:
-        """Compare each object's size and writer after the commit."""
+    def _check_objects(self, names: Sequence[str]) -> None:
+        """Compare size and writer of objects that the commit has made."""
         expected = {name: record.nbytes for name, record in self._records.items()}
         expected |= {name: len(content) for name, content in self._small.items()}
-        for name, nbytes in expected.items():
+        for name in names:
+            nbytes = expected[name]
             there = self._uploads.head(self._place.file_key(name))
             if there is None or (there.nbytes, there.mark) != (nbytes, self._journal.content.stage):
                 url = self._place.file_url(name)
@@ -209,7 +210,7 @@ class StoreStage:
                     file=url,
                     got="none" if there is None else f"{there.nbytes:,} bytes",
                     want=f"{nbytes:,} bytes",
-                    next_step=f"look who else writes there, and gather again with another {option('out')}",
+                    next_step=f"look who else writes there; then {AGAIN}",
                 )
 
 

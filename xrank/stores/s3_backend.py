@@ -1,0 +1,81 @@
+"""One S3 bucket through `s3_connection`, which follows no redirect.
+
+For temporary credentials: object_store 0.14 sends their session token along to the host that a redirect names.
+"""
+
+from __future__ import annotations
+
+import base64
+
+from isal import isal_zlib
+
+from xrank.stores.backend import Folder, ObjectStatus
+from xrank.stores.faults import FaultError, FaultKind
+from xrank.stores.s3_connection import Answer, S3Connection
+from xrank.stores.s3_xml import find_text, list_texts, need_text
+
+__all__ = ["S3Backend"]
+
+
+class S3Backend:
+    """One bucket; see `Backend`.
+
+    Args:
+        connection: sends the requests.
+    """
+
+    def __init__(self, connection: S3Connection) -> None:
+        self._connection = connection
+
+    def head(self, key: str) -> ObjectStatus:
+        """Return the status of an object."""
+        answer = self._connection.send("HEAD", key)
+        return _status(answer, answer.headers.get("content-length", ""))
+
+    def read(self, key: str, start: int, end: int, status: ObjectStatus | None) -> tuple[memoryview, ObjectStatus]:
+        """Return bytes [start, end) of an object, and its status with this answer."""
+        headers = {"Range": f"bytes={start}-{end - 1}"}
+        if status is not None and status.is_etag and status.version:
+            headers["If-Match"] = status.version
+        answer = self._connection.send("GET", key, headers=headers)
+        nbytes = answer.headers.get("content-range", "").rpartition("/")[2]
+        return memoryview(answer.body), _status(answer, nbytes)
+
+    def list_folder(self, key: str) -> Folder:
+        """Return what lies directly below a key."""
+        objects: dict[str, ObjectStatus] = {}
+        folders: set[str] = set()
+        query = {"list-type": "2", "delimiter": "/", "prefix": f"{key}/" if key else ""}
+        while True:
+            answer = self._connection.send("GET", "", query)
+            for text in list_texts(answer, "Contents"):
+                name = need_text(text, "Key").rpartition("/")[2]
+                if name:  # an object of the folder's own name, which some tools make
+                    objects[name] = ObjectStatus(int(need_text(text, "Size")), need_text(text, "ETag"))
+            for text in list_texts(answer, "CommonPrefixes"):
+                folders.add(need_text(text, "Prefix").rstrip("/").rpartition("/")[2])
+            text = answer.body.decode(errors="replace")
+            if find_text(text, "IsTruncated") != "true":
+                return Folder(objects, frozenset(folders))
+            query["continuation-token"] = need_text(text, "NextContinuationToken")
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool, if_version: str | None) -> str:
+        """Write an object at one instant and return its version."""
+        headers = {"x-amz-checksum-crc32": base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()}
+        if if_absent:
+            headers["If-None-Match"] = "*"
+        elif if_version is not None:
+            headers["If-Match"] = if_version
+        return self._connection.send("PUT", key, headers=headers, body=data).headers.get("etag", "")
+
+    def delete(self, key: str) -> None:
+        """Delete an object."""
+        self._connection.send("DELETE", key)
+
+
+def _status(answer: Answer, nbytes: str) -> ObjectStatus:
+    if not nbytes.isdecimal():
+        raise FaultError(FaultKind.PASSING, "an answer without the object's size")
+    etag = answer.headers.get("etag", "")
+    is_strong = bool(etag) and not etag.startswith("W/")
+    return ObjectStatus(int(nbytes), etag or answer.headers.get("last-modified", ""), is_etag=is_strong)
