@@ -10,7 +10,7 @@ import click
 __all__ = ["Command", "Group"]
 
 _SECTIONS = {
-    "Source": ("workspace", "layout", "format", "format_name", "part", "world_size", "strict_pickles"),
+    "Source": ("workspace", "layout", "format", "format_name", "part", "world_size", "strict_pickles", "allow_http"),
     "Output": (
         "out",
         "layouts",

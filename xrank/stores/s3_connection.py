@@ -96,9 +96,16 @@ class S3Connection:
         """
         path, text = encode_path(self._path + key), encode_query(query or {})
         # A list of parts that arrives damaged makes an object of other parts; parts have a checksum in their headers.
-        hashed = {"payload_sha256": hashlib.sha256(body).hexdigest()} if method == "POST" else {}
+        payload_sha256 = hashlib.sha256(body).hexdigest() if method == "POST" else None
         signed = sign_request(
-            method, self._host, path, text, headers or {}, self._credentials(), region=self._region, **hashed
+            method,
+            self._host,
+            path,
+            text,
+            headers or {},
+            self._credentials(),
+            region=self._region,
+            payload_sha256=payload_sha256,
         )
         signed["Content-Length"] = str(len(body))
         connection = self._connect()

@@ -81,7 +81,7 @@ def sign_request(
     credentials: Credentials,
     *,
     region: str,
-    payload_sha256: str = _UNSIGNED,
+    payload_sha256: str | None = None,
     now_seconds: float | None = None,
 ) -> dict[str, str]:
     """Return the headers of a request with its signature.
@@ -94,17 +94,18 @@ def sign_request(
         headers: the headers to sign; all of ``x-amz-*`` must be among them.
         credentials: the key.
         region: such as ``us-east-1``.
-        payload_sha256: SHA-256 of the body in hex, which the store compares; not given: the body is not signed.
+        payload_sha256: SHA-256 of the body in hex, which the store compares; None: the body is not signed.
         now_seconds: time since the epoch; None: now.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_seconds))
-    full = {**headers, "Host": host, "x-amz-content-sha256": payload_sha256, "x-amz-date": stamp}
+    payload = payload_sha256 or _UNSIGNED
+    full = {**headers, "Host": host, "x-amz-content-sha256": payload, "x-amz-date": stamp}
     if credentials.token:
         full["x-amz-security-token"] = credentials.token
     lowered = {name.lower(): " ".join(text.split()) for name, text in full.items()}
     names = ";".join(sorted(lowered))
     lines = "".join(f"{name}:{lowered[name]}\n" for name in sorted(lowered))
-    canonical = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{payload_sha256}"
+    canonical = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{payload}"
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
     key = f"AWS4{credentials.secret}".encode()
