@@ -22,6 +22,7 @@ __all__ = ["Address", "Card"]
 
 _TRAINER = "trainer.json"
 _ENGINE = "engine-"
+_RELAY = "relay-"
 _ENDING = ".json"
 _FORMAT = 1
 
@@ -91,13 +92,11 @@ class Address:
 
     def read_engines(self, known: Mapping[str, Card]) -> dict[str, Card]:
         """Return the cards of all engine ranks by file name; files of known names are not read again."""
-        found = {}
-        for name in sorted(list_names(self.path)):
-            if name.startswith(_ENGINE) and name.endswith(_ENDING):
-                card = known.get(name) or self._read(name)
-                if card is not None:
-                    found[name] = card
-        return found
+        return self._read_all(_ENGINE, known)
+
+    def read_relays(self) -> list[Card]:
+        """Return the cards of all engine ranks that lend their weights to other engines."""
+        return list(self._read_all(_RELAY, {}).values())
 
     def write_trainer(self, content: Mapping[str, Any]) -> Card:
         """Write the trainer's card, in place of an earlier one."""
@@ -106,6 +105,10 @@ class Address:
     def write_engine(self, engine: str, rank: int, content: Mapping[str, Any]) -> Card:
         """Write the card of an engine rank."""
         return self._write(f"{_ENGINE}{engine}-{rank}{_ENDING}", content)
+
+    def write_relay(self, engine: str, rank: int, content: Mapping[str, Any]) -> Card:
+        """Write the card of an engine rank that lends its weights, in place of an earlier one."""
+        return self._write(f"{_RELAY}{engine}-{rank}{_ENDING}", content)
 
     def has(self, card: Card) -> bool:
         """Return whether a card, or a newer one in its place, is there."""
@@ -117,6 +120,15 @@ class Address:
             there = self._read(os.path.basename(card.path))
             if there is not None and there.id == card.id:
                 os.unlink(card.path)
+
+    def _read_all(self, start: str, known: Mapping[str, Card]) -> dict[str, Card]:
+        found = {}
+        for name in sorted(list_names(self.path)):
+            if name.startswith(start) and name.endswith(_ENDING):
+                card = known.get(name) or self._read(name)
+                if card is not None:
+                    found[name] = card
+        return found
 
     def _write(self, name: str, content: Mapping[str, Any]) -> Card:
         path, card_id = os.path.join(self.path, name), secrets.token_hex(16)

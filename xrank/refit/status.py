@@ -51,7 +51,8 @@ class Status:
     step: int = -1
     """Trainer: the step that is open, or was last. Engine: the last step that the rank has taken or missed."""
     generation: int = 0
-    """Trainer: the number of changes of the phase; weights read between two equal ones are of one step."""
+    """Trainer: the number of changes of the phase. Engine: the number of times that the rank began to write to its
+    tensors. Weights read between two equal ones are of one step."""
     checks: int = 0
     """Trainer: the number of checks, since the step is open, that no tensor changed."""
     round: int = 0

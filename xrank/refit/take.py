@@ -22,6 +22,7 @@ from xrank.readers.live.module_tensors import FilledModule
 from xrank.refit.card import Address
 from xrank.refit.engine_ranks import EngineRanks
 from xrank.refit.peer_rank import PeerRank
+from xrank.refit.relay import Relay
 from xrank.refit.status import StatusBlock
 from xrank.refit.taken_weights import TakenWeights
 from xrank.refit.targets import Loader, LoaderTarget, ModuleTarget, Target
@@ -45,6 +46,7 @@ def take_weights(
     layouts: LayoutMap | None = None,
     mesh: Any = None,
     loader: Loader | None = None,
+    relay: bool = False,
     max_memory: str | int = "64MB",
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
@@ -64,6 +66,8 @@ def take_weights(
         loader: the engine's own function that takes (Hugging Face name, tensor) pairs and fills `target`, such as
             vLLM's ``model.load_weights``. It runs once on tensors without memory, which shows its copies; tensors that
             it changes on the way are given to it whole at each update (`UpdateReport.whole`). No layouts are needed.
+        relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
+            Each update then computes digests of the rank's bytes.
         max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
         group: the ranks of the engine, which take each step all together; None: all of the world.
         timeout_seconds: how long the engine's ranks may take to arrive.
@@ -94,7 +98,7 @@ def take_weights(
         return _make_target(target, layouts, mesh, loader), nbytes
 
     def describe(made: tuple[Target, int]) -> dict[str, str | None]:
-        return {"call": "take_weights", "address": place.path, "max_memory": nbytes_text(made[1])}
+        return {"call": "take_weights", "relay": str(relay), "address": place.path, "max_memory": nbytes_text(made[1])}
 
     try:
         with team.together():
@@ -108,11 +112,13 @@ def take_weights(
                 engine, team.rank, {"engine": engine, "rank": team.rank, "offer": json.loads(own)}
             )
             loan.callback(place.remove, card)
+        lender = Relay(place, engine, team.rank, team.ranks, json.loads(own)) if relay else None
         siblings = _find_siblings(texts, team.ranks, team.rank)
     except BaseException:
         loan.close()
         raise
-    return TakenWeights(place, made, block, offer, EngineRanks(block, siblings), loan, nbytes, team.rank)
+    ranks = EngineRanks(block, siblings)
+    return TakenWeights(place, made, block, offer, ranks, loan, nbytes, team.rank, engine, lender)
 
 
 def _make_target(target: FilledModule, layouts: LayoutMap | None, mesh: Any, loader: Loader | None) -> Target:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic, sleep
@@ -24,10 +24,13 @@ from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address
 from xrank.refit.engine_ranks import EngineRanks
 from xrank.refit.peer_rank import check_phase
+from xrank.refit.relay import Relay
+from xrank.refit.relayed_engine import EngineGoneError, RelayedEngine, find_relayed_engines
 from xrank.refit.report import UpdateReport
 from xrank.refit.status import Phase, Status, StatusBlock
-from xrank.refit.targets import Target
+from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_link import TrainerLink, connect_trainer
+from xrank.refit.transfer import Transfer
 
 __all__ = ["TakenWeights"]
 
@@ -50,10 +53,12 @@ class TakenWeights:
         loan: ExitStack,
         max_memory_nbytes: int,
         number: int,
+        engine: str,
+        relay: Relay | None,
     ) -> None:
         self._place, self._target, self._block, self._offer = place, target, block, offer
         self._siblings, self._loan, self._max_memory_nbytes = siblings, loan, max_memory_nbytes
-        self._number = number
+        self._number, self._engine, self._relay = number, engine, relay
         self._link: TrainerLink | None = None
         self._reported: dict[int, int] = {}
         """Trainer rank -> the generation whose failure was raised."""
@@ -61,6 +66,8 @@ class TakenWeights:
         self._is_closed = False
         self._is_writing = False
         self._planned = False
+        self._held_offer = 0
+        """Number of the trainer's offer that `step` is of."""
         self.step: int | None = None
         """The step whose weights all tensors hold; None before the first update, and after one that failed while it
         wrote: the values are then undefined, and the engine must not serve until the next update."""
@@ -86,18 +93,36 @@ class TakenWeights:
             ContradictionError: the trainer has changed its weights while they were visible.
             XrankError: as `xrank.load_model`, before a tensor changes.
         """
-        deadline = Deadline(timeout_seconds)
-        if self._is_closed:
-            raise UsageError("the weights are closed", want="open weights", next_step="call take_weights again")
-        self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._block.value.round + 1, cause=""))
-        self._is_writing = False
-        try:
-            return self._update(step, deadline)
-        except BaseException as error:
-            if self._is_writing:
-                self.step = None
-            self._block.write(replace(self._block.value, phase=Phase.FAILED, cause=f"{type(error).__name__}: {error}"))
-            raise
+        return self._call(lambda deadline: self._update(step, deadline), timeout_seconds)
+
+    @names_own_arguments
+    def copy_from_engines(self, *, timeout_seconds: float = 600.0) -> UpdateReport:
+        """Take the newest step of another engine at the address; every rank of the engine makes this call.
+
+        It is for an engine that starts while the trainer is busy or gone. The other engine must have been made with
+        ``take_weights(..., relay=True)``; it goes on serving. All bytes are compared with the digests that its ranks
+        computed when they took the step. `update` then takes later steps of the trainer.
+
+        Args:
+            timeout_seconds: how long an engine may be in an update of its own, and the other ranks may take.
+
+        Raises:
+            IncompleteError: no other engine lends a step that this one does not hold.
+            RankFailedError: the only engine that does has failed, or a rank of this engine; `step` as for `update`.
+            ContradictionError: the other engine's tensors are not those of its step any more.
+            UsageError: the engines' tensors do not fit, or the other engine has cast one to a smaller type.
+
+        Example:
+            >>> import torch, xrank
+            >>> first, second = {"weight": torch.zeros(2)}, {"weight": torch.zeros(2)}
+            >>> with xrank.take_weights(first, "refit", relay=True) as old, xrank.take_weights(second, "refit") as new:
+            ...     with xrank.offer_weights({"weight": torch.ones(2)}, "refit", snapshot=True) as offer:
+            ...         _ = offer.publish(7)
+            ...         _ = old.update()
+            ...     new.copy_from_engines().step  # the trainer is gone
+            7
+        """
+        return self._call(self._copy_from_engines, timeout_seconds)
 
     def close(self) -> None:
         """Stop taking weights: the trainer no longer waits for this rank. Further calls do nothing."""
@@ -106,6 +131,8 @@ class TakenWeights:
         self._is_closed = True
         self._siblings.wait_until_seen()
         self._block.write(replace(self._block.value, phase=Phase.ENDED))
+        if self._relay is not None:
+            self._relay.close()
         self._drop_link()
         self._siblings.close()
         self._loan.close()
@@ -117,6 +144,22 @@ class TakenWeights:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _call(self, work: Callable[[Deadline], UpdateReport], timeout_seconds: float) -> UpdateReport:
+        deadline = Deadline(timeout_seconds)
+        if self._is_closed:
+            raise UsageError("the weights are closed", want="open weights", next_step="call take_weights again")
+        self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._block.value.round + 1, cause=""))
+        self._is_writing = False
+        try:
+            return work(deadline)
+        except BaseException as error:
+            failed = replace(self._block.value, phase=Phase.FAILED, cause=f"{type(error).__name__}: {error}")
+            if self._is_writing:
+                self.step = None
+                failed = replace(failed, step=-1)  # no other engine may copy the tensors
+            self._block.write(failed)
+            raise
 
     def _update(self, step: int | None, deadline: Deadline) -> UpdateReport:
         while True:
@@ -135,16 +178,77 @@ class TakenWeights:
                         next_step="let publish wait longer, and take the next step",
                     )
                 continue
-            self._target.finish(link.filling)
             link.held_step = found
-            self._block.write(replace(self._block.value, phase=Phase.DONE, step=found, offer=link.number))
-            if self._siblings.wait_for_all(self._block.value, lambda: self._check(deadline, "the other ranks")):
+            if self._commit(link.filling, found, link.number, deadline):
                 break
-        self.step, self._is_writing = found, False
-        self._block.write(replace(self._block.value, phase=Phase.CLOSED))
-        report = self._report(found, moved, monotonic() - started, copy_seconds)
+        plan_seconds = link.plan_seconds if self._planned else 0.0
         self._planned = False
-        return report
+        seconds = monotonic() - started
+        return _make_report(found, link.filling, link.transfer, moved, seconds, copy_seconds, plan_seconds)
+
+    def _commit(self, filling: Filling, step: int, offer: int, deadline: Deadline) -> bool:
+        """Complete a step on all ranks of this engine; return False if another rank holds a newer one."""
+        self._target.finish(filling)
+        if self._relay is not None:
+            self._relay.record(filling)
+        self._block.write(replace(self._block.value, phase=Phase.DONE, step=step, offer=offer))
+        if not self._siblings.wait_for_all(self._block.value, lambda: self._check(deadline, "the other ranks")):
+            return False
+        self.step, self._held_offer, self._is_writing = step, offer, False
+        self._block.write(replace(self._block.value, phase=Phase.CLOSED))
+        return True
+
+    def _begin_writing(self, filling: Filling, step: int, offer: int) -> None:
+        self._is_writing = True
+        old = self._block.value
+        self._block.write(replace(old, phase=Phase.READING, step=step, offer=offer, generation=old.generation + 1))
+        self._target.begin(filling)
+
+    def _copy_from_engines(self, deadline: Deadline) -> UpdateReport:
+        while True:
+            with ExitStack() as loan:
+                engines, failure = find_relayed_engines(self._place, loan, self._engine)
+                for engine in engines:
+                    try:
+                        report = self._copy_from(engine, deadline)
+                    except EngineGoneError as error:
+                        failure = error.failure
+                        continue
+                    if report is not None:
+                        return report
+            if not engines:
+                if failure is not None:
+                    raise failure
+                raise IncompleteError(
+                    f"no other engine lends a step at {self._place.path}",
+                    file=self._place.path,
+                    got=f"step {'none' if self.step is None else self.step} is held",
+                    want="an engine of take_weights(..., relay=True) that has taken a newer step",
+                    next_step="wait for the trainer by update",
+                )
+            self._check(deadline, "a newer step of another engine")
+            sleep(_CARD_SECONDS / 10)
+
+    def _copy_from(self, engine: RelayedEngine, deadline: Deadline) -> UpdateReport | None:
+        """Return the report of a copy; None if the engine holds no newer step, or begins an update meanwhile."""
+        started = monotonic()
+        copy = engine.copy_into(
+            self._target,
+            self._offer,
+            lambda filling, number: self._begin_writing(filling, -1, number),
+            self._siblings.check,
+            max_memory_nbytes=self._max_memory_nbytes,
+            number=self._number,
+            held_step=self.step,
+        )
+        if copy is None or not self._commit(copy.filling, copy.step, copy.number, deadline):
+            return None
+        if self._link is not None and self._link.number == copy.number:
+            self._link.held_step = copy.step
+        seconds = monotonic() - started - copy.plan_seconds
+        return _make_report(
+            copy.step, copy.filling, copy.transfer, copy.moved_nbytes, seconds, copy.copy_seconds, copy.plan_seconds
+        )
 
     def _connect(self, deadline: Deadline) -> TrainerLink:
         """Return the link to the trainer of the present card, and plan if there is none yet."""
@@ -164,6 +268,8 @@ class TakenWeights:
                     failure = error  # an earlier trainer's card: another one may come
                 else:
                     self._planned = True
+                    if self._link.number == self._held_offer and self.step is not None:
+                        self._link.held_step = self.step  # taken from another engine
                     return self._link
             if deadline.has_passed:
                 raise IncompleteError(
@@ -215,9 +321,7 @@ class TakenWeights:
 
     def _copy(self, link: TrainerLink, statuses: Sequence[Status]) -> int:
         """Fill all tensors, and return the number of bytes read."""
-        self._is_writing = True
-        self._block.write(replace(self._block.value, phase=Phase.READING, step=link.held_step, offer=link.number))
-        self._target.begin(link.filling)
+        self._begin_writing(link.filling, link.held_step, link.number)
         try:
             return link.transfer.run(self._siblings.check)
         except (LendingEndedError, UnreadableMemoryError):
@@ -287,20 +391,27 @@ class TakenWeights:
             self._link = None
             self._reported.clear()
 
-    def _report(self, step: int, moved: int, seconds: float, copy_seconds: float) -> UpdateReport:
-        link = self._link
-        whole = {} if link is None else {name: tensor.nbytes for name, tensor in link.filling.whole.items()}
-        return UpdateReport(
-            step=step,
-            nbytes=0 if link is None else link.transfer.nbytes,
-            moved_nbytes=moved,
-            direct_nbytes=0 if link is None or not moved else link.transfer.direct_nbytes,
-            seconds=seconds,
-            copy_seconds=copy_seconds,
-            plan_seconds=link.plan_seconds if link is not None and self._planned else 0.0,
-            whole=whole,
-            unused=() if link is None else link.filling.unused,
-        )
+
+def _make_report(
+    step: int,
+    filling: Filling,
+    transfer: Transfer,
+    moved: int,
+    seconds: float,
+    copy_seconds: float,
+    plan_seconds: float,
+) -> UpdateReport:
+    return UpdateReport(
+        step=step,
+        nbytes=transfer.nbytes,
+        moved_nbytes=moved,
+        direct_nbytes=transfer.direct_nbytes if moved else 0,
+        seconds=seconds,
+        copy_seconds=copy_seconds,
+        plan_seconds=plan_seconds,
+        whole={name: tensor.nbytes for name, tensor in filling.whole.items()},
+        unused=filling.unused,
+    )
 
 
 def _is_past(status: Status, step: int) -> bool:

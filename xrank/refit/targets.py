@@ -44,6 +44,8 @@ class Filling:
     """Tensors among `tensors` that the loader takes whole afterwards."""
     fills: tuple[Fill, ...] = ()
     """Constants that the loader writes."""
+    cast: frozenset[str] = frozenset()
+    """Tensors that another engine had cast before this rank copied them from it."""
 
 
 class Target(Protocol):
