@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import stat
@@ -81,8 +82,11 @@ def befall(what: str, moment: int) -> None:
     """Let something befall this process at its so manieth call that changes a file, or that sends to rank 0.
 
     ``kill`` and ``stop`` are signals, ``full`` is a disk that takes no more bytes of weights. The name of an errno lets
-    the call fail that changes a file.
+    the call fail that changes a file. ``before`` and ``after`` kill it at its so manieth request to a bucket.
     """
+    if what in ("before", "after"):
+        kill_at_request(what, moment)
+        return
     from xrank.gather.exchange import GatherExchange
 
     calls = 0
@@ -115,6 +119,24 @@ def befall(what: str, moment: int) -> None:
     if what in ("kill", "stop"):
         GatherExchange.send = watched(GatherExchange.send)  # type: ignore[method-assign]
         GatherExchange.collect = watched(GatherExchange.collect)  # type: ignore[method-assign]
+
+
+def kill_at_request(when: str, moment: int) -> None:
+    """Kill this process before it sends its so manieth request to a bucket, or after that was answered."""
+    from xrank.stores.s3_connection import S3Connection
+
+    send, numbers = S3Connection.send, itertools.count(1)
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        is_last = next(numbers) == moment
+        if is_last and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = send(*arguments, **named)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    S3Connection.send = counted  # type: ignore[method-assign]
 
 
 def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:

@@ -103,7 +103,7 @@ def test_refuses_what_a_store_cannot(states: Path, small_bucket: Bucket, tmp_pat
     key = tmp_path / "key.pem"
     private = ec.generate_private_key(ec.SECP256R1())
     key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    with pytest.raises(UsageError, match="is signed"):
+    with pytest.raises(UsageError, match="is not signed"):
         gather(states, f"{small_bucket.url}/one", sign=key)
     layout = tmp_path / "layout.toml"
     layout.write_text('[mesh]\ntp = 2\n[layout]\n"*" = "-, -"\n')

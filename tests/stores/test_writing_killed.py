@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.stores.fault_proxy import FaultProxy, Request
+from tests.stores.fault_proxy import FaultProxy
 from tests.stores.servers import Bucket, open_proxy
 from tests.stores.small_s3 import SmallS3
-from tests.stores.written import leave_states, read_folder, read_model, run, start
+from tests.stores.written import leave_states, part_of, read_folder, read_model, run, start
 from xrank.conversion.gather import gather_checkpoint
 
 FILE_NBYTES = "8KB"
@@ -52,7 +51,7 @@ def test_killed_at_a_request(
         code, text = run(small_bucket.behind(proxy), *command)
     assert code == 0, text
     assert small_bucket.read_all() == {f"models/one/{name}": data for name, data in expected.items()}
-    assert not kept & {part for request in proxy.requests if (part := _part_of(small_bucket, request))}
+    assert not kept & {part for request in proxy.requests if (part := part_of(small_bucket, request))}
     # A kill between the beginning of an upload and the journal's line leaves an upload, which is empty.
     left = [upload for upload in small_server.uploads.values() if upload.bucket == small_bucket.name]
     assert not any(upload.parts for upload in left)
@@ -64,9 +63,3 @@ def _run_killed(proxy: FaultProxy, bucket: Bucket, point: int, when: str, comman
     with child:
         child.communicate(timeout=120)
     return child.returncode
-
-
-def _part_of(bucket: Bucket, request: Request) -> tuple[str, int] | None:
-    """Return the key and the number of the part that a request sent."""
-    found = re.fullmatch(rf"/{bucket.name}/(.*)\?partNumber=(\d+)&uploadId=.*", request.path)
-    return (found[1], int(found[2])) if found and request.method == "PUT" else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from tests.stores.fault_proxy import Request
 from tests.stores.servers import Bucket
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.workspace.nfs import NFSWorkspace
@@ -66,3 +68,9 @@ def read_model(objects: dict[str, bytes], prefix: str) -> dict[str, bytes] | Non
         return None
     names = {*json.loads(index)["weight_map"].values(), "config.json", "xrank_manifest.json"}
     return {"model.safetensors.index.json": index, **{name: there[name] for name in names}}
+
+
+def part_of(bucket: Bucket, request: Request) -> tuple[str, int] | None:
+    """Return the key and the number of the part that a request sent."""
+    found = re.fullmatch(rf"/{bucket.name}/(.*)\?partNumber=(\d+)&uploadId=.*", request.path)
+    return (found[1], int(found[2])) if found and request.method == "PUT" else None

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from xrank.conversion.report import folder_report, read_report, report_text
+from xrank.conversion.traffic import begin_counting, with_traffic
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size
@@ -121,7 +122,8 @@ def export_model(
     Args:
         model_or_state_dict: a module, also one that FSDP1 or ZeRO-3 has cut; Megatron's chunks of one; or tensors by
             name: DTensors, plain tensors, or both, on any device.
-        out: the folder to make, on a file system that all ranks see. Without `overwrite` it must not exist.
+        out: the folder to make, on a file system that all ranks see, or its URL in a store, ``s3://bucket/model``.
+            Without `overwrite` it must not exist.
         layouts: the layouts of plain tensors. A plain tensor without a layout counts as whole on every rank that has
             it. Layouts are trusted: one that cuts a whole tensor describes a larger tensor.
         mesh: xrank's ``DeviceMesh`` or torch's, for layouts without a mesh and for Megatron's modules
@@ -240,12 +242,12 @@ def _export(
     loan: ExitStack,
     progress: Callable[[int, int], None] | None,
 ) -> Report:
-    started = time.monotonic()
+    started, before = time.monotonic(), begin_counting()
     overwrite = request.options.overwrite
     model = lend_model(request, team, loan, part=part, check=lambda: check_output(out, overwrite=overwrite))
     with closing(model.source):
         written = make_output(model.gather, model.source, out, progress, team, model.holder)
         if not team.is_first:
             return read_report(team.broadcast("report"))
-    report = folder_report("export", model.gather, written, out, started)
+    report = with_traffic(folder_report("export", model.gather, written, out, started), before)
     return read_report(team.broadcast("report", report_text(report)))

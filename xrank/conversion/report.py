@@ -22,6 +22,7 @@ from xrank.plan.planner import Plan
 from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts, TrafficFacts
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
+from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text
 
@@ -48,6 +49,8 @@ __all__ = [
     "survey_facts",
 ]
 
+_REQUESTS_OF_FILE = 5
+"""Requests for an uploaded file beside its parts: its beginning, the journal, its record, its end, and a last look."""
 EARLIER_NOTE = (
     "made-before",
     "an earlier run of this command had made the output: nothing was written; `xrank verify` reads its bytes again",
@@ -118,6 +121,8 @@ def report_text(report: Report) -> str:
     """Return an export's report as text for other ranks."""
     parts = {name: getattr(report, name) for name in ("command", "path", "seconds", "peak_rss_nbytes", "notes")}
     facts = {name: getattr(report, name).to_dict() for name in ("source", "proof", "output")}
+    if report.traffic is not None:
+        facts["traffic"] = report.traffic.to_dict()
     return json.dumps({**parts, **facts})
 
 
@@ -128,6 +133,8 @@ def read_report(text: str) -> Report:
     output["files"] = [FileFacts(**file) for file in output["files"]]
     notes = tuple((code, message) for code, message in parts.pop("notes"))
     source, proof = SourceFacts(**parts.pop("source")), ProofFacts(**parts.pop("proof"))
+    traffic = parts.pop("traffic", None)
+    parts["traffic"] = None if traffic is None else TrafficFacts(**traffic)
     return Report(**parts, source=source, proof=proof, output=OutputFacts(**output), notes=notes)
 
 
@@ -162,16 +169,23 @@ def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
             peak_buffer_nbytes=budget.nbytes
             + (budget.workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(planned.plan)) else 0),
         ),
-        traffic=_plan_traffic(planned.plan.source),
+        traffic=_plan_traffic(planned.plan, path),
         notes=planned.notes,
     )
 
 
-def _plan_traffic(source: StoredModel) -> TrafficFacts | None:
-    if not holds_objects(source):
-        return None
-    requests, nbytes = count_requests(source)
-    return TrafficFacts(planned_requests=requests, planned_nbytes=nbytes)
+def _plan_traffic(plan: Plan, out: str) -> TrafficFacts | None:
+    traffic = TrafficFacts()
+    if holds_objects(plan.source):
+        requests, nbytes = count_requests(plan.source)
+        traffic = traffic.extended(planned_requests=requests, planned_nbytes=nbytes)
+    if is_url(out):
+        from xrank.stores.s3_uploads import count_parts  # folders do not need this module
+
+        sizes = [file.output.nbytes for file in plan.files]
+        requests = sum(count_parts(nbytes) + _REQUESTS_OF_FILE for nbytes in sizes)
+        traffic = traffic.extended(planned_written_requests=requests, planned_written_nbytes=sum(sizes))
+    return traffic if holds_objects(plan.source) or is_url(out) else None
 
 
 def reshard_report(

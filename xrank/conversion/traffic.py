@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, ParamSpec
 
+from xrank.making.rank_traffic import take_traffic
 from xrank.plan.report import Report, TrafficFacts
 from xrank.words import plural, size_text
 
-__all__ = ["counts_requests"]
+__all__ = ["begin_counting", "counts_requests", "with_traffic"]
 
 Parameters = ParamSpec("Parameters")
 
@@ -21,15 +22,25 @@ def counts_requests(call: Callable[Parameters, Report]) -> Callable[Parameters, 
 
     @functools.wraps(call)
     def counted(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Report:
-        before = _read_counts()
-        report = call(*args, **kwargs)
-        counts = {name: count - before.get(name, 0) for name, count in _read_counts().items()}
-        if not counts.get("requests"):
-            return report
-        traffic = (report.traffic or TrafficFacts()).extended(**counts)
-        return replace(report, traffic=traffic, notes=(*report.notes, ("requests", _describe(traffic))))
+        before = begin_counting()
+        return with_traffic(call(*args, **kwargs), before)
 
     return counted
+
+
+def begin_counting() -> dict[str, int]:
+    """Return the counts of this process before a command, for `with_traffic`."""
+    take_traffic()  # what came before is not for another rank's report
+    return _read_counts()
+
+
+def with_traffic(report: Report, before: dict[str, int]) -> Report:
+    """Return a report with the requests that this process, and other ranks of its team, have sent since then."""
+    counts = {name: count - before.get(name, 0) for name, count in _read_counts().items()}
+    if not counts.get("requests"):
+        return report
+    traffic = (report.traffic or TrafficFacts()).extended(**counts)
+    return replace(report, traffic=traffic, notes=(*report.notes, ("requests", _describe(traffic))))
 
 
 def _read_counts() -> dict[str, int]:
@@ -45,7 +56,9 @@ def _describe(traffic: TrafficFacts) -> str:
     again = f", {traffic.retries:,} of them again after a failure" if traffic.retries else ""
     written = f", {size_text(traffic.written_nbytes)} written" if traffic.written_nbytes else ""
     text = f"{plural(traffic.requests, 'request')} to the store{again}: {size_text(traffic.read_nbytes)} read{written}"
-    if not traffic.planned_requests:
-        return text
-    planned = f"{plural(traffic.planned_requests, 'request')} for {size_text(traffic.planned_nbytes)}"
-    return f"{text}; the tensors will take {planned}"
+    ways = (
+        ("read", traffic.planned_requests, traffic.planned_nbytes),
+        ("write", traffic.planned_written_requests, traffic.planned_written_nbytes),
+    )
+    planned = [f"{plural(count, 'request')} to {way} {size_text(nbytes)}" for way, count, nbytes in ways if count]
+    return f"{text}; the tensors will take {', '.join(planned)}" if planned else text

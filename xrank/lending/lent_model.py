@@ -27,6 +27,7 @@ from xrank.plan.replicas import digest_twins, find_different_twin
 from xrank.plan.source import StoredModel
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.stores import places
 from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
 from xrank.teams.launches import find_world
 from xrank.teams.team import Team
@@ -67,7 +68,7 @@ class ModelRequest:
         aliases = {} if self.layouts is None else dict(self.layouts.aliases)
         return {
             "call": self.call,
-            "out": None if self.place is None else os.path.abspath(self.place),
+            "out": None if self.place is None else places.absolute(self.place),
             "dtype": self.options.dtype,
             "max_shard_size": nbytes_text(self.options.max_shard_nbytes),
             "max_memory": nbytes_text(self.options.max_memory_nbytes),

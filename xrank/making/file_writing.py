@@ -12,6 +12,7 @@ from time import monotonic
 from xrank.errors import CorruptError, XrankError
 from xrank.faces import AGAIN
 from xrank.making.rereading import FileDigests, reread
+from xrank.making.rounds import LocalOutputs
 from xrank.making.work import Work
 from xrank.plan.buffers import NullTarget
 from xrank.plan.digests import digest_text
@@ -89,7 +90,6 @@ def write_files(
     else:
         from xrank.making.shared_writing import write_together  # one process does not need this module
 
-        assert isinstance(stage, Stage), "`check_store_writer` refuses teams that write to a store"
         outcome = write_together(team, work, stage, unfinished, count)
     digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
     if verify and isinstance(stage, Stage):  # a store has confirmed each part by its checksum
@@ -128,7 +128,7 @@ def _write_alone(
     return outcome
 
 
-class _Writing:
+class _Writing(LocalOutputs):
     """Opens, counts and finishes the stage's files as the executor asks."""
 
     def __init__(self, plan: Plan, stage: OutputStage, progress: Callable[[int], None]) -> None:

@@ -96,7 +96,7 @@ def make_output(
         RankFailedError: another rank of the team failed.
     """
     options = gather.options
-    check_store_writer(out, num_ranks=team.size, signs=options.sign is not None)
+    check_store_writer(out, signs=options.sign is not None)
     work = _work(gather, source, holder)
     if not team.is_first:
         from xrank.making.shared_writing import help_to_write_files  # one process does not need this module

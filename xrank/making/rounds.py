@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from xrank.making.partial_results import PartialResults
+from xrank.making.rank_traffic import add_traffic, take_traffic
 from xrank.making.work import Work
+from xrank.plan import windows
 from xrank.plan.buffers import NullTarget, Target
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.division import Division, divide
@@ -26,7 +28,15 @@ from xrank.plan.planner import Plan
 from xrank.plan.replicas import prefer_own_copies
 from xrank.teams.team import Team
 
-__all__ = ["NoOutputs", "Outputs", "finish_nothing", "make_in_rounds"]
+__all__ = [
+    "LocalOutputs",
+    "NoOutputs",
+    "Outputs",
+    "accept_shares",
+    "describe_share",
+    "finish_nothing",
+    "make_in_rounds",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +51,13 @@ class Outputs(Protocol):
     def target(self) -> Target:
         """The target that the executor writes to."""
 
+    @property
+    def writes_anywhere(self) -> bool:
+        """Whether a rank may write any bytes of a file; if not, it writes whole units of `unit_nbytes`."""
+
+    def unit_nbytes(self, index: int) -> int:
+        """Return the bytes of which a multiple is the beginning of every rank's share of a file."""
+
     def explain_errors(self) -> AbstractContextManager[None]:
         """Explain errors of the body in terms of these outputs."""
 
@@ -50,11 +67,34 @@ class Outputs(Protocol):
     def finish_share(self, part: FilePart) -> None:
         """Flush the part of a file to its storage."""
 
+    def take_receipt(self) -> str:
+        """Return a text about the shares of a round, which the first rank gets; empty if it needs none."""
+
+    def accept(self, receipt: str) -> None:
+        """Take, on the first rank, the text of one rank about a round, before the round's files are finished."""
+
     def close(self) -> None:
         """Release the files that a failure left open."""
 
 
-class NoOutputs:
+class LocalOutputs:
+    """Base of outputs that need no receipts and have no units."""
+
+    writes_anywhere = True
+
+    def unit_nbytes(self, index: int) -> int:
+        """Return the bytes of a window."""
+        return windows.WINDOW_NBYTES
+
+    def take_receipt(self) -> str:
+        """Return no text."""
+        return ""
+
+    def accept(self, receipt: str) -> None:
+        """Do nothing."""
+
+
+class NoOutputs(LocalOutputs):
     """Discards every byte: for digests alone."""
 
     def __init__(self) -> None:
@@ -109,7 +149,8 @@ def make_in_rounds(
         RankFailedError: a rank failed; finished files are kept.
     """
     plan = work.plan
-    division = divide(plan, files, team.size, holder=work.holder)
+    units = {index: outputs.unit_nbytes(index) for index in files}
+    division = divide(plan, files, team.size, holder=work.holder, units=units)
     share = _Share(team, work, division, outputs)
     joining = _Joining(work, division, finish)
     done, total = 0, _nbytes(plan, files)
@@ -122,8 +163,10 @@ def make_in_rounds(
 
     for number, round_ in enumerate(division.rounds):
         results = share.make(number, count if team.is_first else lambda nbytes: None)
-        with team.collect(f"{what}, round {number + 1}", results.to_message()) as messages:
+        message = {**results.to_message(), **describe_share(outputs)}
+        with team.collect(f"{what}, round {number + 1}", message) as messages:
             if team.is_first:
+                accept_shares(outputs, messages)
                 joining.join(number, [PartialResults.from_message(message) for message in messages])
         if team.is_first:
             done = sum(_nbytes(plan, r.files) for r in division.rounds[: number + 1])
@@ -133,6 +176,19 @@ def make_in_rounds(
         work.source.check_unchanged()  # all ranks have finished reading
         team.meet(f"{what}, all of it")
     return joining.outcome() if team.is_first else Outcome()
+
+
+def describe_share(outputs: Outputs) -> dict[str, Any]:
+    """Return the parts of a rank's message about its shares of a round."""
+    return {"receipt": outputs.take_receipt(), "traffic": take_traffic()}
+
+
+def accept_shares(outputs: Outputs, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Take, on the first rank, these parts of the messages of all ranks, its own first."""
+    for position, message in enumerate(messages):
+        outputs.accept(message["receipt"])
+        if position:
+            add_traffic(message["traffic"])
 
 
 class _Share:

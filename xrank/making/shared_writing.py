@@ -17,22 +17,24 @@ from typing import TypeVar
 
 from xrank.errors import UsageError
 from xrank.faces import AGAIN, option
-from xrank.making.rounds import Finish, NoOutputs, Outputs, finish_nothing, make_in_rounds
+from xrank.making.rounds import Finish, LocalOutputs, NoOutputs, Outputs, finish_nothing, make_in_rounds
 from xrank.making.work import Work
 from xrank.plan.buffers import FileTarget
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import FinishedFile, Outcome
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
+from xrank.stores.url import is_url
 from xrank.system import write_at
 from xrank.teams.team import Team
 from xrank.workspace.shared_directory import STALE_SECONDS
 from xrank.writers.disk import explain_errors, is_in_memory
 from xrank.writers.output_place import OutputPlace
+from xrank.writers.output_stage import OutputStage
 from xrank.writers.shared_parts import SharedParts
 from xrank.writers.stage import Stage
 
-__all__ = ["help_to_write_files", "read_together", "write_together"]
+__all__ = ["help_to_write_files", "make_together", "read_together", "write_together"]
 
 Seen = TypeVar("Seen")
 
@@ -50,11 +52,11 @@ def read_together(team: Team, work: Work, files: Sequence[int]) -> dict[int, Fin
 
 
 def _read(team: Team, work: Work, files: Sequence[int]) -> Outcome:
-    return _make(team, work, files, NoOutputs(), what="what was kept")
+    return make_together(team, work, files, NoOutputs(), what="what was kept")
 
 
 def write_together(
-    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+    team: Team, work: Work, stage: OutputStage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
     """Write, as rank 0, the unfinished files of a plan with the help of all other ranks.
 
@@ -70,6 +72,10 @@ def write_together(
         NoSpaceError, XrankError: the files could not be written.
         RankFailedError: a rank failed; finished files are kept.
     """
+    if not isinstance(stage, Stage):
+        from xrank.making.shared_uploading import upload_together  # folders do not need this module
+
+        return upload_together(team, work, stage, unfinished, progress)
     files = work.plan.files
     # Before the broadcast: the other ranks open these files and never make them.
     for index in unfinished:
@@ -96,7 +102,7 @@ def write_together(
         return finished
 
     outputs = _Parts(team, work.plan, parts)
-    return _make(team, work, unfinished, outputs, what="the files", finish=finish, progress=progress)
+    return make_together(team, work, unfinished, outputs, what="the files", finish=finish, progress=progress)
 
 
 def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> None:
@@ -110,6 +116,11 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
     """
     if work.holder is not None:
         _read(team, work, json.loads(team.broadcast("files to read")))
+    if is_url(out):
+        from xrank.making.shared_uploading import help_to_upload  # folders do not need this module
+
+        help_to_upload(team, work, out)
+        return
     told = json.loads(team.broadcast("stage"))
     parts = SharedParts(os.path.join(OutputPlace.from_path(out).parent, told["name"]))
     if told["files"]:  # otherwise rank 0 does not wait, and the stage may be the output already
@@ -118,10 +129,10 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
         _await_sight(
             lambda: parts.has_plan(plan_digest) or None, team.make_failure_check(), parts.path, team.rank, seconds
         )
-    _make(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
+    make_together(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
 
 
-def _make(
+def make_together(
     team: Team,
     work: Work,
     files: Sequence[int],
@@ -141,7 +152,7 @@ def _make(
     return outcome
 
 
-class _Parts:
+class _Parts(LocalOutputs):
     """The files of a stage, into which one rank writes its shares."""
 
     def __init__(self, team: Team, plan: Plan, parts: SharedParts) -> None:

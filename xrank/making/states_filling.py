@@ -16,7 +16,7 @@ from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
 from xrank.writers.output_stage import OutputStage
-from xrank.writers.staging import check_store_writer, open_stage
+from xrank.writers.staging import open_stage
 
 __all__ = ["make_states"]
 
@@ -31,7 +31,6 @@ def make_states(
         NoSpaceError, XrankError: the output could not be written.
         RankFailedError: another rank failed.
     """
-    check_store_writer(out, num_ranks=team.size)
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
     with closing(open_source(reshard.plan.source, beside)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)

@@ -21,7 +21,7 @@ from xrank.decisions.transforms import apply_transform
 from xrank.layout.nest_table import IntArray
 from xrank.lending.local_bytes import local_bytes
 from xrank.making.partial_results import PartialResults
-from xrank.making.rounds import Finish, Outputs, finish_nothing
+from xrank.making.rounds import Finish, Outputs, accept_shares, describe_share, finish_nothing
 from xrank.making.whole_tensors import WholeTensors
 from xrank.making.work import Work
 from xrank.plan.digests import TensorDigest
@@ -76,17 +76,22 @@ def make_transformed(
         transforms.sources if holder is None or size == 1 else prefer_own_copies(transforms.sources, holder, position)
     )
     whole = WholeTensors(sources, work.source, work.budget)
-    shares_pages = not team.is_one_host
+    shares_pages = not team.is_one_host and outputs.writes_anywhere
     failures = team.make_failure_check()
     outcome = Outcome()
     rounds = list(group_files(plan, files, size * ROUND_NBYTES))
     for number, group in enumerate(rounds):
         tensors = transforms.find_by_files(group)
-        makers = _makers(transforms.sources, tensors, holder, size)
+        owners = dict.fromkeys(group, 0) if outputs.writes_anywhere else _owners(plan, group, size)
+        makers = (
+            _makers(transforms.sources, tensors, holder, size)
+            if outputs.writes_anywhere
+            else [owners[tensor.file] for tensor in tensors]
+        )
         made = _RoundOutputs(outputs, shares_pages)
         try:
-            if position == 0:
-                for index in group:
+            for index in group:
+                if position == owners[index]:
                     made.put(index, 0, memoryview(plan.files[index].output.header))
             for tensor, maker in zip(tensors, makers, strict=True):
                 if maker == position:
@@ -96,7 +101,7 @@ def make_transformed(
         except BaseException:
             outputs.close()
             raise
-        found = _collect(team, f"{what} of transform, round {number + 1}", parts, made.odd)
+        found = _collect(team, f"{what} of transform, round {number + 1}", parts, made.odd, outputs)
         if position == 0:
             _finish(plan, group, found, outputs, finish, outcome)
     if rounds and size > 1:  # one process checks its source after the last file
@@ -116,6 +121,16 @@ def _makers(sources: Plan, tensors: Sequence[TransformedTensor], holder: IntArra
         makers[i] = int((loads + cost).argmin())
         loads[makers[i]] += cost[makers[i]]
     return makers
+
+
+def _owners(plan: Plan, files: Sequence[int], num_ranks: int) -> dict[int, int]:
+    """Return by file the position of the rank that makes all of it: the largest first, each to the least loaded."""
+    loads = [0] * num_ranks
+    owners = {}
+    for index in sorted(files, key=lambda index: (-plan.files[index].output.nbytes, index)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += plan.files[index].output.nbytes
+    return owners
 
 
 def _source_nbytes(tensor: TensorPlan) -> int:
@@ -215,7 +230,9 @@ def _make(
 _Found = tuple[tuple[FilePart, ...], Sequence[tuple[int, int, bytes]]]
 
 
-def _collect(team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple[int, int, bytes]]) -> list[_Found]:
+def _collect(
+    team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple[int, int, bytes]], outputs: Outputs
+) -> list[_Found]:
     """Return on the first rank the findings of all ranks, and nothing on the others."""
     if team.size == 1:
         return [(parts, odd)]
@@ -224,9 +241,11 @@ def _collect(team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tu
     told: dict[str, Any] = {
         "parts": PartialResults(parts, (), 0, {}).to_message(),
         "odd": torch.tensor([(file, offset, len(data)) for file, offset, data in odd], dtype=torch.int64).view(-1, 3),
+        **describe_share(outputs),
         "bytes": torch.frombuffer(bytearray(b"".join(data for _, _, data in odd)) or bytearray(1), dtype=torch.uint8),
     }
     with team.collect(key, told) as messages:
+        accept_shares(outputs, messages)
         return [_read_message(message) for message in messages]
 
 

@@ -70,6 +70,7 @@ def divide(
     *,
     holder: IntArray | None = None,
     round_nbytes: int | None = None,
+    units: Mapping[int, int] | None = None,
 ) -> Division:
     """Divide a plan's files among ranks.
 
@@ -79,6 +80,8 @@ def divide(
         num_ranks: number of ranks.
         holder: by record, the rank that holds it; None if the source is files, which all ranks read equally well.
         round_nbytes: bytes of a round for each rank; `ROUND_NBYTES` if None.
+        units: by file, the bytes of which a multiple is the beginning of every rank's stretch, itself a multiple of a
+            window; a window for files that are not among them.
     """
     num_records = len(plan.source.records)
     first, last, last_round = (np.full(num_records, value, np.int64) for value in (num_ranks, -1, -1))
@@ -91,6 +94,10 @@ def divide(
             makers = np.arange(starts[-1]) * num_ranks // max(1, starts[-1])
         else:
             makers = assign_makers([plan.files[index] for index in group], starts, holder, num_ranks)
+        for index, start, stop in zip(group, starts, starts[1:], strict=False):
+            unit = (units or {}).get(index, windows.WINDOW_NBYTES) // windows.WINDOW_NBYTES
+            if unit > 1:  # the maker of a unit's first window makes all of it
+                makers[start:stop] = np.repeat(makers[start:stop:unit], unit)[: stop - start]
         rounds.append(Round(tuple(group), _shares(group, starts, makers, num_ranks)))
         for index, start in zip(group, starts, strict=False):
             for tensor in plan.files[index].tensors:

@@ -117,7 +117,7 @@ class TrafficFacts(Facts):
     """Requests to object stores, of a command with a URL."""
 
     requests: int = 0
-    """All requests of this process, repetitions included."""
+    """All requests of this process, repetitions included; on the first rank of several, those of all."""
     retries: int = 0
     """Requests that were sent again after a failure."""
     read_nbytes: int = 0
@@ -126,6 +126,10 @@ class TrafficFacts(Facts):
     """Requests for tensors, of a dry run."""
     planned_nbytes: int = 0
     """Bytes that these requests read."""
+    planned_written_requests: int = 0
+    """Requests that write the weights, of a dry run."""
+    planned_written_nbytes: int = 0
+    """Bytes of the weights that these requests write."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

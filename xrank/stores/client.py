@@ -16,7 +16,7 @@ from xrank.stores.faults import FaultError, FaultKind, make_error
 from xrank.stores.settings import StoreSettings
 from xrank.stores.url import split_url
 
-__all__ = ["Clock", "Store", "Traffic", "open_store", "traffic"]
+__all__ = ["Clock", "Store", "Traffic", "add_traffic", "open_store", "take_traffic", "traffic"]
 
 _FIRST_PAUSE_SECONDS = {FaultKind.PASSING: 0.1, FaultKind.THROTTLED: 0.5}
 _LONGEST_PAUSE_SECONDS = 20.0
@@ -56,6 +56,7 @@ class Clock:
 class _Counter:
     def __init__(self) -> None:
         self.total = Traffic()
+        self.taken = Traffic()
         self._lock = threading.Lock()
 
     def add(self, *, requests: int = 0, retries: int = 0, read: int = 0, written: int = 0) -> None:
@@ -64,6 +65,11 @@ class _Counter:
             self.total = Traffic(
                 old.requests + requests, old.retries + retries, old.read_nbytes + read, old.written_nbytes + written
             )
+
+    def take(self) -> Traffic:
+        with self._lock:
+            new, self.taken = self.total.since(self.taken), self.total
+            return new
 
 
 _counter = _Counter()
@@ -75,6 +81,16 @@ _opening = threading.Lock()
 def traffic() -> Traffic:
     """Return the requests and bytes of this process up to now; `Traffic.since` gives those of one command."""
     return _counter.total
+
+
+def take_traffic() -> Traffic:
+    """Return the requests and bytes since the last call, for the report of another rank."""
+    return _counter.take()
+
+
+def add_traffic(other: Traffic) -> None:
+    """Count the requests and bytes of another rank as this process's own."""
+    _counter.add(requests=other.requests, retries=other.retries, read=other.read_nbytes, written=other.written_nbytes)
 
 
 class Store:

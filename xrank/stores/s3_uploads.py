@@ -24,7 +24,7 @@ from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.s3_connection import Answer, S3Connection
 from xrank.stores.s3_xml import find_text, list_texts, need_field, need_text
 
-__all__ = ["MARK", "Part", "S3Uploads", "UploadedObject", "part_nbytes_for"]
+__all__ = ["MARK", "Part", "S3Uploads", "UploadedObject", "count_parts", "part_nbytes_for"]
 
 SMALLEST_PART_NBYTES = 5 << 20
 """Fewest bytes of a part that is not the last (S3 User Guide, "Amazon S3 multipart upload limits")."""
@@ -67,6 +67,15 @@ def part_nbytes_for(nbytes: int) -> int:
     (5, 105)
     """
     return max(SMALLEST_PART_NBYTES, -(-nbytes // (MOST_PARTS * _MIB)) * _MIB)
+
+
+def count_parts(nbytes: int) -> int:
+    """Return the number of parts of an object.
+
+    >>> count_parts(12 << 20)
+    3
+    """
+    return -(-nbytes // part_nbytes_for(nbytes))
 
 
 class S3Uploads:

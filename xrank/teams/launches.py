@@ -10,6 +10,7 @@ from xrank import environment
 from xrank.environment import Launch
 from xrank.errors import UsageError
 from xrank.faces import option
+from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.writers.output_place import OutputPlace
 
@@ -53,7 +54,7 @@ def find_launched_team(out: str, *, distributed: bool, timeout_seconds: float) -
     """Return the team of all ranks that a launcher started, or of this process alone.
 
     Args:
-        out: a path whose folder carries messages between hosts.
+        out: a path whose folder carries messages between hosts; beside a URL, sockets do.
         distributed: whether a launcher's ranks share the work; without it, each works alone.
         timeout_seconds: how long a live rank may take to arrive.
 
@@ -70,7 +71,7 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_lau
 
     Args:
         group: torch's process group, or None.
-        place: a path whose folder carries messages between hosts.
+        place: a path whose folder carries messages between hosts; beside a URL, sockets do.
         timeout_seconds: how long a live rank may take to arrive.
         joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialised.
 
@@ -88,8 +89,9 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_lau
             found.group,
             found.ranks,
             found.rank,
-            None if found.is_one_host else OutputPlace.from_path(place).parent,
+            None if found.is_one_host else _message_folder(place),
             num_here=found.num_here,
+            is_one_host=found.is_one_host,
             timeout_seconds=timeout_seconds,
         )
     if joins_launch and not _is_initialised():
@@ -110,10 +112,16 @@ def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
         group,
         range(launch.world_size),
         launch.rank,
-        None if is_one_host else OutputPlace.from_path(out).parent,
+        None if is_one_host else _message_folder(out),
         num_here=launch.local_world_size or 1,
+        is_one_host=is_one_host,
         timeout_seconds=timeout_seconds,
     )
+
+
+def _message_folder(place: str) -> str | None:
+    """Return the folder beside a path that carries messages between hosts; None: sockets do, as beside a URL."""
+    return None if is_url(place) else OutputPlace.from_path(place).parent
 
 
 def find_world() -> tuple[int, int]:

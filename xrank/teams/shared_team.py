@@ -44,8 +44,9 @@ class SharedTeam(Team):
         group: the store of the ranks.
         ranks: the ranks' numbers in the world; the first rank decides and reports.
         rank: the number of this rank.
-        directory: a folder that all ranks see, for messages between hosts; None: all ranks are on one host.
+        directory: a folder that all ranks see, for messages between hosts; None: memory, or sockets between hosts.
         num_here: how many of the ranks are known to share this host.
+        is_one_host: whether all ranks are known to share this host.
         timeout_seconds: how long a live rank may take to arrive.
     """
 
@@ -57,9 +58,10 @@ class SharedTeam(Team):
         directory: str | None,
         *,
         num_here: int,
+        is_one_host: bool,
         timeout_seconds: float,
     ) -> None:
-        super().__init__(ranks, rank, num_here=num_here, is_one_host=directory is None)
+        super().__init__(ranks, rank, num_here=num_here, is_one_host=is_one_host)
         self._group, self._directory = group, directory
         self._timeout_seconds = timeout_seconds
         self._entries: list[str] = []
@@ -155,6 +157,7 @@ class SharedTeam(Team):
             self.rank,
             self._directory,
             num_here=self.num_here,
+            is_one_host=self.is_one_host,
             timeout_seconds=self._timeout_seconds,
         )
 

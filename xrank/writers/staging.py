@@ -177,25 +177,18 @@ def _new_stage(place: OutputPlace, plan_digest: str) -> str:
     return path
 
 
-def check_store_writer(out: str, *, num_ranks: int = 1, signs: bool = False) -> None:
-    """Refuse what is only done in folders.
-
-    Args:
-        out: the output.
-        num_ranks: ranks that would share the writing.
-        signs: whether a signature is asked for.
+def check_store_writer(out: str, *, signs: bool) -> None:
+    """Refuse an output in a store that is to be signed.
 
     Raises:
-        UsageError: the output is in a store, and several ranks would write it, or it would be signed.
+        UsageError: it is.
     """
-    if not is_url(out) or (num_ranks == 1 and not signs):
-        return
-    if signs:
-        what, next_step = "is signed", f"copy the model to a disk and sign it there, or leave {option('sign')} out"
-    else:
-        what = f"is written by one process, not by {num_ranks} ranks"
-        next_step = f"give {option('out')} a folder that all ranks see; or gather the checkpoint with one process"
-    raise UsageError(f"{out}: an output in a store {what}", file=out, next_step=next_step)
+    if is_url(out) and signs:
+        raise UsageError(
+            f"{out}: an output in a store is not signed",
+            file=out,
+            next_step=f"copy the model to a disk and sign it there, or leave {option('sign')} out",
+        )
 
 
 def settle_output(out: str | os.PathLike[str]) -> None:

@@ -140,11 +140,16 @@ class UploadedFile:
 
     def finish(self) -> tuple[Part, ...]:
         """Return all parts after the store has confirmed the last of them."""
+        parts = self.finish_parts()
+        assert sum(part.nbytes for part in parts) == self.nbytes, "bytes of the file were never written"
+        return parts
+
+    def finish_parts(self) -> tuple[Part, ...]:
+        """Return the parts that were written here, after the store has confirmed the last of them."""
         with self._lock:
             sent = list(self._sent)
-        parts = sorted([*self._kept, *(one.result() for one in sent)], key=lambda part: part.number)
-        assert sum(part.nbytes for part in parts) == self.nbytes, "bytes of the file were never written"
-        return tuple(parts)
+        assert not self._filling, "bytes of a part were never written"
+        return tuple(sorted([*self._kept, *(one.result() for one in sent)], key=lambda part: part.number))
 
     def _part(self, number: int) -> _Filling:
         # Two locks: a thread that waits for a buffer holds up those that need one, not those that fill one.

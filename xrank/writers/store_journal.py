@@ -99,8 +99,12 @@ class OpenJournal:
 
     def add_upload(self, name: str, upload: Upload) -> None:
         """Record an upload before its first part."""
+        self.add_uploads({name: upload})
+
+    def add_uploads(self, uploads: Mapping[str, Upload]) -> None:
+        """Record uploads, by the name of the file, before their first parts."""
         with self._lock:
-            self._write(replace(self._content, uploads={**self._content.uploads, name: upload}))
+            self._write(replace(self._content, uploads={**self._content.uploads, **uploads}))
 
     def begin_commit(self, last: str) -> None:
         """Record that objects of the output may be visible from now on, and which is written last."""

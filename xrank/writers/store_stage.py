@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
 import xxhash
@@ -26,6 +27,8 @@ from xrank.writers.store_place import StorePlace
 
 __all__ = ["StoreStage", "UploadedFiles"]
 
+_BEGINNERS = 8
+"""Uploads that are begun at once."""
 _SMALL_NBYTES = 4 << 20
 """Companions up to this size wait in memory for the commit; larger ones are uploaded in parts."""
 
@@ -74,15 +77,64 @@ class StoreStage:
             self._journal.add_upload(name, upload)
         return UploadedFile(self._uploads, pool, key, upload.upload_id, nbytes, upload.part_nbytes, known or {})
 
+    def begin_uploads(self, files: Mapping[str, int]) -> dict[str, tuple[Upload, bool]]:
+        """Begin to upload many files, for several ranks to send their parts.
+
+        Args:
+            files: name -> bytes.
+
+        Returns:
+            Name -> its upload, and whether an interrupted run has begun it.
+        """
+        for name in files:
+            check_inner_name(name)
+        stage, old = self._journal.content.stage, self._journal.content.uploads
+
+        def begin(name: str) -> tuple[Upload, bool]:
+            key = self._place.file_key(name)
+            if name in old and self._uploads.list_parts(key, old[name].upload_id) is not None:
+                return old[name], True
+            return Upload(self._uploads.create(key, stage), part_nbytes_for(files[name])), False
+
+        with ThreadPoolExecutor(_BEGINNERS, thread_name_prefix="xrank-upload") as pool:
+            begun = dict(zip(files, pool.map(begin, files), strict=True))
+        self._journal.add_uploads({name: upload for name, (upload, resumed) in begun.items() if not resumed})
+        return begun
+
+    def finish_parts(
+        self, name: str, nbytes: int, parts: Sequence[Part], digest: str, tensors: Sequence[bytes]
+    ) -> None:
+        """Record a file as finished whose parts several ranks have sent.
+
+        Raises:
+            CorruptError: they are not its parts, each once.
+        """
+        upload = self._journal.content.uploads[name]
+        sizes = [min(upload.part_nbytes, nbytes - start) for start in range(0, nbytes, upload.part_nbytes)]
+        if [(part.number, part.nbytes) for part in parts] != [*enumerate(sizes, start=1)]:
+            url = self._place.file_url(name)
+            raise CorruptError(
+                f"{url}: the ranks have not sent each part of it once",
+                file=url,
+                got=f"{len(parts)} parts, {sum(part.nbytes for part in parts):,} bytes",
+                want=f"{len(sizes)} parts, {nbytes:,} bytes",
+                next_step="run the same version of xrank on all ranks",
+            )
+        self._record(name, upload.upload_id, nbytes, digest, tensors, tuple(parts))
+
     def finish_file(self, name: str, file: UploadedFile, digest: str, tensors: Sequence[bytes]) -> None:
         """Wait for the last part of a file, and record it as finished."""
         parts = file.finish()
-        stage = self._journal.content.stage
-        hexes = tuple(one.hex() for one in tensors)
-        record = FileRecord(stage, file.upload_id, file.nbytes, digest, hexes, parts)
-        self._journal.put_record(name, record)
+        self._record(name, file.upload_id, file.nbytes, digest, tensors, parts)
         self.kept_nbytes += file.kept_nbytes
-        self._records[name], self._finished[name] = record, JournalLine(name, file.nbytes, digest)
+
+    def _record(
+        self, name: str, upload_id: str, nbytes: int, digest: str, tensors: Sequence[bytes], parts: tuple[Part, ...]
+    ) -> None:
+        hexes = tuple(one.hex() for one in tensors)
+        record = FileRecord(self._journal.content.stage, upload_id, nbytes, digest, hexes, parts)
+        self._journal.put_record(name, record)
+        self._records[name], self._finished[name] = record, JournalLine(name, nbytes, digest)
 
     def discard(self, name: str) -> None:
         """Forget a finished file; it is made again."""
