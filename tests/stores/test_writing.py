@@ -108,7 +108,7 @@ def test_refuses_what_a_store_cannot(states: Path, small_bucket: Bucket, tmp_pat
     layout = tmp_path / "layout.toml"
     layout.write_text('[mesh]\ntp = 2\n[layout]\n"*" = "-, -"\n')
     with pytest.raises(UsageError, match="states of ranks"):
-        xrank.reshard_checkpoint(states, layout, f"{small_bucket.url}/one")
+        xrank.reshard_checkpoint(states, layout, f"{small_bucket.url}/one", overwrite=True)
     assert small_bucket.read_all() == {}
 
 

@@ -229,6 +229,7 @@ def reshard_report(
         proof=proof,
         output=facts if written is not None or made_before else None,
         plan=None if written is not None or made_before else facts,
+        traffic=None if written is not None or made_before else _plan_traffic(plan, path),
         notes=(
             *reshard.notes,
             *((EARLIER_NOTE,) if made_before else ()),

@@ -64,7 +64,8 @@ def reshard_checkpoint(
         source: the folder, or file, to read: any source of `gather_checkpoint` with recorded layouts.
         layouts: a file of the new layout, or its content, with a rule for every tensor. Names in its ``[alias]`` are
             compared with the tensors that they stand for, and share their bytes in every state.
-        out: the workspace to make.
+        out: the workspace to make; or its URL in a store, ``s3://bucket/states``, where the last rank's state appears
+            last.
         recipe: name of a shipped recipe, or a file, from training names to Hugging Face's or back, whichever fits the
             source; the layout's rules are for the new names. None, and ``"none"``, keep the names.
         base_model: a model folder, or the ID of one in the local Hugging Face cache: its companions, and its

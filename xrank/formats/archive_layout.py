@@ -103,6 +103,11 @@ class ArchiveLayout:
     _members: tuple[tuple[_Member, int | None], ...]
     """All members with their CRC-32; None for records, whose CRC-32 is not known yet."""
 
+    def trailer(self, record: int, crc32: int) -> _Placed | None:
+        """Return (offset, bytes) of a record's data descriptor, which is part of the ending; None if it has none."""
+        member = self._members[len(self._members) - 1 - len(self.offsets) + record][0]
+        return (member.payload + member.nbytes, member.descriptor(crc32)) if member.nbytes else None
+
     def ending(self, crc32: Sequence[int]) -> list[_Placed]:
         """Return (offset, bytes) of all parts that depend on the records' CRC-32; the end of the archive comes last."""
         values = iter(crc32)

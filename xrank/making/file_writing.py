@@ -140,7 +140,7 @@ class _Writing(LocalOutputs):
     def begin(self, index: int) -> None:
         output = self._plan.files[index].output
         self._begun[index] = monotonic()
-        self._files.begin(index, output.name, output.nbytes)
+        self._files.begin(index, output.name, output.nbytes, output.late_places)
 
     def finish(self, finished: FinishedFile) -> None:
         output, index = self._plan.files[finished.index].output, finished.index

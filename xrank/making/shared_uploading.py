@@ -18,6 +18,7 @@ from typing import Any
 from xrank.errors import XrankError
 from xrank.making.shared_writing import make_together
 from xrank.making.work import Work
+from xrank.plan import windows
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import FinishedFile, Outcome
 from xrank.plan.file_parts import FilePart, JoinedFile
@@ -94,7 +95,10 @@ class _SharedUploads:
         self._lock = threading.Lock()
 
     def unit_nbytes(self, index: int) -> int:
-        """Return the bytes of a part."""
+        """Return the bytes of a part; of a file whose ending depends on all of it, those of the file."""
+        output = self._plan.files[index].output
+        if output.ending is not None:
+            return -(-output.nbytes // windows.WINDOW_NBYTES) * windows.WINDOW_NBYTES
         return self._begun[index][0].part_nbytes
 
     def begin(self, index: int) -> None:
@@ -105,16 +109,32 @@ class _SharedUploads:
         if self._pool is None:
             self._pool = PartPool()
         self._files[index] = UploadedFile(
-            self.uploads, self._pool, key, upload.upload_id, output.nbytes, upload.part_nbytes, known or {}
+            self.uploads,
+            self._pool,
+            key,
+            upload.upload_id,
+            output.nbytes,
+            upload.part_nbytes,
+            known or {},
+            output.late_places,
         )
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""
         self._files[file].write(offset, data)
 
+    def write_late(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes of the file's ending at `offset`."""
+        self._files[file].write_late(offset, data)
+
     def finish_share(self, part: FilePart) -> None:
         """Wait for this rank's parts of a file."""
-        file = self._files.pop(part.index)
+        file, output = self._files.pop(part.index), self._plan.files[part.index].output
+        if output.ending is not None:  # this rank has made all of the file
+            joined = JoinedFile(output, part.index)
+            joined.join(part)
+            offset, data = joined.finish()[1][-1]
+            file.write_late(offset, memoryview(data))
         parts = file.finish_parts()
         with self._lock:
             self._sent.setdefault(part.index, []).extend([p.number, p.nbytes, p.etag, p.crc32] for p in parts)

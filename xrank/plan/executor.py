@@ -21,6 +21,7 @@ from xrank.plan.file_hashes import FileHashes
 from xrank.plan.file_parts import FilePart, FinishedFile, make_finished_file
 from xrank.plan.merging import MergedTensors
 from xrank.plan.object_source import ROOM_NBYTES, ObjectSource
+from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Plan
 from xrank.plan.sharing import SharedExtents
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows
@@ -117,7 +118,8 @@ def execute(
     Args:
         plan: the whole plan.
         source: reads the plan's records.
-        target: writes the output.
+        target: writes the output. One with a method ``write_late`` gets the parts of endings by it, each as soon as it
+            is known; windows have any bytes in their place.
         budget: threads and buffers.
         files: indices of the output files to make, in this order; all if None.
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
@@ -200,6 +202,7 @@ class _Execution:
         self.checksums = RecordChecksums(plan.source.records, self._mismatch)
         self.merging = MergedTensors()
         self.file_hashes: FileHashes | None = None
+        self._late: Callable[[int, int, memoryview], None] | None = getattr(target, "write_late", None)
         self._lock = threading.Lock()
 
     def _mismatch(self, record: int, crc: int) -> None:
@@ -239,13 +242,21 @@ class _Execution:
                 self.outcome.parts[file.index] = part
             return
         ending = file.ending()
-        for offset, data in ending:
-            self.target.write(file.index, offset, memoryview(data))
+        if self._late is None:
+            for offset, data in ending:
+                self.target.write(file.index, offset, memoryview(data))
+        elif ending:
+            self.write_late(file, ending[-1])
         digests = [digest.digest() for digest in file.digests]
         finished = make_finished_file(file.plan.output, file.index, digests, ending)
         self._finish(finished)
         with self._lock:
             self.outcome.files[file.index] = finished
+
+    def write_late(self, file: FileWindows, placed: PlacedBytes) -> None:
+        """Write bytes of a file's ending, if the target wants them as soon as they are known."""
+        if self._late is not None:
+            self._late(file.index, placed[0], memoryview(placed[1]))
 
     def differs(self, tensor: str, rank: int, num_elements: int) -> None:
         """Count elements in which a rank's replica differs from the written one."""

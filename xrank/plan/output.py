@@ -86,7 +86,17 @@ class OutputFile:
     fragments: tuple[PlacedBytes, ...] = ()
     """Further bytes that are known before any data moves, by rising offset."""
     ending: Callable[[Sequence[int]], Sequence[PlacedBytes]] | None = None
-    """Returns the bytes that depend on the tensors' CRC-32; their number and offsets do not depend on the CRCs."""
+    """Returns the bytes that depend on the tensors' CRC-32; their number and offsets do not depend on the CRCs. The
+    last of them depend on all CRCs."""
+    trailer: Callable[[int, int], PlacedBytes | None] | None = None
+    """Returns, for a tensor and its CRC-32, those of the ending's bytes that depend on this CRC alone."""
+
+    @property
+    def late_places(self) -> tuple[tuple[int, int], ...]:
+        """(Offset, bytes) of the ending's parts, by rising offset."""
+        if self.ending is None:
+            return ()
+        return tuple((offset, len(data)) for offset, data in self.ending([0] * len(self.tensors)))
 
     @classmethod
     def bare(cls, tensor: OutputTensor) -> OutputFile:

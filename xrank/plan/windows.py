@@ -19,6 +19,7 @@ from xrank.layout.nests import Nest, restrict, swap
 from xrank.plan.checksums import JoinedCrc32
 from xrank.plan.digests import TensorDigest
 from xrank.plan.file_parts import FilePart
+from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
 
 __all__ = ["WINDOW_NBYTES", "FileWindows", "Portion", "PreparedCopies", "PreparedTensor", "share_all"]
@@ -130,14 +131,23 @@ class FileWindows:
             if start < stop:
                 yield start - first, data[start - offset : stop - offset]
 
-    def add(self, tensor: int, start: int, data: memoryview) -> None:
-        """Add the tensor's finished bytes from `start` on to its digest, and to its CRC if the file needs it."""
+    def add(self, tensor: int, start: int, data: memoryview) -> PlacedBytes | None:
+        """Add the tensor's finished bytes from `start` on to its digest, and to its CRC if the file needs it.
+
+        Returns:
+            The bytes that depend on this tensor's CRC alone, once it is complete.
+        """
         self.digests[tensor].add(start, data)
         if self._crcs:
             # Outside the lock: the bytes take the time, joining does not.
             crc = isal_zlib.crc32(data)
             with self._lock:
                 self._crcs[tensor].add(start, start + len(data), crc)
+                whole = self._crcs[tensor].value
+            # Each byte is added once, so only the call that adds the last ones sees a value.
+            if whole is not None and self.plan.output.trailer is not None:
+                return self.plan.output.trailer(tensor, whole)
+        return None
 
     def ending(self) -> list[tuple[int, bytes]]:
         """Return (offset, bytes) of the file's ending, which depends on the CRCs; all windows must be done."""

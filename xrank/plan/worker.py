@@ -23,6 +23,7 @@ from xrank.plan.faults import difference_error, overflow_error
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.low_rank import add_low_rank
 from xrank.plan.merging import MergedTensor, MergedTensors
+from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.sharing import SharedExtents, SharedRun
 from xrank.plan.tiles import Tile, cut_tiles
@@ -46,6 +47,7 @@ class _Shared(Protocol):
     def next_window(self) -> tuple[FileWindows, int] | None: ...
     def window_done(self, file: FileWindows, nbytes: int) -> bool: ...
     def file_done(self, file: FileWindows) -> None: ...
+    def write_late(self, file: FileWindows, placed: PlacedBytes) -> None: ...
     def differs(self, tensor: str, rank: int, num_elements: int) -> None: ...
     def fail(self, error: BaseException) -> None: ...
 
@@ -98,7 +100,9 @@ class Worker:
                 straight = self._bring(tensor, portion.low, portion.high, part)
                 runs += (run._replace(start=portion.start + run.start) for run in straight)
             width = dtypes.dtype(tensor.plan.output.dtype).nbytes
-            file.add(portion.tensor, portion.low * width, part)
+            trailer = file.add(portion.tensor, portion.low * width, part)
+            if trailer is not None:
+                self._shared.write_late(file, trailer)
         self._clear(done, nbytes)
         for start, data in file.fragments(window):
             self._window[start : start + len(data)] = data

@@ -19,8 +19,8 @@ class OutputFiles(Protocol):
     def target(self) -> Target:
         """What the executor writes to, by the files' index."""
 
-    def begin(self, index: int, name: str, nbytes: int) -> None:
-        """Make a file, before its first byte is written."""
+    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
+        """Make a file, before its first byte is written; `late` are (offset, bytes) of the parts of its ending."""
 
     def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
         """Finish a file after its last byte; `tensors` are the digests of its tensors, in order."""
@@ -41,7 +41,7 @@ class PartFiles:
         self.target = FileTarget({})
         self._stage = stage
 
-    def begin(self, index: int, name: str, nbytes: int) -> None:
+    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
         """Make a file at its full size."""
         fd = self._stage.create_part(name, nbytes)
         self.target.in_memory = is_in_memory(fd)

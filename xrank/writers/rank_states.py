@@ -36,4 +36,4 @@ def lay_out_state(
     layout = lay_out_archive(pickled, [tensor.nbytes for tensor in tensors])
     placed = tuple(replace(tensor, offset=at) for tensor, at in zip(tensors, layout.offsets, strict=True))
     name = state_file_name(record.rank)
-    return OutputFile(name, layout.front, placed, layout.nbytes, layout.headers, layout.ending)
+    return OutputFile(name, layout.front, placed, layout.nbytes, layout.headers, layout.ending, layout.trailer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class UploadedFile:
         nbytes: bytes of the file.
         part_nbytes: bytes of each part but the last.
         known: parts that the store has already: number -> (bytes, etag, CRC-32 where the store lists it).
+        late: (offset, bytes) of what `write_late` writes, by rising offset.
     """
 
     uploads: S3Uploads
@@ -109,6 +111,7 @@ class UploadedFile:
     nbytes: int
     part_nbytes: int
     known: dict[int, tuple[int, str, int | None]] = field(default_factory=dict)
+    late: Sequence[tuple[int, int]] = ()
     kept_nbytes: int = 0
     """Bytes of parts that were not sent again."""
     _filling: dict[int, _Filling] = field(default_factory=dict)
@@ -118,11 +121,22 @@ class UploadedFile:
     _taking: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes into their parts, and send those that are full.
+        """Copy bytes into their parts, and send those that are full; leave out the places of late bytes.
 
         Raises:
             XrankError: an earlier part could not be sent.
         """
+        end = offset + len(data)
+        for index in range(bisect_right(self.late, offset, key=sum), len(self.late)):
+            start, nbytes = self.late[index]
+            if start >= end:
+                break
+            self.write_late(offset, data[: max(0, start - offset)])
+            data, offset = data[max(0, start + nbytes - offset) :], max(offset, start + nbytes)
+        self.write_late(offset, data)
+
+    def write_late(self, offset: int, data: memoryview) -> None:
+        """Copy bytes into their parts, and send those that are full; errors as `write`."""
         self._check_sent()
         while data:
             number, start = divmod(offset, self.part_nbytes)

@@ -17,6 +17,7 @@ import xxhash
 
 from xrank.errors import CorruptError, OutputExistsError, XrankError
 from xrank.faces import AGAIN, option
+from xrank.formats.rank_state import rank_of
 from xrank.stores.s3_uploads import Part, S3Uploads, part_nbytes_for
 from xrank.writers.disk import open_companion
 from xrank.writers.journal import JournalLine
@@ -66,7 +67,7 @@ class StoreStage:
         """Return what uploads the files of this output; close it."""
         return UploadedFiles(self)
 
-    def begin_file(self, name: str, nbytes: int, pool: PartPool) -> UploadedFile:
+    def begin_file(self, name: str, nbytes: int, pool: PartPool, late: Sequence[tuple[int, int]] = ()) -> UploadedFile:
         """Begin to upload a file, or go on with it."""
         check_inner_name(name)
         key = self._place.file_key(name)
@@ -75,7 +76,7 @@ class StoreStage:
         if upload is None or known is None:
             upload = Upload(self._uploads.create(key, self._journal.content.stage), part_nbytes_for(nbytes))
             self._journal.add_upload(name, upload)
-        return UploadedFile(self._uploads, pool, key, upload.upload_id, nbytes, upload.part_nbytes, known or {})
+        return UploadedFile(self._uploads, pool, key, upload.upload_id, nbytes, upload.part_nbytes, known or {}, late)
 
     def begin_uploads(self, files: Mapping[str, int]) -> dict[str, tuple[Upload, bool]]:
         """Begin to upload many files, for several ranks to send their parts.
@@ -225,6 +226,9 @@ class StoreStage:
     def _last_name(self) -> str:
         """Return the name of the file that readers begin with."""
         names = [*self._small, *self._records]
+        states = {rank: name for name in names if (rank := rank_of(name)) is not None}
+        if states:  # readers want all of them
+            return states[max(states)]
         for name in sorted(names):
             if name.endswith(".safetensors.index.json"):
                 return name
@@ -274,13 +278,17 @@ class UploadedFiles:
         self._stage, self._pool = stage, PartPool()
         self._files: dict[int, UploadedFile] = {}
 
-    def begin(self, index: int, name: str, nbytes: int) -> None:
+    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
         """Begin a file."""
-        self._files[index] = self._stage.begin_file(name, nbytes, self._pool)
+        self._files[index] = self._stage.begin_file(name, nbytes, self._pool, late)
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""
         self._files[file].write(offset, data)
+
+    def write_late(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes of the file's ending at `offset`."""
+        self._files[file].write_late(offset, data)
 
     def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
         """Finish a file."""

@@ -51,11 +51,11 @@ def check_store_output(out: str | os.PathLike[str], *, overwrite: bool, is_state
     """
     place = StorePlace.from_url(out)
     S3Uploads(place.store, place.url)  # without credentials, or a package, the call must change
-    if is_states:
+    if is_states and overwrite:
         raise UsageError(
-            f"{place.url}: states of ranks are not written to a store, only models",
+            f"{place.url}: states of ranks in a store are not replaced",
             file=place.url,
-            next_step=f"give {option('out')} a folder, and copy that",
+            next_step=f"choose another {option('out')}",
         )
     if overwrite:
         raise UsageError(
