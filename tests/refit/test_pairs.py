@@ -1,4 +1,4 @@
-"""Random layouts of a trainer into random layouts of an engine: equal bit by bit, with as many bytes as planned."""
+"""Random layouts of a trainer into random layouts or loaders of an engine: equal bit by bit, with bytes as planned."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import xrank
 from tests.layout.test_layouts_through_files import DTYPES, drawn_layouts, facts, local_tensors, made_tensor
+from tests.refit.drawn_engine import DrawnEngine
 from xrank.layout import LayoutMap
 from xrank.refit import transfer
 
@@ -56,29 +57,48 @@ def train(folder: str, seeds: list[int]) -> None:
             wait_for([Path(folder) / f"{seed}" / f"closed-{other}" for other in range(WORLD_SIZE)])
 
 
+def make_target(
+    seed: int, rank: int, tensors: tuple[dict[str, torch.Tensor], ...], layouts: LayoutMap
+) -> tuple[Any, dict[str, Any], list[Any]]:
+    """Return the tensors to fill, the arguments that say how they are cut, and the facts of each step."""
+    if seed % 3 < 2:
+        wanted = [local_tensors(step, layouts, rank) for step in tensors]
+        held = {name: stale(tensor) for name, tensor in wanted[0].items()}
+        return held, {"layouts": layouts}, [facts(step) for step in wanted]
+    engines = [DrawnEngine(seed, rank, WORLD_SIZE, tensors[0]) for _ in range(3)]
+    for engine, step in zip(engines[1:], tensors, strict=True):
+        engine.load_weights(step.items())
+    return engines[0], {"loader": engines[0].load_weights}, [facts(engine.state_dict()) for engine in engines[1:]]
+
+
 def serve(folder: str, seeds: list[int]) -> list[tuple[int, int, int]]:
     """Take two steps for each seed; return (bytes held, moved, moved straight) of the second."""
     rank, moved = dist.get_rank(), []
     for seed in seeds:
         first, second, _, layouts, takes_tiny = draw(seed)
-        wanted = [local_tensors(tensors, layouts, rank) for tensors in (first, second)]
-        held = {name: stale(tensor) for name, tensor in wanted[0].items()}
+        held, cuts, wanted = make_target(seed, rank, (first, second), layouts)
         smallest = 0 if takes_tiny else transfer._SMALLEST_RUN_NBYTES
         with (
             patch.object(transfer, "_SMALLEST_RUN_NBYTES", smallest),
-            xrank.take_weights(held, f"{folder}/{seed}", layouts=layouts) as weights,
+            xrank.take_weights(held, f"{folder}/{seed}", **cuts) as weights,
         ):
             assert weights.update(timeout_seconds=60).step == 1
-            assert facts(held) == facts(wanted[0]), seed
+            assert facts(list_held(held)) == wanted[0], seed
             (Path(folder) / f"{seed}" / f"taken-{rank}").touch()
             report = weights.update(timeout_seconds=60)
             assert report.step == 2 and report.plan_seconds == 0
-            assert facts(held) == facts(wanted[1]), seed
+            assert facts(list_held(held)) == wanted[1], seed
+            assert not report.whole
             if takes_tiny and report.direct_nbytes == report.moved_nbytes:
                 assert report.moved_nbytes <= 1.001 * report.nbytes, seed
             moved.append((report.nbytes, report.moved_nbytes, report.direct_nbytes))
         (Path(folder) / f"{seed}" / f"closed-{rank}").touch()
     return moved
+
+
+def list_held(held: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state dict or an engine."""
+    return held.state_dict() if isinstance(held, DrawnEngine) else held
 
 
 def stale(tensor: torch.Tensor) -> torch.Tensor:
