@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import xrank
 from benchmarks.fused_engine import FusedEngine, Sizes, whole_shapes
+from tests.refit import jobs
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
@@ -123,3 +126,27 @@ def test_parts_that_no_mesh_gives_and_gaps_are_refused(starts: Any, match: str) 
 
     with pytest.raises((LayoutError, UsageError), match=match):
         xrank.record_layouts(make_rank, {"w": ("F32", (4, 3))}, DeviceMesh((2,), ("tp",)))
+
+
+def test_parts_by_a_recorded_file_are_filled(run_jobs: Any, tmp_path: Path) -> None:
+    """Each rank has its parts under the checkpoint's names, cut as the file says."""
+
+    def make_rank(rank: int) -> Any:
+        engine = FusedEngine(jobs.SIZES, rank, 4).to("meta")
+        return engine.load_weights, dict(engine.named_parameters())
+
+    shapes = {name: ("BF16", shape) for name, shape in whole_shapes(jobs.SIZES).items()}
+    xrank.record_layouts(make_rank, shapes, DeviceMesh((4,), ("tp",))).write(tmp_path / "engine.toml")
+    address = str(tmp_path / "address")
+    run_jobs((4, jobs.train, (address, 2, 4)), (4, serve_parts, (address, str(tmp_path / "engine.toml"))))
+
+
+def serve_parts(address: str, file: str) -> None:
+    layouts, rank = LayoutMap.read(file), dist.get_rank()
+    steps = [jobs.whole_tensors(step) for step in (1, 2)]
+    parts = {name: torch.zeros_like(jobs.part_of(whole, layouts[name], rank)) for name, whole in steps[0].items()}
+    with xrank.take_weights(parts, address, layouts=layouts) as weights:
+        for step, wanted in enumerate(steps, 1):
+            report = weights.update(timeout_seconds=60)
+            assert report.step == step and not report.unused, report
+            assert all(parts[name].equal(jobs.part_of(whole, layouts[name], rank)) for name, whole in wanted.items())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xrank
-from xrank.errors import UsageError
+from xrank.errors import LayoutError, UsageError
 
 TRAINER = """
 [mesh]
@@ -58,7 +58,7 @@ def test_the_engine_takes_what_it_holds_and_replicas_share_the_load(files: tuple
 
 
 def test_the_ranks_of_a_workspace_are_a_trainers(tmp_path: Path, files: tuple[Path, Path]) -> None:
-    """The engine's file is of another model, and is refused; its own layout moves all of it."""
+    """An engine's file of another model is refused; its own layout moves all of it."""
     torch = pytest.importorskip("torch")
     for rank in range(2):
         workspace = xrank.NFSWorkspace(tmp_path / "states", rank=rank, world_size=2, run_id="r")
@@ -69,8 +69,20 @@ def test_the_ranks_of_a_workspace_are_a_trainers(tmp_path: Path, files: tuple[Pa
     found = xrank.simulate(tmp_path / "states", "refit", to=tmp_path / "one.toml")
     assert np.array_equal(found.traffic.total("taken_nbytes"), [0, 0, 120, 120])
     assert np.array_equal(found.traffic.total("given_nbytes"), [120, 120, 0, 0])
-    with pytest.raises(xrank.errors.XrankError, match="no rule"):
-        xrank.simulate(files[1], "refit", to=tmp_path / "one.toml")
+    (tmp_path / "other.toml").write_text('[mesh]\ngrid = "tp=2"\n[tensors]\n"tail" = "[10, 6/tp]"\n')
+    with pytest.raises(LayoutError, match="no rule"):
+        xrank.simulate(files[1], "refit", to=tmp_path / "other.toml")
+
+
+def test_a_tensor_that_the_engine_does_not_take_is_noted(files: tuple[Path, Path]) -> None:
+    files[0].write_text(TRAINER + '"mtp.bias" = "[4]"\n"mtp.w" = "[8/dp, 6]"\n')
+    found = xrank.simulate(files[0], "refit", to=files[1])
+    assert found.work.held_nbytes.tolist()[4:] == [2 * (3 * (2 * 48 + 8) + 30)] * 2
+    notes = dict(found.work.notes)
+    assert notes["not-taken"] == "mtp.bias, mtp.w: the engine takes no part, for its layouts have no rule"
+    assert "mtp.bias, mtp.w" in str(found)
+    with pytest.raises(LayoutError, match="no rule of the layout file"):  # a reshard must say how each one is cut
+        xrank.simulate(files[0], "reshard", to=files[1])
 
 
 def test_a_refit_needs_an_engine_and_its_own_ranks(files: tuple[Path, Path]) -> None:

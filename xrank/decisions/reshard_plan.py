@@ -31,7 +31,7 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.claims import Claim, Claims, find_local_name, list_counted_names
-from xrank.words import likewise_text
+from xrank.words import likewise_text, list_text
 from xrank.workspace.state_content import plain_config
 from xrank.writers.companions import CompanionFile, check_companions
 from xrank.writers.rank_states import lay_out_state
@@ -77,10 +77,12 @@ def plan_reshard(
     part: str | None = None,
     world_size: int | None = None,
     host: str | None = None,
+    is_partial: bool = False,
 ) -> Reshard:
     """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as in `reshard_checkpoint`.
 
-    `host` is the host name that the states record; None: this host.
+    `host` is the host name that the states record; None: this host. `is_partial` leaves tensors without a rule out,
+    with a note, unless all are.
     """
     base = open_base_model(base_model) if base_model is not None else None
     new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
@@ -90,7 +92,7 @@ def plan_reshard(
         # The layouts of a reshard are the new ones.
         error.advise("gather it with its layouts or a base model, then reshard the model that this makes")
         raise
-    return plan_reshard_of(found, source, new, options, recipe=recipe, base=base, host=host)
+    return plan_reshard_of(found, source, new, options, recipe=recipe, base=base, host=host, is_partial=is_partial)
 
 
 def plan_reshard_of(
@@ -102,6 +104,7 @@ def plan_reshard_of(
     recipe: str | os.PathLike[str] | None = None,
     base: BaseModel | None = None,
     host: str | None = None,
+    is_partial: bool = False,
 ) -> Reshard:
     """Return the proven plan of a reshard for a source that was read, or for an imagined one; see `plan_reshard`."""
     config, config_path = found.config, found.config_path
@@ -120,7 +123,8 @@ def plan_reshard_of(
     outputs = _list_outputs(selection, names)
     for output in outputs:
         states.add(output)
-    states.refuse_unmatched()
+    if not is_partial or not states.held:
+        states.refuse_unmatched()
     state_config = plain_config(dict(json.loads(made) if made is not None else config or {}))
     files = [
         lay_out_state(states.record(rank), state_config, states.held.get(rank, ()), states.names(rank))
@@ -128,6 +132,9 @@ def plan_reshard_of(
     ]
     compared = {name: others for name, others in selection.tied.items() if names[name] == name}
     notes = [*stored.notes, *found.notes, *selection.notes, *layout_notes(new, stored), *states.notes()]
+    if states.unmatched:
+        text = f"{list_text(states.unmatched)}: the engine takes no part, for its layouts have no rule"
+        notes.append(("not-taken", text))
     if stored.run_id is None:
         notes.append(("new-run-id", f"the source records no run id; the states say run {run_id}"))
     return Reshard(

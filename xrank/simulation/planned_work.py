@@ -133,7 +133,7 @@ def _plan_stored(
 ) -> PlannedWork:
     """Plan an operation on a stored checkpoint."""
     if to is not None:
-        made = plan_reshard(path, to, GatherOptions(), recipe=recipe)
+        made = plan_reshard(path, to, GatherOptions(), recipe=recipe, is_partial=operation == "refit")
         if operation == "refit":
             return _export_work(path, made, None, made.notes)
         return _file_work("reshard", path, made.source, made.plan, made.notes)
@@ -168,7 +168,8 @@ def _plan_layout(
     if to is not None:
         # Rules of the two files may count other numbers in braces, so a refit is planned by names.
         source = FoundSource(expand_names(stored) if operation == "refit" else stored, None, None, ())
-        made = plan_reshard_of(source, path, read_layouts(to), GatherOptions(), recipe=recipe)
+        is_partial = operation == "refit"  # an engine need not take all tensors of a trainer
+        made = plan_reshard_of(source, path, read_layouts(to), GatherOptions(), recipe=recipe, is_partial=is_partial)
         kept = [note for note in made.notes if note[0] not in ("new-run-id", "no-config")]
         if operation == "refit":
             return _export_work(path, made, None, (*notes, *kept))
