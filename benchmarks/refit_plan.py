@@ -143,7 +143,15 @@ def _make_card(names: dict[str, tuple[int, ...]]) -> dict[str, object]:
     for rank in range(256):
         local = local_model(held_by(rank, layouts, names), layouts=layouts, rank=rank, world_size=256)
         parts.append({"model": local.describe(), "own": asdict(OwnConfig())})
-    return {"ranks": list(range(256)), "parts": parts, "recipe": "none", "aliases": {}, "config": None, "names": []}
+    return {
+        "ranks": list(range(256)),
+        "parts": parts,
+        "recipe": "none",
+        "aliases": {},
+        "config": None,
+        "names": [],
+        "dropped": [],
+    }
 
 
 if __name__ == "__main__":

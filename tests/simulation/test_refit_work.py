@@ -80,7 +80,6 @@ def test_a_tensor_that_the_engine_does_not_take_is_noted(files: tuple[Path, Path
     assert found.work.held_nbytes.tolist()[4:] == [2 * (3 * (2 * 48 + 8) + 30)] * 2
     notes = dict(found.work.notes)
     assert notes["not-taken"] == "mtp.bias, mtp.w: the engine takes no part, for its layouts have no rule"
-    assert "mtp.bias, mtp.w" in str(found)
     with pytest.raises(LayoutError, match="no rule of the layout file"):  # a reshard must say how each one is cut
         xrank.simulate(files[0], "reshard", to=files[1])
 

@@ -24,6 +24,10 @@ __all__ = ["Selection", "keep_all", "select"]
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and halves of characters that no file can contain."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The source's tensors that are written, tied, cast or left out."""
@@ -151,9 +155,7 @@ def keep_all(source: StoredModel) -> Selection:
 
 
 def _check_name(name: str, path: str) -> None:
-    if any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in name) or (
-        ".." in re.split(r"[/\\]", name)
-    ):
+    if _UNPRINTABLE.search(name) or (".." in name and ".." in re.split(r"[/\\]", name)):
         raise UnsafeError(
             f"a tensor's name is not one: {name!r}",
             tensor=name,

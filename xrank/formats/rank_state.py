@@ -28,6 +28,7 @@ MeshRecord: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 
 _KEYS = ["version", "run_id", "attempt", "step", "rank", "world_size", "host", "meshes", "tensors"]
 _RARE = ["view", "name"]
+_FREQUENT = {"layout", "mesh", "shape"}
 """Optional keys of a tensor's entry."""
 _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})_state\.pth")
 
@@ -161,6 +162,8 @@ class _Parser:
 
     def __init__(self, file: str) -> None:
         self.file = file
+        self._known: dict[tuple[str | None, int | None, tuple[int, ...] | None], TensorRecord] = {}
+        """Checked entries of the frequent keys alone: a large model has few kinds of tensors."""
 
     def fail(self, fault: str) -> NoReturn:
         raise CorruptError(
@@ -224,6 +227,18 @@ class _Parser:
 
     def tensor(self, value: Any, name: str) -> TensorRecord:
         tensor = self.mapping(value, "tensors", name)
+        if len(tensor) == len(_FREQUENT) and tensor.keys() == _FREQUENT:
+            try:
+                shape = tensor["shape"]
+                key = tensor["layout"], tensor["mesh"], None if shape is None else tuple(shape)
+                if key not in self._known:
+                    self._known[key] = self._check_tensor(tensor, name)
+                return self._known[key]
+            except TypeError:
+                pass  # no key of a dict: the check names the fault
+        return self._check_tensor(tensor, name)
+
+    def _check_tensor(self, tensor: dict[str, Any], name: str) -> TensorRecord:
         keys = ["layout", "mesh", "shape", *(key for key in _RARE if key in tensor)]
         self.check_keys(tensor, keys, "tensors", name)
         return TensorRecord(

@@ -59,6 +59,8 @@ class DeviceMesh:
     device_kind: str | None = field(repr=False, compare=False)
     """The kind in the devices' texts (``"cuda"``); None if the devices are numbers."""
     _positions: Mapping[int, int] = field(repr=False, compare=False)
+    _hash: int = field(repr=False, compare=False)
+    """Computed once: thousands of tensors are looked up by their mesh, which may have thousands of ranks."""
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str], devices: Any = None) -> None:
         # Before any list of ranks: a mistyped shape would fill the memory.
@@ -83,6 +85,10 @@ class DeviceMesh:
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "device_kind", kind)
         object.__setattr__(self, "_positions", positions)
+        object.__setattr__(self, "_hash", hash((lengths, names, ranks)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._positions

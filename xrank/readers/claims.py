@@ -168,13 +168,17 @@ def _read_record(held: HeldTensor, name: str) -> Claim:
             next_step="let the rank write its state again",
         )
     try:
-        companion, layout = _parse_layout(held.layout)
-        if held.view is not None:
-            layout = _attach_meshes(layout, held.mesh, held.view)
-        pattern = None if held.pattern is None else _parse_cached_name(held.pattern)
+        return _make_claim(held.layout, held.mesh, held.view, held.pattern)
     except LayoutError as error:
         raise prefix_error(error, name, held) from None
-    return Claim(layout, held.mesh, pattern, companion, is_recorded=True)
+
+
+@lru_cache(maxsize=4096)
+def _make_claim(text: str, mesh: DeviceMesh, view: DeviceMesh | None, pattern: str | None) -> Claim:
+    companion, layout = _parse_layout(text)
+    if view is not None:
+        layout = _attach_meshes(layout, mesh, view)
+    return Claim(layout, mesh, None if pattern is None else _parse_cached_name(pattern), companion, is_recorded=True)
 
 
 @lru_cache(maxsize=4096)

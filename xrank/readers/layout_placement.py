@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import TypeAlias
+
+import numpy as np
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.faces import AGAIN, option
@@ -17,7 +20,8 @@ from xrank.layout.companion_parts import companion_part
 from xrank.layout.flat import FlatPart, flat_part
 from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.nests import Nest
+from xrank.layout.nest_table import IntArray, NestTable, int_array
+from xrank.layout.nests import Nest, row_major
 from xrank.layout.notation import LayoutTree
 from xrank.layout.shape_inference import infer_shape
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
@@ -50,8 +54,11 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
     if _are_alike([claim for _, claim in claimed]):
         own = (tuple(h.rank for h in held), tuple(h.shape for h in held))
         known = _place_alike(first.layout, first.mesh, first.sizes, *own, shape)
+        if known is not None and all(not h.storage_offset and h.strides == row_major(h.shape) for h in held):
+            records = int_array([h.record for h in held])[known.owner]
+            return StoredShard(name, held[0].dtype, known.shape, known.rank, records, known.table)
         if known is not None:
-            return pieces_of(name, held, *known)
+            return pieces_of(name, held, known.shape, known.nests)
     # The checks below name the tensor and the rank of a fault.
     _check_meshes(name, claimed)
     if shape is None:
@@ -68,8 +75,25 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
 
 def _are_alike(claims: Sequence[Claim]) -> bool:
     """Return whether ranks declare one layout on one mesh, and one name."""
+    if all(claim is claims[0] for claim in claims):
+        return claims[0].pattern is None
     own = [(claim.layout, claim.mesh, claim.sizes) for claim in claims]
     return all(claim.pattern is None for claim in claims) and all(one == own[0] for one in own)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alike:
+    """The pieces of all tensors with one layout, whose parts have the same shapes on the same ranks."""
+
+    shape: tuple[int, ...]
+    nests: Sequence[Sequence[Nest]]
+    """Nests of each rank's part."""
+    table: NestTable
+    """All nests."""
+    owner: IntArray
+    """Nest -> number of its part."""
+    rank: IntArray
+    """Nest -> its rank."""
 
 
 # A large model has some hundred kinds of tensors, each a hundred times and more.
@@ -81,8 +105,8 @@ def _place_alike(
     ranks: tuple[int, ...],
     local_shapes: tuple[tuple[int, ...], ...],
     shape: tuple[int, ...] | None,
-) -> tuple[tuple[int, ...], Sequence[Sequence[Nest]]] | None:
-    """Return the shape of a tensor and the nests of each rank's part; None if there is any fault."""
+) -> _Alike | None:
+    """Return the pieces of a tensor; None if there is any fault."""
     if len(set(ranks)) < len(ranks) or not find_holders(layout, mesh) <= set(ranks) <= set(mesh.ranks):
         return None
     nests = []
@@ -96,7 +120,9 @@ def _place_alike(
             nests.append(part.nests)
     except LayoutError:
         return None
-    return shape, nests
+    table = NestTable.from_nests([nest for its in nests for nest in its])
+    owner = np.repeat(np.arange(len(nests)), [len(its) for its in nests])
+    return _Alike(shape, nests, table, owner, int_array(ranks)[owner])
 
 
 def place_companion(

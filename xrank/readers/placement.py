@@ -69,10 +69,11 @@ def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_s
     assumptions = []
     left_out: list[str] = []
     # Companions follow from another tensor's layout, so they come last, when that tensor's shape is known.
-    for name in sorted(parts, key=lambda name: _has_companion(parts[name])):
+    companions = {name for name, own in parts.items() if _has_companion(own)}
+    for name in sorted(parts, key=companions.__contains__):
         own = sorted(parts[name], key=lambda part: part[0].rank)
         shapes = {}
-        if _has_companion(own):
+        if name in companions:
             shapes = {shard.name: shard.shape for shards in placed.values() for shard in shards}
         try:
             placed[name], assumption = _place(name, own, hints, world_size, shapes)
@@ -118,7 +119,8 @@ def _collect_parts(
 
 
 def _has_companion(parts: _Parts) -> bool:
-    return any(claim is not None and claim.companion is not None for _, claim in parts)
+    claims = {id(claim): claim for _, claim in parts if claim is not None}  # ranks share few of them
+    return any(claim.companion is not None for claim in claims.values())
 
 
 def _collect_layouts(parts: Mapping[str, _Parts]) -> dict[str, Sequence[StatedLayout]]:

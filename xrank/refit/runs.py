@@ -59,26 +59,14 @@ def find_runs(nests: NestTable, width: int) -> Runs:
         width: bytes of an element.
     """
     depth, lengths = _run_lengths(nests)
-    there: list[IntArray] = []
-    here: list[IntArray] = []
-    counts: list[IntArray] = []
-    is_plain = depth == 0
-    if is_plain.any():
-        there.append(nests.x[is_plain])
-        here.append(nests.y[is_plain])
-        counts.append(lengths[is_plain])
-    for row in np.flatnonzero(~is_plain).tolist():
-        x, y = nests.x[row : row + 1], nests.y[row : row + 1]
-        for n, xs, ys in nests.loops[row, : depth[row]].tolist():
-            steps = np.arange(n, dtype=np.int64)
-            x, y = (x[:, None] + steps * xs).ravel(), (y[:, None] + steps * ys).ravel()
-        there.append(x)
-        here.append(y)
-        counts.append(np.full(len(x), lengths[row]))
-    if not there:
-        empty = np.zeros(0, np.int64)
-        return Runs(empty, empty, empty)
-    return Runs(*(np.concatenate(each) * width for each in (there, here, counts)))
+    nest, there, here = np.arange(len(nests)), nests.x, nests.y
+    for level in range(int(depth.max(initial=0))):
+        n, xs, ys = nests.loops[nest, level].T
+        n = np.where(level < depth[nest], n, 1)
+        each = np.repeat(np.arange(len(nest)), n)
+        step = np.arange(len(each)) - (np.cumsum(n) - n)[each]
+        nest, there, here = nest[each], there[each] + step * xs[each], here[each] + step * ys[each]
+    return Runs(there * width, here * width, lengths[nest] * width)
 
 
 def _run_lengths(nests: NestTable) -> tuple[IntArray, IntArray]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from xrank.dtypes import by_torch_name
 from xrank.errors import ContradictionError
-from xrank.formats.rank_state import RankRecord, TensorRecord
+from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.layout.nests import row_major
@@ -23,6 +24,8 @@ from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel,
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor, replicate
 from xrank.readers.placement import place_all
+
+_UNKNOWN = TensorRecord()
 
 __all__ = ["LiveModel", "make_held_tensor", "read_ranks"]
 
@@ -59,6 +62,7 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
     rank_of: list[int] = []
     view_of: list[int] = []
     nbytes: list[int] = []
+    known_meshes: dict[MeshRecord, DeviceMesh] = {}  # ranks share meshes, which are large
     for rank, one, record in zip(ranks, parsed, records, strict=True):
         if record.rank != rank or record.world_size < world_size:
             raise ContradictionError(
@@ -72,9 +76,13 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
         rank_of += [rank] * len(one["views"])
         view_of += range(len(one["views"]))
         nbytes += one["views"]
-        meshes = [DeviceMesh(shape, names, ranks) for names, shape, ranks in record.meshes]
+        meshes = []
+        for key in record.meshes:
+            if key not in known_meshes:
+                known_meshes[key] = DeviceMesh(key[1], key[0], key[2])
+            meshes.append(known_meshes[key])
         for name, (dtype, shape, view) in one["tensors"].items():
-            known = record.tensors.get(name, TensorRecord())
+            known = record.tensors.get(name, _UNKNOWN)
             held.setdefault(name, []).append(make_held_tensor(rank, first + view, dtype, tuple(shape), known, meshes))
     flat_ties = {name: target for one in parsed for name, target in one["aliases"].items()}
     placement = place_all(_add_replicas(held), Hints(), world_size=len(parsed))
@@ -110,6 +118,7 @@ def _tie(shards: Sequence[StoredShard], ties: Mapping[str, str]) -> Iterator[Sto
             yield replace(by_name[target], name=name)
 
 
+@lru_cache(maxsize=4096)
 def _memory(rank: int) -> str:
     return f"the memory of rank {rank}"
 
@@ -153,6 +162,8 @@ def _aliases(tensors: Sequence[Mapping[str, Any]], shards: set[str]) -> dict[str
 
     Ranks may have them in any order. If names are tied both ways, the one that occurs first stays.
     """
+    if all(len({view for _, _, view in rank.values()}) == len(rank) for rank in tensors):
+        return {}
     order: dict[str, int] = {}
     alone: set[str] = set()
     mates: dict[str, frozenset[str]] = {}
