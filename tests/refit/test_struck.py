@@ -42,7 +42,7 @@ def test_a_struck_rank_is_named_by_all_others(jobs: Forker, tmp_path: Path, seed
     victim, what = rng.randrange(SIDES[side]), rng.choice(["kill", "stop"])
     job = {"side": side, "victim": victim, "what": what, "transforms": seed % 80 >= 40}
     struck, answers = jobs.ask(address=str(tmp_path), steps=100_000, after=rng.random() ** 2 / 20, **job)
-    assert struck is not None
+    assert struck is not None, answers
     for own_side, rank, answer in answers:
         if own_side == "engine" and answer is not None:
             assert answer["right"], (own_side, rank, answer)  # also the one that went on after a stop
