@@ -54,8 +54,6 @@ def test_writes_the_files_of_a_folder(states: Path, expected: dict[str, bytes], 
     assert "made-before" in dict(again.notes)
     with pytest.raises(OutputExistsError, match="exists already"):
         gather(states, f"{bucket.url}/models/one", max_shard_size="1GB")
-    with pytest.raises(UsageError, match="replaces one object"):
-        gather(states, f"{bucket.url}/models/one", overwrite=True)
     assert bucket.read_all() == placed("models/one", expected)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from xrank.decisions.adapters import describe_merges
@@ -124,8 +124,11 @@ def _fill_stage(
     """Write all files of a gather into its stage, which is then ready for the commit."""
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
+    # First: a companion that cannot be copied ends the gather before the weights are written.
+    lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
+    lines += [stage.write_file(name, text.encode()) for name, text in small_texts(gather).items()]
     written = write_files(work, stage, progress, team, verify=verify)
-    small = _write_small_files(gather, work, stage, out, written, is_repeatable)
+    small = _write_lists(gather, work, stage, out, written, lines, is_repeatable)
     return WrittenOutput(tuple(small), written, written.notes)
 
 
@@ -136,21 +139,26 @@ def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Wo
     return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms, windows)
 
 
-def _write_small_files(
-    gather: FolderPlan, work: Work, stage: OutputStage, out: str, written: WrittenFiles, is_repeatable: bool
+def _write_lists(
+    gather: FolderPlan,
+    work: Work,
+    stage: OutputStage,
+    out: str,
+    written: WrittenFiles,
+    lines: Sequence[JournalLine],
+    is_repeatable: bool,
 ) -> list[FileFacts]:
-    """Write all but the weights, the manifest last; return the weights' files for the report."""
-    plan, digests = gather.plan, written.digests
+    """Write the index, and the manifest last; return the weights' files for the report."""
+    plan = gather.plan
+    digests = {index: replace(d, name=stage.final_name(d.name)) for index, d in written.digests.items()}
     weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
     files = list(weights)
     own = gather.decision.adapted.weights_file if gather.decision.adapted is not None else None
     model = [file.output for file in plan.files if file.output.name != own]
-    index = index_text(model) if model else None
+    index = index_text([replace(file, name=stage.final_name(file.name)) for file in model]) if model else None
     if index is not None:
         line = stage.write_file(index_name(model), index.encode())
         files.append(_small_file(line))
-    lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
-    lines += [stage.write_file(name, text.encode()) for name, text in small_texts(gather).items()]
     source = gather.source
     text = manifest_text(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),

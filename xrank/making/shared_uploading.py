@@ -48,7 +48,7 @@ def upload_together(
     outputs = [files[index].output for index in unfinished]
     begun = stage.begin_uploads({output.name: output.nbytes for output in outputs})
     uploads = {index: begun[output.name] for index, output in zip(unfinished, outputs, strict=True)}
-    told = {index: (one.upload_id, one.part_nbytes, resumed) for index, (one, resumed) in uploads.items()}
+    told = {index: (one.upload_id, one.part_nbytes, one.name, resumed) for index, (one, resumed) in uploads.items()}
     team.broadcast("uploads", json.dumps(told))
     shares = _SharedUploads(team, work.plan, StorePlace.from_url(stage.path), uploads)
 
@@ -70,7 +70,7 @@ def upload_together(
 def help_to_upload(team: Team, work: Work, out: str) -> None:
     """Run the part of any other rank in `upload_together`; errors as there."""
     told = json.loads(team.broadcast("uploads"))
-    uploads = {int(index): (Upload(name, nbytes), resumed) for index, (name, nbytes, resumed) in told.items()}
+    uploads = {int(index): (Upload(*upload), resumed) for index, (*upload, resumed) in told.items()}
     shares = _SharedUploads(team, work.plan, StorePlace.from_url(out), uploads)
     with closing(shares.uploads):
         make_together(team, work, [*uploads], shares, what="the files")
@@ -104,7 +104,7 @@ class _SharedUploads:
     def begin(self, index: int) -> None:
         """Look up the parts that an interrupted run has sent."""
         output, (upload, resumed) = self._plan.files[index].output, self._begun[index]
-        key = self._place.file_key(output.name)
+        key = self._place.file_key(upload.name)
         known = self.uploads.list_parts(key, upload.upload_id) if resumed else None
         if self._pool is None:
             self._pool = PartPool()

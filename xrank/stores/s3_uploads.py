@@ -148,8 +148,19 @@ class S3Uploads:
 
         return self._repeat(key, "looked at", send)
 
-    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str, *, replaces: bool = False) -> None:
-        """Make the object of the parts, where none is there yet; with `replaces`, also in the place of another one.
+    def complete(
+        self,
+        key: str,
+        upload_id: str,
+        parts: Sequence[Part],
+        mark: str,
+        *,
+        replaces: bool = False,
+        if_version: str | None = None,
+    ) -> None:
+        """Make the object of the parts, where none is there yet.
+
+        With `replaces`, also in the place of another one; with `if_version`, only in the place of that one.
 
         Raises:
             OutputExistsError: another object is there.
@@ -163,7 +174,7 @@ class S3Uploads:
         space = "http://s3.amazonaws.com/doc/2006-03-01/"
         body = f'<CompleteMultipartUpload xmlns="{space}">{lines}</CompleteMultipartUpload>'.encode()
         nbytes = sum(part.nbytes for part in parts)
-        headers = {} if replaces else {"If-None-Match": "*"}
+        headers = _condition(replaces=replaces, if_version=if_version)
 
         def send() -> None:
             need_field(self._connection.send("POST", key, {"uploadId": upload_id}, headers, body), "ETag")
@@ -171,18 +182,25 @@ class S3Uploads:
         if self._publish(key, send, mark, nbytes):
             self.abort(key, upload_id)
 
-    def put_new(self, key: str, data: bytes | memoryview, mark: str, *, replaces: bool = False) -> None:
+    def put_new(
+        self,
+        key: str,
+        data: bytes | memoryview,
+        mark: str,
+        *,
+        replaces: bool = False,
+        if_version: str | None = None,
+    ) -> None:
         """Write a small object, where none is there yet; return when the store has confirmed its bytes.
 
-        With `replaces`, it is also written in the place of another one.
+        With `replaces`, also in the place of another one; with `if_version`, only in the place of that one.
 
         Raises:
             OutputExistsError: another object is there.
         """
         crc32 = isal_zlib.crc32(data)
         headers = {f"x-amz-meta-{MARK}": mark, "x-amz-checksum-crc32": _crc32_text(crc32)}
-        if not replaces:
-            headers["If-None-Match"] = "*"
+        headers |= _condition(replaces=replaces, if_version=if_version)
 
         def send() -> None:
             answer = self._connection.send("PUT", key, None, headers, data)
@@ -258,6 +276,12 @@ class S3Uploads:
 
     def _repeat(self, key: str, what: str, send: Callable[[], _Result], sent_nbytes: int = 0) -> _Result:
         return self._store.repeat(key, what, send, written_nbytes=sent_nbytes)
+
+
+def _condition(*, replaces: bool, if_version: str | None) -> dict[str, str]:
+    if if_version is not None:
+        return {"If-Match": if_version}
+    return {} if replaces else {"If-None-Match": "*"}
 
 
 def _check_confirmed(answer: Answer, data: bytes | memoryview, crc32: int, etag: str) -> None:

@@ -32,6 +32,9 @@ class OutputStage(Protocol):
     def open_files(self) -> OutputFiles:
         """Return the output files of a plan, to write to; the caller closes them."""
 
+    def final_name(self, name: str) -> str:
+        """Return the name in the output of a weights file that the plan calls so."""
+
     def discard(self, name: str) -> None:
         """Remove a finished file that turned out to be wrong or outdated."""
 

@@ -71,6 +71,10 @@ class Stage:
         """Return the output files of a plan, to write to."""
         return PartFiles(self)
 
+    def final_name(self, name: str) -> str:
+        """Return the name: a folder replaces another one whole."""
+        return name
+
     def part_path(self, name: str) -> str:
         """Return the path of a file until it is finished."""
         return self._path_of(name) + ".part"

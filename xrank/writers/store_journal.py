@@ -24,6 +24,7 @@ from xrank.stores.client import Store
 from xrank.stores.s3_uploads import Part
 from xrank.system import process_state
 from xrank.writers.store_place import StorePlace
+from xrank.writers.store_replacing import Replaced
 
 __all__ = ["FileRecord", "Journal", "OpenJournal", "Upload", "read_journal", "read_record", "wait_for_owner"]
 
@@ -40,6 +41,8 @@ class Upload:
     upload_id: str
     part_nbytes: int
     """Bytes of each part but the last."""
+    name: str
+    """Of its object in the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,9 @@ class Journal:
     last: str = ""
     """The file that the commit writes last; before the commit empty, and no object of the output is visible."""
     uploads: Mapping[str, Upload] = field(default_factory=dict)
-    """By the file's name."""
+    """By the file's name in the plan."""
+    replaced: Replaced | None = None
+    """The model that the output replaces."""
 
     @property
     def is_committing(self) -> bool:
@@ -105,6 +110,12 @@ class OpenJournal:
         """Record uploads, by the name of the file, before their first parts."""
         with self._lock:
             self._write(replace(self._content, uploads={**self._content.uploads, **uploads}))
+
+    def set_replaced(self, replaced: Replaced | None) -> None:
+        """Record the model that the output replaces."""
+        with self._lock:
+            if self._content.replaced != replaced:
+                self._write(replace(self._content, replaced=replaced))
 
     def begin_commit(self, last: str) -> None:
         """Record that objects of the output may be visible from now on, and which is written last."""
@@ -194,9 +205,11 @@ def read_journal(place: StorePlace) -> tuple[Journal | None, str] | None:
             "beat": int(beat),
             "last": str(last),
             "uploads": dict(uploads),
+            "replaced": dict() | None as replaced,
         }:
-            known = {name: Upload(one["upload_id"], one["part_nbytes"]) for name, one in uploads.items()}
-            return Journal(stage, plan, host, pid, beat, last, known), found[1]
+            known = {name: Upload(**one) for name, one in uploads.items()}
+            old = None if replaced is None else Replaced.from_json(replaced)
+            return Journal(stage, plan, host, pid, beat, last, known, old), found[1]
     return None, found[1]
 
 

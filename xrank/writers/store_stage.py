@@ -3,7 +3,8 @@
 Order of the commit: the journal records it; weights; small files; the manifest; last the object that readers begin
 with, the index or config.json. Each appears at one instant and only where none is there, so a reader that follows the
 index sees nothing or a whole model, and of two gathers one is refused. A kill leaves a journal that the same command
-goes on from.
+goes on from. A model that replaces another one: weights under names of their own; the index, in the place of the old
+one; the manifest; then the old weights are deleted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from xrank.writers.output_place import MANIFEST_NAME, check_inner_name
 from xrank.writers.store_files import PartPool, UploadedFile
 from xrank.writers.store_journal import FileRecord, OpenJournal, Upload, read_record
 from xrank.writers.store_place import StorePlace
+from xrank.writers.store_replacing import check_same_file, check_same_names, name_weights
 
 __all__ = ["StoreStage", "UploadedFiles"]
 
@@ -48,7 +50,9 @@ class StoreStage:
         self._records: dict[str, FileRecord] = {}
         self._finished: dict[str, JournalLine] = {}
         self._small: dict[str, bytes] = {}
-        self._is_committed = False
+        self._kept: set[str] = set()
+        """Small files of a replaced model, which are to stay."""
+        self._is_over = False
         self._recall()
 
     @property
@@ -67,14 +71,31 @@ class StoreStage:
         """Return what uploads the files of this output; close it."""
         return UploadedFiles(self)
 
+    def final_name(self, name: str) -> str:
+        """Return the name in the output of a weights file that the plan calls so.
+
+        Raises:
+            UsageError: the weights that are there cannot be replaced by such a file.
+        """
+        content = self._journal.content
+        if content.replaced is None:
+            return name
+        return name_weights(name, content.replaced, content.stage, self.path)
+
     def begin_file(self, name: str, nbytes: int, pool: PartPool, late: Sequence[tuple[int, int]] = ()) -> UploadedFile:
-        """Begin to upload a file, or go on with it."""
-        check_inner_name(name)
-        key = self._place.file_key(name)
+        """Begin to upload a file of weights, or go on with it."""
+        return self._begin(name, self.final_name(name), nbytes, pool, late)
+
+    def _begin(
+        self, name: str, final: str, nbytes: int, pool: PartPool, late: Sequence[tuple[int, int]] = ()
+    ) -> UploadedFile:
+        check_inner_name(final)
+        key = self._place.file_key(final)
         upload = self._journal.content.uploads.get(name)
-        known = None if upload is None else self._uploads.list_parts(key, upload.upload_id)
+        is_same = upload is not None and upload.name == final
+        known = self._uploads.list_parts(key, upload.upload_id) if upload is not None and is_same else None
         if upload is None or known is None:
-            upload = Upload(self._uploads.create(key, self._journal.content.stage), part_nbytes_for(nbytes))
+            upload = Upload(self._uploads.create(key, self._journal.content.stage), part_nbytes_for(nbytes), final)
             self._journal.add_upload(name, upload)
         return UploadedFile(self._uploads, pool, key, upload.upload_id, nbytes, upload.part_nbytes, known or {}, late)
 
@@ -87,15 +108,20 @@ class StoreStage:
         Returns:
             Name -> its upload, and whether an interrupted run has begun it.
         """
-        for name in files:
-            check_inner_name(name)
+        finals = {name: self.final_name(name) for name in files}
+        for final in finals.values():
+            check_inner_name(final)
         stage, old = self._journal.content.stage, self._journal.content.uploads
 
         def begin(name: str) -> tuple[Upload, bool]:
-            key = self._place.file_key(name)
-            if name in old and self._uploads.list_parts(key, old[name].upload_id) is not None:
+            key = self._place.file_key(finals[name])
+            if (
+                name in old
+                and old[name].name == finals[name]
+                and self._uploads.list_parts(key, old[name].upload_id) is not None
+            ):
                 return old[name], True
-            return Upload(self._uploads.create(key, stage), part_nbytes_for(files[name])), False
+            return Upload(self._uploads.create(key, stage), part_nbytes_for(files[name]), finals[name]), False
 
         with ThreadPoolExecutor(_BEGINNERS, thread_name_prefix="xrank-upload") as pool:
             begun = dict(zip(files, pool.map(begin, files), strict=True))
@@ -146,10 +172,14 @@ class StoreStage:
         """Keep a small file for the commit; return its entry for the manifest."""
         check_inner_name(name)
         digest = xxhash.xxh3_128_hexdigest(content)
-        if len(content) > _SMALL_NBYTES:
+        replaced = self._journal.content.replaced
+        if replaced is not None and name not in (MANIFEST_NAME, replaced.last):
+            check_same_file(self._place, name, content, replaced)
+            self._kept.add(name)
+        elif len(content) > _SMALL_NBYTES:
             pool = PartPool()
             try:
-                file = self.begin_file(name, len(content), pool)
+                file = self._begin(name, name, len(content), pool)
                 file.write(0, memoryview(content))
                 self.finish_file(name, file, f"xxh128:{digest}", ())
             finally:
@@ -172,56 +202,71 @@ class StoreStage:
 
         Raises:
             OutputExistsError: another program has written there, or another gather has taken over.
+            UsageError: the model that is there has other small files.
             XrankError: a request failed for good; the same command goes on.
         """
-        stage = self._journal.content.stage
-        last = self._last_name()
+        replaced = self._journal.content.replaced
+        last = self._last_name() if replaced is None else replaced.last
+        if replaced is not None:
+            check_same_names(self.path, self._kept, replaced)
         self._journal.begin_commit(last)
         names = [name for name in (*self._records, *self._small) if name not in (MANIFEST_NAME, last)]
-        for name in [*names, MANIFEST_NAME]:
-            if name in self._records or name in self._small:
-                self._publish(name, stage)
-        self._check_objects([*names, MANIFEST_NAME])
+        # The manifest of a replaced model describes it until it is replaced.
+        before, after = ([*names, MANIFEST_NAME], [last]) if replaced is None else (names, [last, MANIFEST_NAME])
+        for name in before:
+            self._publish(name)
+        self._check_objects(before)
         # The last moment: a gather that has been taken over must not end another's.
         self._journal.check_owned()
-        self._publish(last, stage)
-        self._is_committed = True
-        self._check_objects([last])
+        for name in after:
+            self._publish(name)
+        self._check_objects(after)
         try:
+            if replaced is not None:
+                for name in replaced.outdated:
+                    self._place.store.delete(self._place.file_key(name))
             self._journal.remove()
+            self._is_over = True
         except XrankError as error:
             # The output is complete; the next run, or xrank clean, removes the journal.
-            self.notes += (f"the journal could not be removed: {error}",)
+            self.notes += (f"the journal, or what was replaced, could not be removed: {error}",)
 
     def leave(self) -> None:
         """Give the journal up after a failure or a stop; finished parts stay for the next run."""
-        if not self._is_committed:
+        if not self._is_over:
             self._journal.release()
 
-    def _publish(self, name: str, stage: str) -> None:
-        key = self._place.file_key(name)
+    def _publish(self, name: str) -> None:
+        replaced, stage = self._journal.content.replaced, self._journal.content.stage
+        version = None
+        if replaced is not None:
+            version = {replaced.last: replaced.version, MANIFEST_NAME: replaced.manifest_version}.get(name)
         try:
-            self._make_object(name, stage)
+            self._make_object(name, version)
         except OutputExistsError as error:
-            there = self._uploads.head(key)
+            there = self._uploads.head(self._key_of(name))
             if there is not None and there.mark == stage:
                 # A killed commit of this stage has written it with other content.
-                self._place.store.delete(key)
-                self._make_object(name, stage)
+                self._make_object(name, there.etag)
                 return
-            url = self._place.file_url(name)
+            url = self._place.store.url(self._key_of(name))
             raise OutputExistsError(
                 f"{url}: another program wrote it while this gather ran",
                 file=url,
                 next_step=f"choose another {option('out')}, and let nothing else write there",
             ) from error
 
-    def _make_object(self, name: str, stage: str) -> None:
-        key, record = self._place.file_key(name), self._records.get(name)
+    def _make_object(self, name: str, version: str | None) -> None:
+        """Make an object where none is there, or in the place of that version."""
+        key, stage, record = self._key_of(name), self._journal.content.stage, self._records.get(name)
         if record is None:
-            self._uploads.put_new(key, self._small[name], stage)
+            self._uploads.put_new(key, self._small[name], stage, if_version=version)
         else:
-            self._uploads.complete(key, record.upload_id, record.parts, stage)
+            self._uploads.complete(key, record.upload_id, record.parts, stage, if_version=version)
+
+    def _key_of(self, name: str) -> str:
+        upload = self._journal.content.uploads.get(name) if name in self._records else None
+        return self._place.file_key(name if upload is None else upload.name)
 
     def _last_name(self) -> str:
         """Return the name of the file that readers begin with."""
@@ -241,7 +286,7 @@ class StoreStage:
             record = read_record(self._place, name)
             if record is None or (record.stage, record.upload_id) != (content.stage, upload.upload_id):
                 continue
-            key = self._place.file_key(name)
+            key = self._place.file_key(upload.name)
             listed = self._uploads.list_parts(key, upload.upload_id)
             if listed is None:
                 there = self._uploads.head(key)  # a killed commit may have completed it
@@ -258,9 +303,9 @@ class StoreStage:
         expected |= {name: len(content) for name, content in self._small.items()}
         for name in names:
             nbytes = expected[name]
-            there = self._uploads.head(self._place.file_key(name))
+            there = self._uploads.head(self._key_of(name))
             if there is None or (there.nbytes, there.mark) != (nbytes, self._journal.content.stage):
-                url = self._place.file_url(name)
+                url = self._place.store.url(self._key_of(name))
                 raise CorruptError(
                     f"{url} is not the object that this gather wrote",
                     file=url,

@@ -22,6 +22,7 @@ from xrank.writers.store_journal import (
     wait_for_owner,
 )
 from xrank.writers.store_place import StorePlace
+from xrank.writers.store_replacing import Replaced, find_replaced
 from xrank.writers.store_stage import StoreStage
 
 __all__ = [
@@ -47,7 +48,7 @@ def check_store_output(out: str | os.PathLike[str], *, overwrite: bool, is_state
 
     Raises:
         OutputExistsError: there are.
-        UsageError: it cannot be an output, or is to be overwritten.
+        UsageError: it cannot be an output, or a store cannot replace what is there.
     """
     place = StorePlace.from_url(out)
     S3Uploads(place.store, place.url)  # without credentials, or a package, the call must change
@@ -57,15 +58,17 @@ def check_store_output(out: str | os.PathLike[str], *, overwrite: bool, is_state
             file=place.url,
             next_step=f"choose another {option('out')}",
         )
-    if overwrite:
-        raise UsageError(
-            f"{place.url}: a store replaces one object at an instant, not a model of several",
-            file=place.url,
-            next_step=f"choose another {option('out')}, and move readers to it",
-        )
     found = read_journal(place)
     if found is None or found[0] is None or not found[0].is_committing:
-        _check_absent(place)
+        _find_replaced(place, overwrite=overwrite)
+
+
+def _find_replaced(place: StorePlace, *, overwrite: bool) -> Replaced | None:
+    """Return the model that an output may replace; refuse any other objects."""
+    if overwrite:
+        return find_replaced(place)
+    _check_absent(place)
+    return None
 
 
 def _check_absent(place: StorePlace) -> None:
@@ -76,7 +79,7 @@ def _check_absent(place: StorePlace) -> None:
             f"{place.url}: exists already (a prefix that holds {list_text(map(repr, names), 3)})",
             file=place.url,
             want="nothing there",
-            next_step=f"choose another {option('out')}",
+            next_step=f"choose another {option('out')}, or add {option('overwrite', True)} to replace a model",
         )
 
 
@@ -89,7 +92,7 @@ def open_store_stage(
     Args:
         out: URL of the output.
         plan_digest: digest of the plan; only uploads of the same plan are resumed.
-        overwrite: is refused.
+        overwrite: whether an existing model may be replaced.
         resume: whether to keep the parts that an interrupted run has uploaded.
 
     Raises:
@@ -101,7 +104,8 @@ def open_store_stage(
         journal, notes = _claim(place, uploads, plan_digest, resume=resume)
         try:
             if not journal.content.is_committing:
-                _check_absent(place)  # again, now that no other gather is under way
+                # Again, now that no other gather is under way.
+                journal.set_replaced(_find_replaced(place, overwrite=overwrite))
             stage = StoreStage(place, uploads, journal, notes=notes)
         except BaseException:
             if journal.content.uploads:
@@ -143,8 +147,8 @@ def _claim(
         raise _make_running_error(place, None) from error
     if is_same or old is None:
         return journal, ()
-    for name, upload in old.uploads.items():
-        uploads.abort(place.file_key(name), upload.upload_id)
+    for upload in old.uploads.values():
+        uploads.abort(place.file_key(upload.name), upload.upload_id)
     why = "its run had another plan (another source, or other options)" if resume else "this run was not to resume"
     return journal, (f"{place.url}: the uploads of an earlier run were removed: {why}",)
 
@@ -182,12 +186,15 @@ def store_file_nbytes(out: str, name: str) -> int:
 
 
 def settle_store_output(out: str) -> None:
-    """Finish the work of a run that ended after its commit: remove its journal."""
+    """Finish the work of a run that ended after its commit: remove what it replaced, and its journal."""
     place = StorePlace.from_url(out)
     found = read_journal(place)
     if found is None or found[0] is None or wait_for_owner(place, *found):
         return
-    with suppress(XrankError):
+    with suppress(XrankError), closing(S3Uploads(place.store, place.url)) as uploads:
+        if found[0].replaced is not None and _has(place, uploads, found[0], found[0].last):
+            for name in found[0].replaced.outdated:
+                place.store.delete(place.file_key(name))
         mine = make_owned(found[0])
         OpenJournal(place, mine, put_journal(place, mine, found[1])).remove()
 
@@ -225,6 +232,11 @@ def _clean(place: StorePlace, uploads: S3Uploads, *, dry_run: bool) -> list[dict
             uploads.abort(key, upload_id)
     if found is None:
         return rows
+    if owner is not None and owner.replaced is not None and _has(place, uploads, owner, owner.last):
+        if not _has(place, uploads, owner, MANIFEST_NAME):
+            why = "its model is visible, and its manifest is not yet: the same gather, run again, ends it"
+            return [*rows, _row(place.store.url(place.journal_key), 0, why, removed=False)]
+        rows += _clean_outdated(place, uploads, owner.replaced, dry_run=dry_run)
     if owner is not None and owner.is_committing:
         rows += _clean_visible(place, uploads, owner, dry_run=dry_run)
     rows.append(_row(place.store.url(place.journal_key), 0, "its gather is gone", removed=True))
@@ -236,8 +248,7 @@ def _clean(place: StorePlace, uploads: S3Uploads, *, dry_run: bool) -> list[dict
 
 def _clean_visible(place: StorePlace, uploads: S3Uploads, owner: Journal, *, dry_run: bool) -> list[dict[str, Any]]:
     """Remove the objects of a commit that was killed before its last one; a whole output stays."""
-    last = uploads.head(place.file_key(owner.last))
-    if last is not None and last.mark == owner.stage:
+    if _has(place, uploads, owner, owner.last):
         return []
     rows = []
     for name in sorted(place.store.list_folder(place.key).objects):
@@ -248,6 +259,26 @@ def _clean_visible(place: StorePlace, uploads: S3Uploads, owner: Journal, *, dry
             if not dry_run:
                 place.store.delete(place.file_key(name))
     return rows
+
+
+def _clean_outdated(
+    place: StorePlace, uploads: S3Uploads, replaced: Replaced, *, dry_run: bool
+) -> list[dict[str, Any]]:
+    """Remove the weights of a model that another one has replaced."""
+    rows = []
+    for name in replaced.outdated:
+        there = uploads.head(place.file_key(name))
+        if there is not None:
+            rows.append(_row(place.file_url(name), there.nbytes, "another model has replaced it", removed=True))
+            if not dry_run:
+                place.store.delete(place.file_key(name))
+    return rows
+
+
+def _has(place: StorePlace, uploads: S3Uploads, owner: Journal, name: str) -> bool:
+    """Return whether a file of the output is the one that the journal's gather has made visible."""
+    there = uploads.head(place.file_key(name)) if owner.is_committing else None
+    return there is not None and there.mark == owner.stage
 
 
 def _row(path: str, nbytes: int, why: str, *, removed: bool) -> dict[str, Any]:
