@@ -11,10 +11,52 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from tests.stores.fake_hub import FakeHub
+from tests.stores.fake_hub import COMMIT, FakeHub
+from tests.stores.written import leave_states, read_folder
 from xrank.testing.reader_contract import read_model, whole
 
 TOKEN = "hf_markedsecret0123456789"
+
+
+def start(hub: FakeHub, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command with all logs on; huggingface_hub reads its endpoint when it is imported."""
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    environment |= {"XRANK_STORE_TIMEOUT": "5", "XRANK_ALLOW_HTTP": "1", "HF_HUB_DISABLE_XET": "1"}
+    logging = "import logging, sys; logging.basicConfig(level=logging.DEBUG); from xrank.cli.main import main; main()"
+    command = [sys.executable, "-c", logging, *map(str, arguments)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert TOKEN not in ended.stdout + ended.stderr
+    return ended
+
+
+def test_pushes_a_model_in_one_commit(tmp_path: Path) -> None:
+    states, out = leave_states(tmp_path / "states", rows=26), tmp_path / "out"
+    hub = FakeHub({})
+    hub.exists, hub.fails = False, 1
+    try:
+        command = ("gather", states, "--out", out, "--push-to-hub", "org/name", "--max-shard-size", "200KB")
+        refused = start(hub, *command)
+        assert refused.returncode == 2 and "hf://org/name may not be written" in refused.stderr
+        assert hub.files == {}
+        made = start(hub, *command)  # which finds the folder made, and uploads what is missing
+        assert made.returncode == 0, made.stderr
+        files = read_folder(out)
+        assert {name: data for name, data in hub.files.items() if name != "README.md"} == files
+        card = hub.files["README.md"].decode()
+        manifest = json.loads(files["xrank_manifest.json"])
+        assert all(f"`{one['digest']}`" in card for one in manifest["files"])
+        assert "written by 2 ranks" in card
+        assert len(hub.commits) == 1 and hub.commits[0]["parentCommit"] == COMMIT
+        again = start(hub, *command)
+        assert again.returncode == 2 and "holds a model already" in again.stderr
+        hub.files |= {"model.safetensors": b"older", "notes.txt": b"a user's", "README.md": b"a user's"}
+        assert start(hub, *command, "--overwrite").returncode == 0
+        assert {"model.safetensors", *files, "notes.txt"} - hub.files.keys() == {"model.safetensors"}
+        assert hub.files["README.md"] == b"a user's"
+        with_token = {path for _, path, token in hub.seen if TOKEN in (token or "")}
+        assert with_token and not any(path.startswith("/lfs/") for path in with_token)  # another host, by its name
+    finally:
+        hub.close()
 
 
 def test_a_model_on_the_hub(tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ __all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
 @click.option(
     "--strict-pickles", is_flag=True, help="Refuse pickles that name code of no known framework, also in unread parts."
 )
+@click.option(
+    "--push-to-hub", metavar="ORG/NAME", help="Upload the folder to the Hub in one commit, with a model card."
+)
 @click.option("--report", "page", type=PATH, metavar="FILE", help="Write a page with source, proof, notes and rates.")
 @options.allow_http
 @options.dry_run

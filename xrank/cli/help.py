@@ -22,6 +22,7 @@ _SECTIONS = {
         "page",
         "sign",
         "attest",
+        "push_to_hub",
     ),
     "Names and values": (
         *("base_model", "recipe", "dtype", "keep_fp32", "include", "exclude", "adapter", "adapter_config", "replicas"),

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from xrank.conversion.report import EARLIER_NOTE, folder_report, plan_report
 from xrank.conversion.traffic import counts_requests
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
+from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.making.earlier_output import find_together
 from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
@@ -62,6 +65,7 @@ def gather_checkpoint(
     sign: str | os.PathLike[str] | None = None,
     attest: bool = False,
     strict_pickles: bool = False,
+    push_to_hub: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     distributed: bool = False,
     timeout_seconds: float = 1800.0,
@@ -106,6 +110,8 @@ def gather_checkpoint(
             and step, the recipe and the casts.
         strict_pickles: whether to refuse a source whose pickles name classes or functions that no known framework
             writes, also in parts that the gather leaves out. xrank runs none of them; ``torch.load`` would.
+        push_to_hub: ``org/name`` of a repository of the Hub, to which rank 0 uploads the folder in one commit, with a
+            model card. One that is not there is made, private. A model that is there is replaced with `overwrite`.
         progress: called with (bytes written so far, bytes in all), on rank 0 alone; an exception that it
             raises ends the call on all ranks.
         distributed: share the work with all ranks that torchrun, srun or mpirun started, or that RANK and WORLD_SIZE
@@ -155,7 +161,24 @@ def gather_checkpoint(
     if dry_run:
         return _plan_only(plan_checked, target)
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
-    return _gather_together(plan_checked, target, progress, team)
+    push = None if push_to_hub is None or not team.is_first else _prepare_push(push_to_hub, target, overwrite=overwrite)
+    report = _gather_together(plan_checked, target, progress, team)
+    return report if push is None else replace(report, notes=(*report.notes, ("pushed", f"uploaded: {push()}")))
+
+
+def _prepare_push(repository: str, out: str, *, overwrite: bool) -> Callable[[], str]:
+    """Return what uploads the output; refuse a repository that cannot take it before the model is made."""
+    from xrank.writers import hub  # other gathers do not need this module
+
+    if is_url(out):
+        raise UsageError(
+            f"{out}: a model in a store is not uploaded to the Hub",
+            file=out,
+            next_step=f"give {option('out')} a folder, or leave {option('push_to_hub')} out",
+        )
+    name = hub.repository_name(repository)
+    hub.check_repository(name, overwrite=overwrite)
+    return partial(hub.push_folder, out, name, overwrite=overwrite)
 
 
 def _plan_only(plan_checked: Callable[[], FolderPlan], out: str) -> Report:

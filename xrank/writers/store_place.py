@@ -36,6 +36,12 @@ class StorePlace:
         """
         url = clean_path(out)
         place = split_url(url)
+        if place.scheme == "hf":
+            raise UsageError(
+                f"{url}: a repository of the Hub is written by one commit from a folder",
+                file=url,
+                next_step=f"give {option('out')} a folder, and {option('push_to_hub')} {url.removeprefix('hf://')}",
+            )
         if place.scheme != "s3":
             raise UsageError(
                 f"{url}: outputs are not written to {place.scheme}:// stores",
