@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from xrank.environment import setting
 from xrank.errors import UsageError
+from xrank.faces import either, option
 
 __all__ = ["StoreSettings", "make_http_error"]
 
@@ -47,8 +48,8 @@ def make_http_error(url: str) -> UsageError:
         f"{url} would be reached over plain http, where others can read and change the bytes and the credentials",
         file=url,
         want="https",
-        next_step="give an endpoint with https; or, if the network is yours, set XRANK_ALLOW_HTTP=1, or give the "
-        "command --allow-http",
+        next_step="give an endpoint with https; or, if the network is yours, "
+        + either(f"give {option('allow_http', True)}", "set XRANK_ALLOW_HTTP=1"),
     )
 
 
