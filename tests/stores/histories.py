@@ -12,8 +12,8 @@ from xrank.stores import client, obstore_backend, s3_connection
 
 SPEED = 25.0
 """A pause of a second takes 40 ms."""
-TIMEOUT_SECONDS = 60.0
-"""Of the fast clock: 2.4 s."""
+TIMEOUT_SECONDS = 100.0
+"""Of the fast clock: 4 s."""
 
 
 class FastClock(client.Clock):
@@ -31,12 +31,12 @@ def speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_clock", FastClock())
     monkeypatch.setenv("XRANK_STORE_TIMEOUT", str(TIMEOUT_SECONDS))
     for module in (obstore_backend, s3_connection):
-        monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.4)
+        monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.8)
 
 
 def set_up(proxy: FaultProxy) -> None:
     """Make a proxy's bad moments fit the fast clock."""
-    proxy.stall_seconds, proxy.storm_seconds = 1.0, 0.5 / SPEED
+    proxy.stall_seconds, proxy.storm_seconds = 1.2, 0.5 / SPEED
 
 
 def make_seeds(metafunc: pytest.Metafunc, *, count: int, soak: int, a_job: int) -> None:

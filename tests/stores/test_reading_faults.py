@@ -86,6 +86,7 @@ def test_a_store_that_only_throttles_is_given_up_with_object_and_range(
     url = small_bucket.put_folder(_write_checked(tmp_path / "source", _model()), "run")
     with open_proxy(small_bucket.server) as proxy:
         _through(proxy.url, monkeypatch)
+        monkeypatch.setenv("XRANK_STORE_TIMEOUT", "20")
         proxy.choose = lambda number, method, path: (
             "throttled" if method == "GET" and path.endswith("model.pt") else None
         )
