@@ -24,7 +24,9 @@ EXCEPTIONS = {
 """docs/conversions.md has their reasons."""
 HAS_TIMM = find_spec("timm") is not None
 """Whether timm, pillow and torchvision are installed, which `make oracle` does without."""
-OF_TIMM = re.compile("EdgeTam|FastVlm|Gemma3nFor|OmDetTurbo|Pe(Audio)?Video|PerceptionLM|TimmWrapper")
+OF_TIMM = re.compile(
+    "ConditionalDetrForSeg|EdgeTam|FastVlm|Gemma3nForCond|OmDetTurbo|Pe(Audio)?Video|PerceptionLM|TimmWrapper"
+)
 _STAGES = {"out_features": [f"stage{number}" for number in range(1, 5)]}
 _LAYERS = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96, **_STAGES}
 BACKBONES: dict[str, dict[str, Any]] = {
