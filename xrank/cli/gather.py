@@ -17,7 +17,8 @@ from xrank.errors import UsageError
 from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import OutputFacts, Report
+    from xrank.plan.report import Report
+    from xrank.plan.report_facts import OutputFacts
 
 __all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
 

@@ -20,7 +20,7 @@ from xrank.plan.coverage import range_text
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
-from xrank.plan.report import ProofFacts, SourceFacts
+from xrank.plan.report_facts import ProofFacts, SourceFacts
 from xrank.plan.source import merge_models
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME

@@ -17,7 +17,7 @@ from xrank.plan.digests import digest_text
 from xrank.plan.executor import Outcome
 from xrank.plan.file_hashes import digest_plain_file
 from xrank.plan.output import OutputTensor
-from xrank.plan.report import ProofFacts, SourceFacts
+from xrank.plan.report_facts import ProofFacts, SourceFacts
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.stores import places
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest

@@ -14,7 +14,7 @@ from xrank.making.check import Check, Verdict
 from xrank.plan.executor import Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import make_plan
-from xrank.plan.report import ProofFacts, SourceFacts
+from xrank.plan.report_facts import ProofFacts, SourceFacts
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xrank.errors import UsageError
-from xrank.plan.report import CleanDetails, Report
+from xrank.plan.report import Report
+from xrank.plan.report_facts import CleanDetails
 from xrank.public_calls import names_own_arguments
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes

@@ -20,7 +20,8 @@ from xrank.layout import LayoutMap
 from xrank.making.earlier_output import find_together
 from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
-from xrank.plan.report import FileFacts, Report
+from xrank.plan.report import Report
+from xrank.plan.report_facts import FileFacts
 from xrank.public_calls import names_own_arguments
 from xrank.stores import places
 from xrank.stores.url import clean_path, is_url

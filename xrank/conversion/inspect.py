@@ -20,7 +20,8 @@ from xrank.decisions.recipe_choice import choose_recipe
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
-from xrank.plan.report import InspectDetails, Report, SourceFacts
+from xrank.plan.report import Report
+from xrank.plan.report_facts import InspectDetails, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.public_calls import names_own_arguments
 from xrank.readers.discovery import find_source

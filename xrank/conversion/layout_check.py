@@ -15,7 +15,8 @@ from xrank.errors import LayoutError, UsageError
 from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.plan.layout_shapes import compute_shapes
-from xrank.plan.report import Report, SourceFacts
+from xrank.plan.report import Report
+from xrank.plan.report_facts import SourceFacts
 from xrank.plan.survey import survey
 
 __all__ = ["check_file", "check_layouts"]

@@ -20,7 +20,8 @@ from xrank.layout.layout_diff import LayoutDiff
 from xrank.layout.layout_file import write_whole
 from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Survey
-from xrank.plan.report import LayoutDetails, OutputFacts, Report, SourceFacts
+from xrank.plan.report import Report
+from xrank.plan.report_facts import LayoutDetails, OutputFacts, SourceFacts
 from xrank.system import peak_rss_nbytes
 
 __all__ = ["diff_layouts", "show_layouts", "write_page"]

@@ -19,7 +19,8 @@ from xrank.plan.merging import factors_nbytes
 from xrank.plan.object_source import count_requests, holds_objects
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
-from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts, TrafficFacts
+from xrank.plan.report import Report
+from xrank.plan.report_facts import FileFacts, LayoutDetails, OutputFacts, ProofFacts, SourceFacts, TrafficFacts
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.stores.url import is_url

@@ -18,7 +18,8 @@ from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.making.earlier_output import find_together
 from xrank.making.states_filling import make_states, own_texts
-from xrank.plan.report import FileFacts, Report
+from xrank.plan.report import Report
+from xrank.plan.report_facts import FileFacts
 from xrank.public_calls import names_own_arguments
 from xrank.stores import places
 from xrank.stores.url import clean_path

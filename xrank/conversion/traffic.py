@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from typing import Any, ParamSpec
 
 from xrank.making.rank_traffic import take_traffic
-from xrank.plan.report import Report, TrafficFacts
+from xrank.plan.report import Report
+from xrank.plan.report_facts import TrafficFacts
 from xrank.words import plural, size_text
 
 __all__ = ["begin_counting", "counts_requests", "with_traffic"]

@@ -20,7 +20,8 @@ from xrank.faces import Face, option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, Verdict, run_check
 from xrank.plan.executor import Budget
-from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
+from xrank.plan.report import Report
+from xrank.plan.report_facts import OutputFacts, ProofFacts, SourceFacts
 from xrank.public_calls import names_own_arguments
 from xrank.readers.workspace import WorkspaceReader
 from xrank.stores import places

@@ -12,7 +12,7 @@ from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
-from xrank.plan.report import ProofFacts, SourceFacts
+from xrank.plan.report_facts import ProofFacts, SourceFacts
 from xrank.teams.team import Team
 
 __all__ = ["Check", "Verdict", "run_check"]

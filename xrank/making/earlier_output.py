@@ -12,7 +12,7 @@ import xxhash
 
 from xrank.errors import XrankError
 from xrank.plan.file_hashes import digest_plain_file
-from xrank.plan.report import FileFacts
+from xrank.plan.report_facts import FileFacts
 from xrank.teams.team import Team
 from xrank.writers.companions import CompanionFile
 from xrank.writers.staging import output_file_nbytes, read_output_manifest

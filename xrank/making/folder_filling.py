@@ -20,7 +20,7 @@ from xrank.plan.buffers import OpenSource
 from xrank.plan.digests import digest_text
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.report import FileFacts, OutputFacts, ProofFacts
+from xrank.plan.report_facts import FileFacts, OutputFacts, ProofFacts
 from xrank.teams.team import Team
 from xrank.writers.hf_folder import index_name, index_text
 from xrank.writers.journal import JournalLine

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from xrank.pictures.page import draw_facts, draw_rows, page, page_text
 from xrank.pictures.stylesheet import ACCENT
-from xrank.plan.report import OutputFacts, Report
+from xrank.plan.report import Report
+from xrank.plan.report_facts import OutputFacts
 from xrank.plan.report_text import report_rows
 from xrank.words import plural, size_text
 
