@@ -19,7 +19,7 @@ from xrank.refit.offer_card import number_of
 from xrank.refit.own_part import OwnPart
 from xrank.refit.peer_rank import PeerRank, check_phase, wait_until_done
 from xrank.refit.report import PublishReport
-from xrank.refit.status import Phase, StatusBlock
+from xrank.refit.status import Phase, Status, StatusBlock
 from xrank.refit.takers import Survey, Takers
 from xrank.words import list_text, plural
 
@@ -177,6 +177,7 @@ class WeightsOffer:
             self._set(Phase.STEADY, step)
             self._wait_for_fills(step, deadline)
             self._check_values(versions, step)
+            self._block.write(replace(self._block.value, checks=1))  # this rank needs no other one any more
         except BaseException as error:
             self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
             raise
@@ -217,10 +218,15 @@ class WeightsOffer:
             sleep(_PAUSE_SECONDS)
 
     def _wait_for_siblings(self) -> None:
-        """Wait until other ranks have seen that all engines took the last step, for a moment at most."""
-        step = self._block.value.step
-        needs = (Phase.OPEN, Phase.MEASURED)
-        wait_until_done(self._siblings, lambda status: status.phase in needs and status.step == step)
+        """Wait until no other rank looks for this one in the last step, for a moment at most."""
+        step, prepared = self._block.value.step, self._part.prepared
+        is_shared = prepared is not None and prepared.is_shared
+
+        def needs(status: Status) -> bool:
+            is_filling = is_shared and status.phase is Phase.STEADY and not status.checks
+            return status.step == step and (status.phase in (Phase.OPEN, Phase.MEASURED) or is_filling)
+
+        wait_until_done(self._siblings, needs)
 
     def _set(self, phase: Phase, step: int, cause: str = "") -> None:
         old = self._block.value
