@@ -536,9 +536,9 @@ def test_a_disk_that_fills_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
         ended = bench.gather("--max-shard-size", "400", "--workers", "1")
     refusal(ended, "NoSpaceError", says=["no space left", "bytes free", "goes on from the files already finished"])
     assert not os.path.lexists(bench.out)
-    # Two shards were finished and are kept; no half one.
+    # The companion and two shards were finished and are kept; no half one.
     (stage,) = bench.folder.glob(".model.xrank-*")
-    assert sorted(path.suffix for path in stage.iterdir()) == [".jsonl", ".safetensors", ".safetensors"]
+    assert sorted(path.suffix for path in stage.iterdir()) == [".json", ".jsonl", ".safetensors", ".safetensors"]
     report = bench.succeeds(model, "--max-shard-size", "400")
     assert report["output"]["resumed_nbytes"] > 0
 
