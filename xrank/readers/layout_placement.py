@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
 
-from xrank.errors import ContradictionError, IncompleteError, LayoutError
-from xrank.faces import AGAIN, option
+from xrank.errors import ContradictionError, LayoutError
+from xrank.faces import option
 from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import companion_shape
 from xrank.layout.companion_base import base_shapes
@@ -27,14 +25,11 @@ from xrank.layout.shape_inference import infer_shape
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.claims import Claim, find_holders, find_local_name, prefix_error
+from xrank.readers.claimed_parts import Claimed, check_meshes, check_part
+from xrank.readers.claims import Claim, find_holders, prefix_error
 from xrank.readers.held_tensor import HeldTensor, pieces_of
-from xrank.words import ranks_text
 
-__all__ = ["Claimed", "place_claimed", "place_companion", "place_members"]
-
-Claimed: TypeAlias = tuple[HeldTensor, Claim]
-"""A rank's part, and how its tensor is cut."""
+__all__ = ["place_claimed", "place_companion", "place_members"]
 
 
 def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] | None) -> StoredShard:
@@ -60,7 +55,7 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
         if known is not None:
             return pieces_of(name, held, known.shape, known.nests)
     # The checks below name the tensor and the rank of a fault.
-    _check_meshes(name, claimed)
+    check_meshes(name, claimed)
     if shape is None:
         shape = _infer_shape(name, claimed)
     nests = []
@@ -69,7 +64,7 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
             part = local_part(claim.layout, claim.mesh, _coordinate(claim, h), shape, sizes=dict(claim.sizes))
         except LayoutError as error:
             raise prefix_error(error, name, h) from None
-        nests.append(_check_part(name, h, claim, part, shape).nests)
+        nests.append(check_part(name, h, claim, part, shape).nests)
     return pieces_of(name, held, shape, nests)
 
 
@@ -140,7 +135,7 @@ def place_companion(
         LayoutError: not exactly one shape of the other tensor fits the ranks' parts.
         ContradictionError, IncompleteError: as `place_claimed`.
     """
-    _check_meshes(name, claimed)
+    check_meshes(name, claimed)
     first, claim = claimed[0]
     companion = claim.companion
     assert companion is not None
@@ -172,7 +167,7 @@ def place_companion(
         )
     ((base, found),) = fitting.items()
     shape = companion_shape(companion, base)
-    nests = [_check_part(name, h, c, part, shape).nests for (h, c), part in zip(claimed, found, strict=True)]
+    nests = [check_part(name, h, c, part, shape).nests for (h, c), part in zip(claimed, found, strict=True)]
     return pieces_of(name, [h for h, _ in claimed], shape, nests)
 
 
@@ -226,7 +221,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
         LayoutError: a member's shape is unknown.
         ContradictionError, IncompleteError: as `place_claimed`.
     """
-    _check_meshes(name, claimed)
+    check_meshes(name, claimed)
     claim = claimed[0][1]
     flat = flat_of(claim.layout)
     assert flat is not None
@@ -259,7 +254,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
         except LayoutError as error:
             raise prefix_error(error, name, h) from None
         local = None if part is None else LocalPart((part.size,), (), part.sums)
-        _check_part(name, h, c, local, (sum(map(prod, shapes.values())),))
+        check_part(name, h, c, local, (sum(map(prod, shapes.values())),))
         assert part is not None
         parts.append(part)
     held = [h for h, _ in claimed]
@@ -297,76 +292,3 @@ def _to_contradiction(error: LayoutError) -> ContradictionError:
 
 def _coordinate(claim: Claim, held: HeldTensor) -> Mapping[str, int]:
     return claim.mesh.coordinate(held.rank)
-
-
-def _check_part(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None, shape: tuple[int, ...]) -> LocalPart:
-    """Return the part that the layout gives a rank, after checking that the rank holds it."""
-    check = "check that the layout and mesh are those of the run that wrote the state"
-    if part is None:
-        raise held.contradiction(
-            name,
-            f"rank {held.rank} holds a part, but its layout leaves this rank out",
-            got=f"a part of shape {list(held.shape)}",
-            want=f"no part, by {claim} on {claim.mesh.grid}",
-            next_step=check,
-        )
-    if part.sums:
-        raise LayoutError(
-            f"{name}: its ranks hold addends of a sum over {', '.join(part.sums)}, not values",
-            tensor=name,
-            rank=held.rank,
-            file=held.file,
-            got=str(claim),
-            want="parts or replicas",
-            next_step="reduce the tensor before it is saved",
-        )
-    if part.shape != held.shape:
-        raise held.contradiction(
-            name,
-            f"rank {held.rank}'s part has another shape than its layout gives it",
-            got=str(list(held.shape)),
-            want=f"{list(part.shape)}, by {claim} of {list(shape)} on {claim.mesh.grid}",
-            next_step=check,
-        )
-    return part
-
-
-def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
-    """Check that meshes are equal or disjoint, that each mesh has one layout, and that all its ranks are present."""
-    holders = {h.rank: h for h, _ in claimed}
-    if len(holders) < len(claimed):
-        twice = next(h for h, _ in claimed if holders[h.rank] is not h)
-        raise twice.contradiction(
-            name,
-            f"rank {twice.rank} holds it under two names",
-            got="two parts",
-            want="one part on each rank",
-            next_step="check the layout's name with dims",
-        )
-    seen: dict[int, Claimed] = {}
-    for h, claim in claimed:
-        # The first rank of a mesh claims all its ranks; later ranks of the mesh check only their own entry.
-        for rank in claim.mesh.ranks if h.rank not in seen else (h.rank,):
-            other, others = seen.setdefault(rank, (h, claim))
-            if other is not h and (others.mesh, others.layout) != (claim.mesh, claim.layout):
-                raise h.contradiction(
-                    name,
-                    f"ranks {other.rank} and {h.rank} disagree about its layout or mesh",
-                    got=f"{claim} on {claim.mesh.grid}, {_format_ranks(claim.mesh.ranks)}",
-                    want=f"{others} on {others.mesh.grid}, {_format_ranks(others.mesh.ranks)}",
-                    next_step="all ranks must come from one run; write the states again",
-                )
-            if rank not in holders and find_local_name(claim, name, rank) is not None:
-                raise IncompleteError(
-                    f"{name}: rank {rank} of its mesh holds no part of it",
-                    tensor=name,
-                    rank=rank,
-                    got=f"parts on {ranks_text(holders)}",
-                    want=f"parts on {ranks_text(claim.mesh.ranks)}",
-                    next_step=f"let rank {rank} write its state again, then {AGAIN}",
-                )
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    rising = all(a < b for a, b in pairwise(ranks))
-    return ranks_text(ranks) if rising else f"ranks {', '.join(map(str, ranks))}"

@@ -16,9 +16,10 @@ from xrank.faces import either, option
 from xrank.layout.tensor_layout import flat_of
 from xrank.plan.source import StatedLayout, StoredShard
 from xrank.readers.base import Hints
+from xrank.readers.claimed_parts import Claimed
 from xrank.readers.claims import Claim, Claims, find_global_name, list_counted_names
 from xrank.readers.held_tensor import HeldTensor, pieces_of, row_slice, whole
-from xrank.readers.layout_placement import Claimed, place_claimed, place_companion, place_members
+from xrank.readers.layout_placement import place_claimed, place_companion, place_members
 from xrank.words import likewise_text, list_text, ranks_text
 
 __all__ = ["Placement", "place_all"]

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["PublishReport", "UpdateReport"]
+if TYPE_CHECKING:
+    from xrank.refit.targets import Filling
+    from xrank.refit.transfer import Transfer
+
+__all__ = ["PublishReport", "UpdateReport", "make_update_report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,26 @@ class UpdateReport:
     """Tensors that the engine's loader took whole because their way could not be recorded, and their bytes."""
     unused: tuple[str, ...]
     """Tensors of the trainer of which this rank holds no part."""
+
+
+def make_update_report(
+    step: int,
+    filling: Filling,
+    transfer: Transfer,
+    moved: int,
+    seconds: float,
+    copy_seconds: float,
+    plan_seconds: float,
+) -> UpdateReport:
+    """Return the report of an update in which `moved` bytes were read."""
+    return UpdateReport(
+        step=step,
+        nbytes=transfer.nbytes,
+        moved_nbytes=moved,
+        direct_nbytes=transfer.direct_nbytes if moved else 0,
+        seconds=seconds,
+        copy_seconds=copy_seconds,
+        plan_seconds=plan_seconds,
+        whole={name: tensor.nbytes for name, tensor in filling.whole.items()},
+        unused=filling.unused,
+    )

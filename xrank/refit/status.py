@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -10,7 +11,7 @@ from zlib import crc32
 
 from xrank.lending.peer_memory import memory_at
 
-__all__ = ["STATUS_NBYTES", "Phase", "Status", "StatusBlock"]
+__all__ = ["STATUS_NBYTES", "Phase", "Status", "StatusBlock", "find_missed_step", "is_past"]
 
 _FIELDS = Struct("<qqqqqqH")
 STATUS_NBYTES = 512
@@ -105,3 +106,16 @@ class StatusBlock:
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
         into[:] = memory_at(ctypes.addressof(self._memory) + start, len(into))
+
+
+def is_past(status: Status, step: int) -> bool:
+    """Return whether a trainer rank will not show a step any more."""
+    return status.step > step or (status.step == step and status.phase is Phase.CLOSED)
+
+
+def find_missed_step(statuses: Sequence[Status]) -> int | None:
+    """Return the oldest step that some trainer ranks show and others have closed; None if there is none."""
+    visible = [status.step for status in statuses if status.phase is Phase.OPEN]
+    if visible and any(is_past(status, min(visible)) for status in statuses):
+        return min(visible)
+    return None

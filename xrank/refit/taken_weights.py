@@ -26,11 +26,10 @@ from xrank.refit.engine_ranks import EngineRanks
 from xrank.refit.peer_rank import check_phase
 from xrank.refit.relay import Relay
 from xrank.refit.relayed_engine import EngineGoneError, RelayedEngine, find_relayed_engines
-from xrank.refit.report import UpdateReport
-from xrank.refit.status import Phase, Status, StatusBlock
+from xrank.refit.report import UpdateReport, make_update_report
+from xrank.refit.status import Phase, Status, StatusBlock, find_missed_step, is_past
 from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_link import TrainerLink, connect_trainer
-from xrank.refit.transfer import Transfer
 
 __all__ = ["TakenWeights"]
 
@@ -184,7 +183,7 @@ class TakenWeights:
         plan_seconds = link.plan_seconds if self._planned else 0.0
         self._planned = False
         seconds = monotonic() - started
-        return _make_report(found, link.filling, link.transfer, moved, seconds, copy_seconds, plan_seconds)
+        return make_update_report(found, link.filling, link.transfer, moved, seconds, copy_seconds, plan_seconds)
 
     def _commit(self, filling: Filling, step: int, offer: int, deadline: Deadline) -> bool:
         """Complete a step on all ranks of this engine; return False if another rank holds a newer one."""
@@ -246,7 +245,7 @@ class TakenWeights:
         if self._link is not None and self._link.number == copy.number:
             self._link.held_step = copy.step
         seconds = monotonic() - started - copy.plan_seconds
-        return _make_report(
+        return make_update_report(
             copy.step, copy.filling, copy.transfer, copy.moved_nbytes, seconds, copy.copy_seconds, copy.plan_seconds
         )
 
@@ -287,7 +286,7 @@ class TakenWeights:
         while True:
             statuses = self._read(link)
             newest = statuses[0].step
-            if step is not None and any(_is_past(status, step) for status in statuses):
+            if step is not None and any(is_past(status, step) for status in statuses):
                 raise UsageError(
                     f"step {step} is past",
                     got=f"step {max(status.step for status in statuses)} of the trainer",
@@ -308,16 +307,10 @@ class TakenWeights:
 
     def _report_missed(self, link: TrainerLink, statuses: Sequence[Status]) -> None:
         """Report a step that some trainer ranks show and others have closed, so that none waits for this rank."""
-        visible = [status.step for status in statuses if status.phase is Phase.OPEN]
-        if not visible:
-            return
-        oldest = min(visible)
-        is_missed = any(
-            status.step > oldest or (status.step == oldest and status.phase is Phase.CLOSED) for status in statuses
-        )
-        if is_missed and oldest > link.held_step:
-            link.held_step = oldest
-            self._block.write(replace(self._block.value, phase=Phase.MISSED, step=oldest, offer=link.number))
+        missed = find_missed_step(statuses)
+        if missed is not None and missed > link.held_step:
+            link.held_step = missed
+            self._block.write(replace(self._block.value, phase=Phase.MISSED, step=missed, offer=link.number))
 
     def _copy(self, link: TrainerLink, statuses: Sequence[Status]) -> int:
         """Fill all tensors, and return the number of bytes read."""
@@ -390,30 +383,3 @@ class TakenWeights:
             self._link.close()
             self._link = None
             self._reported.clear()
-
-
-def _make_report(
-    step: int,
-    filling: Filling,
-    transfer: Transfer,
-    moved: int,
-    seconds: float,
-    copy_seconds: float,
-    plan_seconds: float,
-) -> UpdateReport:
-    return UpdateReport(
-        step=step,
-        nbytes=transfer.nbytes,
-        moved_nbytes=moved,
-        direct_nbytes=transfer.direct_nbytes if moved else 0,
-        seconds=seconds,
-        copy_seconds=copy_seconds,
-        plan_seconds=plan_seconds,
-        whole={name: tensor.nbytes for name, tensor in filling.whole.items()},
-        unused=filling.unused,
-    )
-
-
-def _is_past(status: Status, step: int) -> bool:
-    """Return whether a trainer rank will not show a step any more."""
-    return status.step > step or (status.step == step and status.phase is Phase.CLOSED)

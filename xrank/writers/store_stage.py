@@ -27,8 +27,9 @@ from xrank.writers.store_files import PartPool, UploadedFile
 from xrank.writers.store_journal import FileRecord, OpenJournal, Upload, read_record
 from xrank.writers.store_place import StorePlace
 from xrank.writers.store_replacing import check_same_file, check_same_names, name_weights
+from xrank.writers.uploaded_files import UploadedFiles
 
-__all__ = ["StoreStage", "UploadedFiles"]
+__all__ = ["StoreStage"]
 
 _BEGINNERS = 8
 """Uploads that are begun at once."""
@@ -313,36 +314,6 @@ class StoreStage:
                     want=f"{nbytes:,} bytes",
                     next_step=f"look who else writes there; then {AGAIN}",
                 )
-
-
-class UploadedFiles:
-    """Uploads the files of a plan; see `xrank.writers.part_files.OutputFiles`."""
-
-    def __init__(self, stage: StoreStage) -> None:
-        self.target = self
-        self._stage, self._pool = stage, PartPool()
-        self._files: dict[int, UploadedFile] = {}
-
-    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
-        """Begin a file."""
-        self._files[index] = self._stage.begin_file(name, nbytes, self._pool, late)
-
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Put bytes at `offset` of that output file."""
-        self._files[file].write(offset, data)
-
-    def write_late(self, file: int, offset: int, data: memoryview) -> None:
-        """Put bytes of the file's ending at `offset`."""
-        self._files[file].write_late(offset, data)
-
-    def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
-        """Finish a file."""
-        self._stage.finish_file(name, self._files.pop(index), digest, tensors)
-
-    def close(self) -> None:
-        """Wait for the parts that are on their way."""
-        self._files.clear()
-        self._pool.close()
 
 
 def _is_listed(part: Part, listed: Mapping[int, tuple[int, str, int | None]]) -> bool:
