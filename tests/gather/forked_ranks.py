@@ -1,7 +1,8 @@
 """Ranks as forked processes, which may be killed and stopped: a program, and the function that runs it.
 
 ``python -m tests.gather.forked_ranks MODULE FUNCTION [[COUNT, ARGUMENT], ...] FILE`` forks ranks for each job, calls
-the function with each rank's number, and writes their results as JSON. A rank that was killed has the result None.
+the function with each rank's number, and writes their results as JSON. A rank that was killed has the result None;
+one that hung fails the run, with its stacks.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
         while part := os.read(reading, 1 << 16):
             content += part
         os.close(reading)
-        os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status) and not content:
+            content = json.dumps({"traceback": f"no result after {_WAIT_SECONDS} s; stderr has the stacks"}).encode()
         results.append(json.loads(content) if content else None)
     return results
 

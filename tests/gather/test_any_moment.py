@@ -41,14 +41,23 @@ def gather_until_a_death(rank, argument):
     time.sleep(pauses[rank])
     path = directory if way == "directory" else None
 
-    def gather_on():
-        for number in range(10**6):
-            ranks = LISTS[number % len(LISTS)]
-            if rank in ranks:
-                want = [100 * number + r for r in ranks] if rank == ranks[0] else []
-                assert gather(100 * number + rank, ranks, workspace_path=path) == want
+    def gather_on(number):
+        ranks = LISTS[number % len(LISTS)]
+        if rank in ranks:
+            want = [100 * number + r for r in ranks] if rank == ranks[0] else []
+            assert gather(100 * number + rank, ranks, workspace_path=path) == want
 
-    result = attempt(gather_on)
+    result, number, last = None, 0, None
+    while last is None or number <= last:
+        outcome = attempt(lambda: gather_on(number))  # noqa: B023 - called at once
+        if "error" in outcome:
+            if result is None or outcome["rank"] != victim:
+                result = outcome
+            # A rank that stopped here would leave others waiting for it in lists without the victim: all go on to one
+            # list of all ranks, the next one.
+            after = next(later for later in range(number + 1, 10**6) if len(LISTS[later % len(LISTS)]) == WORLD)
+            last = int(store.compare_set("last", "", str(after)))
+        number += 1
     # All others name it before any of them ends: an end without a report is a death, too.
     store.add("named", 1)
     while store.add("named", 0) < WORLD - 1:

@@ -19,7 +19,9 @@ from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, 
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.heartbeat import Heartbeat
+from xrank.ranks.long_wait import Awaits, LongWait, Wait
 from xrank.ranks.meeting import Meeting
+from xrank.ranks.membership import Membership
 from xrank.ranks.peer import Peer
 from xrank.ranks.rendezvous import meet
 from xrank.ranks.store import GroupStore, LocalStore
@@ -228,6 +230,24 @@ def test_a_first_rank_announces_itself_after_its_first_beat():
         meeting.come(1)
         assert not any(isinstance(said, Exception) for said in meeting.all_said().values())
     assert beat_at_announcement != [None] and len(beat_at_announcement) == 1
+
+
+def test_a_first_rank_of_another_host_that_died_on_the_way_to_this_wire_is_named():
+    """It had announced a meeting in memory, found the others apart, and died before its first beat here."""
+    far = {"host": "far", "pid": 77, "space": "another boot.1"}
+    store = AskedStore()
+    store.put(NAME, announced(0, **far))
+    store.put("here/0", announced(0, **far))
+    store.put("beat/0", "3")
+    membership = Membership(store, 1, period_seconds=0.1)
+    wait = Wait("", 1, (0, 1), 1, 0, "a directory", "a gather", Awaits.FIRST, ())
+    long_wait = LongWait(wait, store, membership, lambda wait: False)
+    meeting = Meeting([0, 1], 1, store, NAME, Deadline(60.0), "a directory", begin_long_wait=lambda awaits: long_wait)
+    with soon(), pytest.raises(RankFailedError) as caught:
+        meet_across_hosts(meeting, period_seconds=0.1)
+    membership.close()
+    assert (caught.value.rank, caught.value.host, caught.value.pid) == (0, "far", 77)
+    assert store.peek(f"{NAME}/beat/0") is None
 
 
 @pytest.mark.parametrize("dead", [0, 1])

@@ -57,11 +57,12 @@ class Meeting:
     find_at_large: Callable[[Sequence[int]], FailureRecord | None] = lambda ranks: None
     _look_out: _LookOut = field(default_factory=lambda: _LookOut(), init=False, compare=False)
 
-    def check(self, absent: Sequence[int]) -> None:
+    def check(self, absent: Sequence[int], watched: Sequence[int] | None = None) -> None:
         """Raise if it is known that the meeting will not take place.
 
         Args:
             absent: the other ranks that are not known to have come.
+            watched: the ranks whose end ends the meeting; None: the absent ones.
 
         Raises:
             RankFailedError: an enclosing gather failed, or a rank has ended, or could not take part.
@@ -70,7 +71,8 @@ class Meeting:
         self.check_around()
         is_first = self.rank == self.ranks[0]
         try:
-            self._look_out.look(self, tuple(absent) if is_first else self.ranks[:1], absent)
+            awaited = tuple(absent) if is_first else self.ranks[:1]
+            self._look_out.look(self, awaited, absent if watched is None else watched)
         except RankFailedError:
             self.raise_reason()
             raise
@@ -258,7 +260,7 @@ class _LookOut:
         self._next_look = monotonic() + START_SECONDS
         self._wait: LongWait | None = None
 
-    def look(self, meeting: Meeting, awaited: Sequence[int], absent: Sequence[int]) -> None:
+    def look(self, meeting: Meeting, awaited: Sequence[int], watched: Sequence[int]) -> None:
         if monotonic() < self._next_look:
             return
         if self._wait is None:
@@ -267,7 +269,7 @@ class _LookOut:
         self._next_look = monotonic() + START_SECONDS
         meeting.raise_any_refusal()
         if self._wait is not None:
-            self._wait.look(awaited, absent)
+            self._wait.look(awaited, watched)
 
     def raise_if_confirmed(self) -> None:
         if self._wait is not None:

@@ -104,8 +104,10 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
 
 
 def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
-    absent = [rank for rank in meeting.ranks if rank != meeting.rank and rank not in known]
-    meeting.check(absent)
+    others = [rank for rank in meeting.ranks if rank != meeting.rank]
+    # All are watched: a first rank that announced itself for a meeting in memory, and died before its first beat on
+    # this wire, is known, and only its beat of the world stands still.
+    meeting.check([rank for rank in others if rank not in known], watched=others)
     if failures := wire.failures():
         raise next(iter(failures.values())).to_error()
     for rank in sorted(wire.ended | wire.silent):
