@@ -1,4 +1,4 @@
-"""What a process has open, as tests look for what is left."""
+"""The open files of a process, in which tests look for leaks."""
 
 import contextlib
 import os
@@ -20,7 +20,6 @@ def open_files() -> dict[int, str]:
 def opened_since(before: dict[int, str]) -> list[str]:
     """Return what is open now and was not when ``before`` was taken, by what it leads to.
 
-    What has closed meanwhile does not count: connections of earlier tests close when a server or a collection gets to
-    them, at any time.
+    Files that have closed meanwhile do not count: connections of earlier tests may close at any time.
     """
     return sorted((Counter(open_files().values()) - Counter(before.values())).elements())

@@ -1,4 +1,4 @@
-"""What histories of faults share: seeds, ten or more to a job, and a clock whose pauses take little time."""
+"""Seeds of fault histories, ten or more to a job, and a clock whose pauses take little time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xrank.stores import client, obstore_backend, s3_connection
 SPEED = 25.0
 """A pause of a second takes 40 ms."""
 TIMEOUT_SECONDS = 100.0
-"""Of the fast clock: 4 s."""
+"""Seconds on the fast clock, which take 4 s."""
 
 
 class FastClock(client.Clock):

@@ -1,4 +1,4 @@
-"""--overwrite in a store: whoever follows the index reads the old model or the new one at every moment."""
+"""--overwrite in a store: a reader that follows the index finds the old model or the new one at every moment."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(states: Path) -> dict[str, dict[str, bytes]]:
-    """What one process writes to a folder, by the number of files."""
+    """The output of one process in a folder, by the number of files."""
     found = {}
     for name, size in FILES.items():
         gather_checkpoint(states, states.parent / name, max_shard_size=size)

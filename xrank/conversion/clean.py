@@ -67,8 +67,10 @@ def clean(
             continue
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
-        stages += clean_places(os.fspath(path), dry_run=dry_run, now=now(os.fspath(path)))
-        messages += list_messages(os.fspath(path), now(os.fspath(path)))
+        folder = os.fspath(path)
+        seconds = now(folder)
+        stages += clean_places(folder, dry_run=dry_run, now=seconds)
+        messages += list_messages(folder, seconds)
     segments = list_segments(memory, now(memory))
     for row in (*messages, *segments):
         if row["removed"] and not dry_run:

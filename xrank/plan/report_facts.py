@@ -60,7 +60,7 @@ class Facts(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourceFacts(Facts):
-    """What was read."""
+    """The source that a command read."""
 
     path: str | None = None
     format: str | None = None
@@ -84,15 +84,15 @@ class SourceFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProofFacts(Facts):
-    """What was proven and compared."""
+    """The proofs and comparisons that a command made."""
 
     coverage: str | None = None
     """``"proven"`` or ``"refused"``: every element of every tensor exactly once."""
     base_model: str | None = None
-    """What was compared with the base model."""
+    """The comparison with the base model."""
     num_replicas_compared: int = 0
     num_replicas_to_compare: int = 0
-    """Of a dry run."""
+    """Replicas that a run would compare; only a dry run gives it."""
     num_checksums: int = 0
     """Number of the source's checksums that were compared."""
     num_digests: int = 0
@@ -142,7 +142,7 @@ class FileFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OutputFacts(Facts):
-    """What was written, or would be."""
+    """The output that a command wrote, or that a dry run would write."""
 
     path: str | None = None
     num_tensors: int = 0
@@ -182,7 +182,7 @@ class OutputFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InspectDetails(Facts):
-    """What only ``xrank inspect`` shows."""
+    """Facts that only ``xrank inspect`` shows."""
 
     stage: Mapping[str, Any] | None = None
     """An unfinished output: its files and its owner."""
@@ -198,7 +198,7 @@ class InspectDetails(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CleanDetails(Facts):
-    """What only ``xrank clean`` shows; each row has path, nbytes, removed and why."""
+    """Facts that only ``xrank clean`` shows; each row has path, nbytes, removed and why."""
 
     stages: Sequence[Mapping[str, Any]] = ()
     messages: Sequence[Mapping[str, Any]] = ()
@@ -210,7 +210,7 @@ class CleanDetails(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DoctorDetails(Facts):
-    """What only ``xrank doctor`` shows."""
+    """Facts that only ``xrank doctor`` shows."""
 
     checks: Sequence[Mapping[str, Any]] = ()
     """Rows of subject, name, is_there and text."""
@@ -218,7 +218,7 @@ class DoctorDetails(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutDetails(Facts):
-    """What only ``xrank layout`` shows."""
+    """Facts that only ``xrank layout`` shows."""
 
     tensors: Sequence[Mapping[str, Any]] = ()
     problems: Sequence[Mapping[str, Any]] = ()
@@ -259,7 +259,7 @@ class RecipeDetails(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimulationDetails(Facts):
-    """What only ``xrank simulate`` shows."""
+    """Facts that only ``xrank simulate`` shows."""
 
     operation: str = ""
     num_ranks: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 from xrank.errors import UsageError
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.settings import StoreSettings, make_http_error
+from xrank.stores.settings import StoreSettings, check_https
 
 __all__ = ["FsspecBackend", "open_fsspec"]
 
@@ -83,8 +83,7 @@ def open_fsspec(scheme: str, root: str, settings: StoreSettings) -> FsspecBacken
                 got="xrank without huggingface_hub",
                 next_step="run pip install huggingface_hub",
             ) from None
-        if constants.ENDPOINT.lower().startswith("http:") and not settings.allow_http:
-            raise make_http_error(root)
+        check_https(constants.ENDPOINT, root, allow_http=settings.allow_http)
         return FsspecBackend(HfFileSystem(skip_instance_cache=True), root)
     try:
         import fsspec

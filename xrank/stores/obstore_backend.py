@@ -15,7 +15,7 @@ from xrank.errors import UsageError
 from xrank.extras import require_obstore
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
-from xrank.stores.settings import StoreSettings, make_http_error
+from xrank.stores.settings import StoreSettings, check_https
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -85,8 +85,7 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
     from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
     scheme, _, place = root.partition("://")
-    if scheme == "http" and not settings.allow_http:
-        raise make_http_error(root)
+    check_https(root, root, allow_http=settings.allow_http)
     client: dict[str, Any] = {
         "timeout": f"{min(_REQUEST_SECONDS, settings.timeout_seconds)}s",
         "allow_http": scheme == "http" or _may_use_http(scheme, root, settings),
@@ -128,8 +127,7 @@ def _may_use_http(scheme: str, root: str, settings: StoreSettings) -> bool:
     endpoint = next((text for name in names if (text := environ().get(name))), "")
     # object_store's own name of the permission.
     allowed = settings.allow_http or (scheme == "s3" and environ().get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"))
-    if endpoint.lower().startswith("http:") and not allowed:
-        raise make_http_error(root)
+    check_https(endpoint, root, allow_http=allowed)
     return allowed
 
 

@@ -5,13 +5,11 @@ For temporary credentials: object_store 0.14 sends their session token along to 
 
 from __future__ import annotations
 
-import base64
-
 from isal import isal_zlib
 
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.s3_connection import Answer, S3Connection
+from xrank.stores.s3_connection import Answer, S3Connection, crc32_text
 from xrank.stores.s3_xml import find_text, list_texts, need_text
 
 __all__ = ["S3Backend"]
@@ -61,7 +59,7 @@ class S3Backend:
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool, if_version: str | None) -> str:
         """Write an object at one instant and return its version."""
-        headers = {"x-amz-checksum-crc32": base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()}
+        headers = {"x-amz-checksum-crc32": crc32_text(isal_zlib.crc32(data))}
         if if_absent:
             headers["If-None-Match"] = "*"
         elif if_version is not None:

@@ -5,6 +5,7 @@ Redirects are not followed, so that no other host gets the credentials.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
 import re
@@ -16,10 +17,10 @@ from urllib.parse import urlsplit
 
 from xrank import system
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
-from xrank.stores.settings import StoreSettings, make_http_error
+from xrank.stores.settings import StoreSettings, check_https
 from xrank.stores.signature import encode_path, encode_query, find_credentials, sign_request
 
-__all__ = ["Answer", "S3Connection"]
+__all__ = ["Answer", "S3Connection", "crc32_text"]
 
 _REQUEST_SECONDS = 60.0
 _CODE = re.compile(rb"<Code>(\w{1,60})</Code>")
@@ -65,8 +66,7 @@ class S3Connection:
         parts = urlsplit(endpoint)
         is_plain = parts.scheme == "http"
         allowed = settings.allow_http or variables.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-        if is_plain and not allowed:
-            raise make_http_error(url)
+        check_https(endpoint, url, allow_http=allowed)
         self._host = f"{bucket}.{parts.netloc}" if in_host else parts.netloc
         self._path = parts.path.rstrip("/") + ("/" if in_host else f"/{bucket}/")
         self._timeout_seconds = min(_REQUEST_SECONDS, settings.timeout_seconds)
@@ -162,3 +162,8 @@ def _describe(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "no connection"
     return "the connection broke"
+
+
+def crc32_text(crc32: int) -> str:
+    """Return a checksum as headers and bodies of S3 have it."""
+    return base64.b64encode(crc32.to_bytes(4, "big")).decode()

@@ -21,7 +21,7 @@ from isal import isal_zlib
 from xrank.environment import environ
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.s3_connection import Answer, S3Connection
+from xrank.stores.s3_connection import Answer, S3Connection, crc32_text
 from xrank.stores.s3_xml import find_text, list_texts, need_field, need_text
 
 __all__ = ["MARK", "Part", "S3Uploads", "UploadedObject", "count_parts", "part_nbytes_for"]
@@ -113,7 +113,7 @@ class S3Uploads:
         query = {"uploadId": upload_id, "partNumber": str(number)}
 
         def send() -> Part:
-            answer = self._connection.send("PUT", key, query, {"x-amz-checksum-crc32": _crc32_text(crc32)}, data)
+            answer = self._connection.send("PUT", key, query, {"x-amz-checksum-crc32": crc32_text(crc32)}, data)
             etag = answer.headers.get("etag", "")
             _check_confirmed(answer, data, crc32, etag)
             return Part(number, len(data), etag, crc32)
@@ -168,7 +168,7 @@ class S3Uploads:
         """
         lines = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(part.etag)}</ETag>"
-            f"<ChecksumCRC32>{_crc32_text(part.crc32)}</ChecksumCRC32></Part>"
+            f"<ChecksumCRC32>{crc32_text(part.crc32)}</ChecksumCRC32></Part>"
             for part in parts
         )
         space = "http://s3.amazonaws.com/doc/2006-03-01/"
@@ -199,7 +199,7 @@ class S3Uploads:
             OutputExistsError: another object is there.
         """
         crc32 = isal_zlib.crc32(data)
-        headers = {f"x-amz-meta-{MARK}": mark, "x-amz-checksum-crc32": _crc32_text(crc32)}
+        headers = {f"x-amz-meta-{MARK}": mark, "x-amz-checksum-crc32": crc32_text(crc32)}
         headers |= _condition(replaces=replaces, if_version=if_version)
 
         def send() -> None:
@@ -288,12 +288,8 @@ def _check_confirmed(answer: Answer, data: bytes | memoryview, crc32: int, etag:
     """Raise unless the answer contains the CRC-32 of the data, or their MD5 as etag."""
     confirmed = answer.headers.get("x-amz-checksum-crc32")
     if confirmed is not None:
-        if confirmed != _crc32_text(crc32):
+        if confirmed != crc32_text(crc32):
             raise FaultError(FaultKind.PASSING, "the store received other bytes")
     elif etag.strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
         # Before 2022 S3 knew no CRC-32, and many stores do not: there the etag is the part's MD5.
         raise FaultError(FaultKind.PASSING, "the store confirms neither the CRC-32 nor the MD5 of the bytes")
-
-
-def _crc32_text(crc32: int) -> str:
-    return base64.b64encode(crc32.to_bytes(4, "big")).decode()

@@ -9,7 +9,7 @@ from xrank.environment import setting
 from xrank.errors import UsageError
 from xrank.faces import either, option
 
-__all__ = ["StoreSettings", "make_http_error"]
+__all__ = ["StoreSettings", "check_https"]
 
 CONNECTIONS = 16
 """Requests under way at once, at most: at 20 ms latency and 1 MiB each, they move 800 MB/s."""
@@ -42,15 +42,25 @@ class StoreSettings:
         )
 
 
-def make_http_error(url: str) -> UsageError:
-    """Return the error for a store whose endpoint is plain http without permission."""
-    return UsageError(
-        f"{url} would be reached over plain http, where others can read and change the bytes and the credentials",
-        file=url,
-        want="https",
-        next_step="give an endpoint with https; or, if the network is yours, "
-        + either(f"give {option('allow_http', True)}", "set XRANK_ALLOW_HTTP=1"),
-    )
+def check_https(endpoint: str, url: str, *, allow_http: bool) -> None:
+    """Refuse plain http without permission.
+
+    Args:
+        endpoint: the address that requests are sent to.
+        url: the place in the store, for people.
+        allow_http: whether plain http is permitted.
+
+    Raises:
+        UsageError: the endpoint is plain http, and that is not permitted.
+    """
+    if endpoint.lower().startswith("http:") and not allow_http:
+        raise UsageError(
+            f"{url} would be reached over plain http, where others can read and change the bytes and the credentials",
+            file=url,
+            want="https",
+            next_step="give an endpoint with https; or, if the network is yours, "
+            + either(f"give {option('allow_http', True)}", "set XRANK_ALLOW_HTTP=1"),
+        )
 
 
 def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], float], default: float) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xrank.environment import environ
 from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.faces import AGAIN, option
-from xrank.stores.settings import StoreSettings, make_http_error
+from xrank.stores.settings import StoreSettings, check_https
 from xrank.version import __version__
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 from xrank.writers.output_place import ATTESTATION_NAME, SIGNATURE_NAME
@@ -129,8 +129,7 @@ def _open_hub(repository: str) -> HfApi:
             next_step="run pip install huggingface_hub",
         ) from None
     settings = StoreSettings.from_environment(environ())
-    if constants.ENDPOINT.lower().startswith("http:") and not settings.allow_http:
-        raise make_http_error(f"hf://{repository}")
+    check_https(constants.ENDPOINT, f"hf://{repository}", allow_http=settings.allow_http)
     return HfApi()
 
 

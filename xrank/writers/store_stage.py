@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
+from typing import TypeAlias
 
 import xxhash
 
@@ -31,6 +32,8 @@ from xrank.writers.uploaded_files import UploadedFiles
 
 __all__ = ["StoreStage"]
 
+KnownParts: TypeAlias = dict[int, tuple[int, str, int | None]]
+"""Number of a part -> its bytes, etag and checksum in the store."""
 _BEGINNERS = 8
 """Uploads that are begun at once."""
 _SMALL_NBYTES = 4 << 20
@@ -91,14 +94,21 @@ class StoreStage:
         self, name: str, final: str, nbytes: int, pool: PartPool, late: Sequence[tuple[int, int]] = ()
     ) -> UploadedFile:
         check_inner_name(final)
-        key = self._place.file_key(final)
-        upload = self._journal.content.uploads.get(name)
-        is_same = upload is not None and upload.name == final
-        known = self._uploads.list_parts(key, upload.upload_id) if upload is not None and is_same else None
-        if upload is None or known is None:
-            upload = Upload(self._uploads.create(key, self._journal.content.stage), part_nbytes_for(nbytes), final)
+        upload, known = self._find_or_create(name, final, nbytes)
+        if known is None:
             self._journal.add_upload(name, upload)
+        key = self._place.file_key(final)
         return UploadedFile(self._uploads, pool, key, upload.upload_id, nbytes, upload.part_nbytes, known or {}, late)
+
+    def _find_or_create(self, name: str, final: str, nbytes: int) -> tuple[Upload, KnownParts | None]:
+        """Return the upload of a file, and the parts that an interrupted run has sent; None for a new upload."""
+        key, content = self._place.file_key(final), self._journal.content
+        upload = content.uploads.get(name)
+        if upload is not None and upload.name == final:
+            known = self._uploads.list_parts(key, upload.upload_id)
+            if known is not None:
+                return upload, known
+        return Upload(self._uploads.create(key, content.stage), part_nbytes_for(nbytes), final), None
 
     def begin_uploads(self, files: Mapping[str, int]) -> dict[str, tuple[Upload, bool]]:
         """Begin to upload many files, for several ranks to send their parts.
@@ -112,17 +122,10 @@ class StoreStage:
         finals = {name: self.final_name(name) for name in files}
         for final in finals.values():
             check_inner_name(final)
-        stage, old = self._journal.content.stage, self._journal.content.uploads
 
         def begin(name: str) -> tuple[Upload, bool]:
-            key = self._place.file_key(finals[name])
-            if (
-                name in old
-                and old[name].name == finals[name]
-                and self._uploads.list_parts(key, old[name].upload_id) is not None
-            ):
-                return old[name], True
-            return Upload(self._uploads.create(key, stage), part_nbytes_for(files[name]), finals[name]), False
+            upload, known = self._find_or_create(name, finals[name], files[name])
+            return upload, known is not None
 
         with ThreadPoolExecutor(_BEGINNERS, thread_name_prefix="xrank-upload") as pool:
             begun = dict(zip(files, pool.map(begin, files), strict=True))
@@ -316,7 +319,7 @@ class StoreStage:
                 )
 
 
-def _is_listed(part: Part, listed: Mapping[int, tuple[int, str, int | None]]) -> bool:
+def _is_listed(part: Part, listed: KnownParts) -> bool:
     nbytes, etag, crc32 = listed.get(part.number, (-1, "", None))
     return (nbytes, etag.strip('"')) == (part.nbytes, part.etag.strip('"')) and crc32 in (None, part.crc32)
 
