@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import monotonic, sleep
 from types import TracebackType
 from typing import NoReturn, Self
@@ -23,20 +24,14 @@ from xrank.public_calls import names_own_arguments
 from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address
 from xrank.refit.engine_ranks import EngineRanks
-from xrank.refit.peer_rank import check_phase
 from xrank.refit.relay import Relay
 from xrank.refit.relayed_engine import EngineGoneError, RelayedEngine, find_relayed_engines
 from xrank.refit.report import UpdateReport, make_update_report
-from xrank.refit.status import Phase, Status, StatusBlock, find_missed_step, is_past
+from xrank.refit.status import Phase, Status, StatusBlock
 from xrank.refit.targets import Filling, Target
-from xrank.refit.trainer_link import TrainerLink, connect_trainer
+from xrank.refit.trainer_link import CARD_SECONDS, TrainerLink, connect_trainer
 
 __all__ = ["TakenWeights"]
-
-_PAUSE_SECONDS = 0.0005
-_CARD_SECONDS = 0.25
-"""Time between two looks for another trainer's card."""
-_OPEN = (Phase.OPEN, Phase.STEADY)
 
 
 class TakenWeights:
@@ -59,9 +54,6 @@ class TakenWeights:
         self._siblings, self._loan, self._max_memory_nbytes = siblings, loan, max_memory_nbytes
         self._number, self._engine, self._relay = number, engine, relay
         self._link: TrainerLink | None = None
-        self._reported: dict[int, int] = {}
-        """Trainer rank -> the generation whose failure was raised."""
-        self._next_card = 0.0
         self._is_closed = False
         self._is_writing = False
         self._planned = False
@@ -163,13 +155,16 @@ class TakenWeights:
     def _update(self, step: int | None, deadline: Deadline) -> UpdateReport:
         while True:
             link = self._connect(deadline)
-            open_statuses = self._wait_for_step(link, step, deadline)
+            check = partial(self._check, deadline, "a new step" if step is None else f"step {step}")
+            missed = partial(self._report_missed, link.number)
+            open_statuses = link.wait_for_step(self._place, step, self.step, missed, check)
             if open_statuses is None:  # another trainer has come
                 continue
             found, started = open_statuses[0].step, monotonic()
             moved = self._copy(link, open_statuses)
             copy_seconds = monotonic() - started
-            if not self._confirm(link, open_statuses, deadline):
+            check = partial(self._check, deadline, "the trainer's confirmation")
+            if not link.wait_for_confirmation(open_statuses, check):
                 if step is not None:
                     raise ContradictionError(
                         f"the trainer closed step {found} before this rank had read it",
@@ -226,7 +221,7 @@ class TakenWeights:
                     next_step="wait for the trainer by update",
                 )
             self._check(deadline, "a newer step of another engine")
-            sleep(_CARD_SECONDS / 10)
+            sleep(CARD_SECONDS / 10)
 
     def _copy_from(self, engine: RelayedEngine, deadline: Deadline) -> UpdateReport | None:
         """Return the report of a copy; None if the engine holds no newer step, or begins an update meanwhile."""
@@ -251,8 +246,8 @@ class TakenWeights:
 
     def _connect(self, deadline: Deadline) -> TrainerLink:
         """Return the link to the trainer of the present card, and plan if there is none yet."""
-        if self._link is not None and self._link.places != self._target.list_places():
-            self._drop_link()  # the engine has new tensors
+        if self._link is not None and (self._link.is_over or self._link.places != self._target.list_places()):
+            self._drop_link()  # the trainer has ended, or the engine has new tensors
         failure: XrankError | None = None
         while True:
             card = self._place.read_trainer()
@@ -279,38 +274,11 @@ class TakenWeights:
                     next_step="start the trainer, then repeat the call",
                 )
             self._siblings.check()
-            sleep(_CARD_SECONDS / 10)
+            sleep(CARD_SECONDS / 10)
 
-    def _wait_for_step(self, link: TrainerLink, step: int | None, deadline: Deadline) -> list[Status] | None:
-        """Return the trainer ranks' statuses once all show one new step; None if another trainer has come."""
-        while True:
-            statuses = self._read(link)
-            newest = statuses[0].step
-            if step is not None and any(is_past(status, step) for status in statuses):
-                raise UsageError(
-                    f"step {step} is past",
-                    got=f"step {max(status.step for status in statuses)} of the trainer",
-                    want="a step that is visible or comes later, or None for the newest",
-                )
-            if all(status.phase in _OPEN and status.step == newest for status in statuses):
-                if newest == step or (step is None and (newest > link.held_step or self.step != newest)):
-                    return statuses
-            else:
-                self._report_missed(link, statuses)
-            self._check(deadline, "a new step" if step is None else f"step {step}")
-            if monotonic() >= self._next_card:
-                self._next_card = monotonic() + _CARD_SECONDS
-                card = self._place.read_trainer()
-                if card is not None and card.id != link.card.id:
-                    return None
-            sleep(_PAUSE_SECONDS)
-
-    def _report_missed(self, link: TrainerLink, statuses: Sequence[Status]) -> None:
-        """Report a step that some trainer ranks show and others have closed, so that none waits for this rank."""
-        missed = find_missed_step(statuses)
-        if missed is not None and missed > link.held_step:
-            link.held_step = missed
-            self._block.write(replace(self._block.value, phase=Phase.MISSED, step=missed, offer=link.number))
+    def _report_missed(self, offer: int, step: int) -> None:
+        """Report a step that this rank cannot take any more, so that no trainer rank waits for it."""
+        self._block.write(replace(self._block.value, phase=Phase.MISSED, step=step, offer=offer))
 
     def _copy(self, link: TrainerLink, statuses: Sequence[Status]) -> int:
         """Fill all tensors, and return the number of bytes read."""
@@ -320,52 +288,17 @@ class TakenWeights:
         except (LendingEndedError, UnreadableMemoryError):
             self._explain_end(link)
         except (RankFailedError, RankTimeoutError):
-            self._read(link)  # it names the rank with its side
+            link.read()  # it names the rank with its side
             raise
 
     def _explain_end(self, link: TrainerLink) -> NoReturn:
-        self._read(link)  # it names the rank that has ended
+        link.read()  # it names the rank that has ended
         self._drop_link()
         raise ContradictionError(
             "memory of a trainer's tensor cannot be read any more",
             want="the memory that the offer describes",
             next_step="keep the offered tensors alive; then let the trainer offer its weights again",
         )
-
-    def _confirm(self, link: TrainerLink, before: Sequence[Status], deadline: Deadline) -> bool:
-        """Wait until all trainer ranks confirm the bytes that were read; return False if they have closed the step."""
-        first: list[Status] | None = None
-        while True:
-            statuses = self._read(link)
-            if any(now.generation != then.generation for now, then in zip(statuses, before, strict=True)):
-                return False
-            first = first or statuses
-            # A check may have begun before the reads ended, the one after it did not.
-            if all(
-                now.phase is Phase.STEADY or now.checks >= then.checks + 2
-                for now, then in zip(statuses, first, strict=True)
-            ):
-                return True
-            self._check(deadline, "the trainer's confirmation")
-            sleep(_PAUSE_SECONDS)
-
-    def _read(self, link: TrainerLink) -> list[Status]:
-        """Return the trainer ranks' statuses; raise a failure of a step once, the end of a rank always."""
-        try:
-            statuses = link.read()
-        except (RankFailedError, RankTimeoutError):
-            if not any(peer.may_return for peer in link.peers):
-                self._drop_link()  # the next call looks for another trainer
-            raise
-        for peer, status in zip(link.peers, statuses, strict=True):
-            if status.phase is Phase.FAILED and self._reported.get(peer.rank) == status.generation:
-                continue
-            if status.phase is Phase.FAILED:
-                self._reported[peer.rank] = status.generation
-            elif status.phase is Phase.ENDED:
-                self._drop_link()
-            check_phase(peer, status)
-        return statuses
 
     def _check(self, deadline: Deadline, what: str) -> None:
         """Raise if another rank of this engine has failed, or the time is over."""
@@ -382,4 +315,3 @@ class TakenWeights:
         if self._link is not None:
             self._link.close()
             self._link = None
-            self._reported.clear()

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from time import monotonic
+from dataclasses import dataclass, field
+from time import monotonic, sleep
 
 from xrank.decisions.options import default_workers
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.peer_source import PeerSource
 from xrank.plan.executor import Budget
 from xrank.plan.replicas import spread_copies
-from xrank.refit.card import Card
+from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces
 from xrank.refit.offer_card import find_trainer_ranks, number_of
-from xrank.refit.peer_rank import PeerRank
-from xrank.refit.status import Status
+from xrank.refit.peer_rank import PeerRank, check_phase
+from xrank.refit.status import Phase, Status, find_missed_step, is_past
 from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_model import read_trainer_model
 from xrank.refit.transfer import Transfer, make_transfer
 
-__all__ = ["TrainerLink", "connect_trainer"]
+__all__ = ["CARD_SECONDS", "TrainerLink", "connect_trainer"]
+
+CARD_SECONDS = 0.25
+"""Time between two looks for another trainer's card."""
 
 _OWN = -1
 """Rank of this process among the trainer's: none of them."""
 _GRACE_SECONDS = 0.2
 _SILENT_SECONDS = 1.5
+_PAUSE_SECONDS = 0.0005
+_OPEN = (Phase.OPEN, Phase.STEADY)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +52,110 @@ class TrainerLink:
     held_step: int = -1
     """The last step taken or missed from this trainer."""
 
+    is_over: bool = False
+    """Whether a rank has ended: another trainer may come, to which a new link is needed."""
+    _reported: dict[int, int] = field(default_factory=dict)
+    """Rank -> the generation whose failure was raised."""
+    _next_card: float = 0.0
+
     def read(self) -> list[Status]:
-        """Return the statuses of all trainer ranks; errors as `PeerRank.read`."""
-        return [peer.read() for peer in self.peers]
+        """Return the statuses of all ranks; raise a failure of a step once, the end of a rank always.
+
+        Raises:
+            RankFailedError, RankTimeoutError: as `PeerRank.read` and `check_phase`.
+        """
+        try:
+            statuses = [peer.read() for peer in self.peers]
+        except (RankFailedError, RankTimeoutError):
+            self.is_over = not any(peer.may_return for peer in self.peers)
+            raise
+        for peer, status in zip(self.peers, statuses, strict=True):
+            if status.phase is Phase.FAILED and self._reported.get(peer.rank) == status.generation:
+                continue
+            if status.phase is Phase.FAILED:
+                self._reported[peer.rank] = status.generation
+            self.is_over = status.phase is Phase.ENDED
+            check_phase(peer, status)
+        return statuses
+
+    def wait_for_step(
+        self,
+        place: Address,
+        step: int | None,
+        engine_step: int | None,
+        report_missed: Callable[[int], object],
+        check: Callable[[], object],
+    ) -> list[Status] | None:
+        """Return the statuses once all ranks show one new step; None if another trainer has come to the address.
+
+        Args:
+            place: the address.
+            step: the step to wait for; None: any that the engine does not hold.
+            engine_step: the step that the engine holds.
+            report_missed: called with a step that some ranks show and others have closed, so that none waits.
+            check: raises if a rank of the engine has failed, or the time is over.
+
+        Raises:
+            UsageError: the step is past.
+            RankFailedError, RankTimeoutError: as `read`.
+        """
+        while True:
+            statuses = self.read()
+            newest = statuses[0].step
+            if step is not None and any(is_past(status, step) for status in statuses):
+                raise UsageError(
+                    f"step {step} is past",
+                    got=f"step {max(status.step for status in statuses)} of the trainer",
+                    want="a step that is visible or comes later, or None for the newest",
+                )
+            if all(status.phase in _OPEN and status.step == newest for status in statuses):
+                if newest == step or (step is None and (newest > self.held_step or engine_step != newest)):
+                    return statuses
+            else:
+                missed = find_missed_step(statuses)
+                if missed is not None and missed > self.held_step:
+                    self.held_step = missed
+                    report_missed(missed)
+            check()
+            if self._is_replaced(place):
+                return None
+            sleep(_PAUSE_SECONDS)
+
+    def wait_for_confirmation(self, before: Sequence[Status], check: Callable[[], object]) -> bool:
+        """Wait until all ranks confirm the bytes that were read; return False if they have closed the step.
+
+        Args:
+            before: the statuses when the reads began.
+            check: as for `wait_for_step`.
+
+        Raises:
+            RankFailedError, RankTimeoutError: as `read`.
+        """
+        first: list[Status] | None = None
+        while True:
+            statuses = self.read()
+            if any(now.generation != then.generation for now, then in zip(statuses, before, strict=True)):
+                return False
+            first = first or statuses
+            # A check may have begun before the reads ended, the one after it did not.
+            if all(
+                now.phase is Phase.STEADY or now.checks >= then.checks + 2
+                for now, then in zip(statuses, first, strict=True)
+            ):
+                return True
+            check()
+            sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
         """Close all connections."""
         self.loan.close()
+
+    def _is_replaced(self, place: Address) -> bool:
+        if monotonic() < self._next_card:
+            return False
+        self._next_card = monotonic() + CARD_SECONDS
+        card = place.read_trainer()
+        return card is not None and card.id != self.card.id
 
 
 def connect_trainer(
