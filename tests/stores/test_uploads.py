@@ -14,13 +14,14 @@ from tests.stores.fault_proxy import FaultKind, choose_at
 from tests.stores.servers import KEY_ID, SECRET, Bucket, make_bucket, open_proxy
 from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.stores.client import open_store
-from xrank.stores.s3_uploads import S3Uploads, part_nbytes_for
-from xrank.stores.signature import Credentials, encode_path, encode_query, find_credentials, sign_request
+from xrank.stores.http_connection import encode_path, encode_query
+from xrank.stores.signature import Credentials, find_credentials, sign_request
+from xrank.stores.uploads import Uploads, open_uploads, part_nbytes_for
 
 MIB = 1 << 20
 
 
-_opened: list[S3Uploads] = []
+_opened: list[Uploads] = []
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,8 @@ def closed() -> Iterator[None]:
         _opened.pop().close()
 
 
-def open_uploads(bucket: Bucket) -> S3Uploads:
-    _opened.append(S3Uploads(open_store(bucket.url)[0]))
+def open_closed(bucket: Bucket) -> Uploads:
+    _opened.append(open_uploads(open_store(bucket.url)[0]))
     return _opened[-1]
 
 
@@ -62,25 +63,25 @@ def test_shows_no_secret() -> None:
 
 def test_refuses_plain_http(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XRANK_ALLOW_HTTP")
-    open_uploads(small_bucket)  # AWS_ALLOW_HTTP is there, too
+    open_closed(small_bucket)  # AWS_ALLOW_HTTP is there, too
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(UsageError, match="plain http"):
-        open_uploads(small_bucket)
+        open_closed(small_bucket)
 
 
 def test_refuses_to_write_without_credentials(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(UsageError, match="what the environment says"):
-        open_uploads(small_bucket)
+        open_closed(small_bucket)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     with pytest.raises(UsageError, match="without credentials"):
-        open_uploads(small_bucket)
+        open_closed(small_bucket)
 
 
 def test_uploads_parts(bucket: Bucket) -> None:
-    uploads, data = open_uploads(bucket), os.urandom(5 * MIB + 100)
+    uploads, data = open_closed(bucket), os.urandom(5 * MIB + 100)
     upload_id = uploads.create("a b/model", "stage")
     parts = [uploads.put_part("a b/model", upload_id, n + 1, data[n * 5 * MIB :][: 5 * MIB]) for n in (1, 0)]
     listed = uploads.list_parts("a b/model", upload_id)
@@ -98,7 +99,7 @@ def test_uploads_parts(bucket: Bucket) -> None:
 
 
 def test_never_replaces_an_object(bucket: Bucket) -> None:
-    uploads = open_uploads(bucket)
+    uploads = open_closed(bucket)
     bucket.client().put_object(Bucket=bucket.name, Key="model", Body=b"older")
     upload_id = uploads.create("model", "stage")
     part = uploads.put_part("model", upload_id, 1, b"newer")
@@ -116,7 +117,7 @@ def test_never_replaces_an_object(bucket: Bucket) -> None:
 def test_gets_over_faults(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, fault: FaultKind) -> None:
     with open_proxy(small_bucket.server, choose_at(dict.fromkeys((1, 3, 5, 7), fault))) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        uploads = open_uploads(small_bucket)
+        uploads = open_closed(small_bucket)
         upload_id = uploads.create("model", "stage")
         part = uploads.put_part("model", upload_id, 1, b"some bytes")
         uploads.complete("model", upload_id, [part], "stage")
@@ -132,7 +133,7 @@ def test_detects_wrong_bytes_by_the_etag(moto_server: str, monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     with open_proxy(bucket.server, choose_at({2: "wrong"})) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        uploads = open_uploads(bucket)
+        uploads = open_closed(bucket)
         upload_id = uploads.create("model", "stage")
         part = uploads.put_part("model", upload_id, 1, b"some bytes")
         uploads.complete("model", upload_id, [part], "stage")
@@ -145,7 +146,7 @@ def test_names_the_object_and_no_secret(small_bucket: Bucket, monkeypatch: pytes
     with open_proxy(small_bucket.server, lambda *_: "broken") as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         with pytest.raises(XrankError, match=f"{small_bucket.url}/model could not be written, tried") as caught:
-            open_uploads(small_bucket).put_new("model", b"data", "stage")
+            open_closed(small_bucket).put_new("model", b"data", "stage")
     assert SECRET not in repr(caught.value.__dict__) + str(caught.value)
 
 

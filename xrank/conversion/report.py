@@ -181,7 +181,7 @@ def _plan_traffic(plan: Plan, out: str) -> TrafficFacts | None:
         requests, nbytes = count_requests(plan.source)
         traffic = traffic.extended(planned_requests=requests, planned_nbytes=nbytes)
     if is_url(out):
-        from xrank.stores.s3_uploads import count_parts  # folders do not need this module
+        from xrank.stores.uploads import count_parts  # folders do not need this module
 
         sizes = [file.output.nbytes for file in plan.files]
         requests = sum(count_parts(nbytes) + _REQUESTS_OF_FILE for nbytes in sizes)

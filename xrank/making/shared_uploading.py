@@ -23,7 +23,7 @@ from xrank.plan.digests import digest_text
 from xrank.plan.executor import FinishedFile, Outcome
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
-from xrank.stores.s3_uploads import Part, S3Uploads
+from xrank.stores.uploads import Part, open_uploads
 from xrank.teams.team import Team
 from xrank.writers.output_stage import OutputStage
 from xrank.writers.store_files import PartPool, UploadedFile
@@ -83,7 +83,7 @@ class _SharedUploads:
 
     def __init__(self, team: Team, plan: Plan, place: StorePlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
         self.target = self
-        self.uploads = S3Uploads(place.store, place.url)
+        self.uploads = open_uploads(place.store, place.url)
         self.kept_nbytes = 0
         """On the first rank: bytes of parts that an interrupted run had sent."""
         self._rank, self._plan, self._place, self._begun = team.rank, plan, place, uploads

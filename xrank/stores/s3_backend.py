@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from isal import isal_zlib
 
+from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_text
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.s3_connection import Answer, S3Connection, crc32_text
-from xrank.stores.s3_xml import find_text, list_texts, need_text
+from xrank.stores.http_connection import Answer
+from xrank.stores.s3_connection import S3Connection, crc32_text
 
 __all__ = ["S3Backend"]
 
@@ -52,7 +53,7 @@ class S3Backend:
                     objects[name] = ObjectStatus(int(need_text(text, "Size")), need_text(text, "ETag"))
             for text in list_texts(answer, "CommonPrefixes"):
                 folders.add(need_text(text, "Prefix").rstrip("/").rpartition("/")[2])
-            text = answer.body.decode(errors="replace")
+            text = decode_text(answer)
             if find_text(text, "IsTruncated") != "true":
                 return Folder(objects, frozenset(folders))
             query["continuation-token"] = need_text(text, "NextContinuationToken")

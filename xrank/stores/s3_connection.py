@@ -1,37 +1,21 @@
-"""Single requests to one S3 bucket over HTTP, for what obstore hides: the parts of uploads, and their checksums.
-
-Redirects are not followed, so that no other host gets the credentials.
-"""
+"""Signed requests to one S3 bucket."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import http.client
 import re
-import ssl
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from xrank import system
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
+from xrank.stores.http_connection import Answer, HttpConnection, encode_path, encode_query
 from xrank.stores.settings import StoreSettings, check_https
-from xrank.stores.signature import encode_path, encode_query, find_credentials, sign_request
+from xrank.stores.signature import find_credentials, sign_request
 
-__all__ = ["Answer", "S3Connection", "crc32_text"]
+__all__ = ["S3Connection", "crc32_text"]
 
-_REQUEST_SECONDS = 60.0
 _CODE = re.compile(rb"<Code>(\w{1,60})</Code>")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A successful answer; names of headers are lower case."""
-
-    headers: Mapping[str, str]
-    body: bytes
 
 
 class S3Connection:
@@ -67,19 +51,13 @@ class S3Connection:
         is_plain = parts.scheme == "http"
         allowed = settings.allow_http or variables.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
         check_https(endpoint, url, allow_http=allowed)
-        self._host = f"{bucket}.{parts.netloc}" if in_host else parts.netloc
+        host = f"{bucket}.{parts.netloc}" if in_host else parts.netloc
         self._path = parts.path.rstrip("/") + ("/" if in_host else f"/{bucket}/")
-        self._timeout_seconds = min(_REQUEST_SECONDS, settings.timeout_seconds)
-        self._idle: list[http.client.HTTPConnection] = []
-        self._tls = None if is_plain else ssl.create_default_context()
-
-        # Not closed: the parent's connections stay the parent's.
-        system.after_fork_in_child(self._idle.clear)
+        self._http = HttpConnection(host, is_plain=is_plain, timeout_seconds=settings.timeout_seconds)
 
     def close(self) -> None:
         """Close all connections; no request may be under way."""
-        while self._idle:
-            self._idle.pop().close()
+        self._http.close()
 
     def send(
         self,
@@ -99,7 +77,7 @@ class S3Connection:
         payload_sha256 = hashlib.sha256(body).hexdigest() if method == "POST" else None
         signed = sign_request(
             method,
-            self._host,
+            self._http.host,
             path,
             text,
             headers or {},
@@ -107,35 +85,13 @@ class S3Connection:
             region=self._region,
             payload_sha256=payload_sha256,
         )
-        signed["Content-Length"] = str(len(body))
-        connection = self._connect()
-        try:
-            connection.request(method, f"{path}?{text}" if text else path, body or None, signed)
-            response = connection.getresponse()
-            content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            # The next request connects again: this connection may still carry the rest of an answer.
-            connection.close()
-            raise FaultError(FaultKind.PASSING, _describe(error)) from None
-        except BaseException:
-            connection.close()
-            raise
-        if response.will_close:
-            connection.close()
-        else:
-            self._idle.append(connection)
-        code = _CODE.search(content[:4096])
+        answer = self._http.exchange(method, f"{path}?{text}" if text else path, signed, body)
+        code = _CODE.search(answer.body[:4096])
         # A completion may fail after the store has begun a good answer (S3 API reference, CompleteMultipartUpload).
-        if response.status >= 300 or (code is not None and b"<Error>" in content[:4096]):
-            raise make_fault(response.status, response.reason, code[1].decode() if code else "")
-        return Answer({name.lower(): value for name, value in response.getheaders()}, content)
-
-    def _connect(self) -> http.client.HTTPConnection:
-        with suppress(IndexError):
-            return self._idle.pop()
-        if self._tls is None:
-            return http.client.HTTPConnection(self._host, timeout=self._timeout_seconds)
-        return http.client.HTTPSConnection(self._host, timeout=self._timeout_seconds, context=self._tls)
+        is_error = method == "POST" and code is not None and b"<Error>" in answer.body[:4096]
+        if answer.status >= 300 or is_error:
+            raise make_fault(answer.status, answer.reason, code[1].decode() if code else "")
+        return answer
 
 
 def make_fault(status: int, reason: str, code: str) -> FaultError:
@@ -152,16 +108,6 @@ def make_fault(status: int, reason: str, code: str) -> FaultError:
     if status in (301, 307):
         shown += ": the bucket is in another region; set AWS_REGION"
     return FaultError(kinds.get(status, FaultKind.REFUSED), shown)
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate is not valid: {error.verify_message}"
-    if isinstance(error, ConnectionRefusedError):
-        return "no connection"
-    return "the connection broke"
 
 
 def crc32_text(crc32: int) -> str:

@@ -1,4 +1,4 @@
-"""Objects that are uploaded in parts, each confirmed by a checksum, and that appear whole at one instant.
+"""Uploads to S3.
 
 Source: Amazon S3 API Reference: CreateMultipartUpload, UploadPart, ListParts, CompleteMultipartUpload,
 AbortMultipartUpload, PutObject, HeadObject. Conditions (If-None-Match, If-Match) hold for PutObject and
@@ -9,89 +9,39 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
 from xml.sax.saxutils import escape
 
 from isal import isal_zlib
 
 from xrank.environment import environ
+from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_field, need_text
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.s3_connection import Answer, S3Connection, crc32_text
-from xrank.stores.s3_xml import find_text, list_texts, need_field, need_text
+from xrank.stores.http_connection import Answer
+from xrank.stores.s3_connection import S3Connection, crc32_text
+from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, make_condition
 
-__all__ = ["MARK", "Part", "S3Uploads", "UploadedObject", "count_parts", "part_nbytes_for"]
+__all__ = ["MARK", "S3Uploads"]
 
-SMALLEST_PART_NBYTES = 5 << 20
-"""Fewest bytes of a part that is not the last (S3 User Guide, "Amazon S3 multipart upload limits")."""
-MOST_PARTS = 10_000
-_MIB = 1 << 20
 MARK = "xrank-stage"
 """Name of the metadata that says which stage has written an object."""
 
-_Result = TypeVar("_Result")
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part that the store has confirmed."""
-
-    number: int
-    """From 1 on."""
-    nbytes: int
-    etag: str
-    """With its quotes."""
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
-class UploadedObject:
-    """An object as the store describes it."""
-
-    nbytes: int
-    etag: str
-    mark: str | None
-    """The stage that has written it."""
-    age_seconds: float
-    """By the store's clock."""
-
-
-def part_nbytes_for(nbytes: int) -> int:
-    """Return the bytes of each part of an object, in whole MiB: 5 MiB, or more where 10,000 parts would not suffice.
-
-    >>> part_nbytes_for(16 << 30) >> 20, part_nbytes_for(1 << 40) >> 20
-    (5, 105)
-    """
-    return max(SMALLEST_PART_NBYTES, -(-nbytes // (MOST_PARTS * _MIB)) * _MIB)
-
-
-def count_parts(nbytes: int) -> int:
-    """Return the number of parts of an object.
-
-    >>> count_parts(12 << 20)
-    3
-    """
-    return -(-nbytes // part_nbytes_for(nbytes))
-
-
-class S3Uploads:
-    """Uploads to one bucket; any thread may call it. Requests are repeated and counted as those of its `Store`.
+class S3Uploads(Uploads):
+    """Uploads to one bucket; see `Uploads`.
 
     Args:
         store: the bucket.
-        url: what is to be written, for errors.
-
-    Raises (from every method): as `Store`.
+        url: the place to write, for errors.
     """
 
-    def __init__(self, store: Store, url: str | None = None) -> None:
-        self._store = store
+    def __init__(self, store: Store, url: str) -> None:
+        super().__init__(store)
         bucket = store.root.partition("://")[2]
-        self._connection = S3Connection(bucket, store.settings, environ(), url or store.root)
+        self._connection = S3Connection(bucket, store.settings, environ(), url)
 
     def close(self) -> None:
         """Close the connections; no request may be under way."""
@@ -120,11 +70,11 @@ class S3Uploads:
 
         return self._repeat(key, f"written (part {number})", send, len(data))
 
-    def list_parts(self, key: str, upload_id: str) -> dict[int, tuple[int, str, int | None]] | None:
+    def list_parts(self, key: str, upload_id: str) -> KnownParts | None:
         """Return number -> (bytes, etag, CRC-32 where listed) of the parts there; None without such an upload."""
 
-        def send() -> dict[int, tuple[int, str, int | None]] | None:
-            found: dict[int, tuple[int, str, int | None]] = {}
+        def send() -> KnownParts | None:
+            found: KnownParts = {}
             query = {"uploadId": upload_id}
             while True:
                 try:
@@ -141,7 +91,7 @@ class S3Uploads:
                         need_text(text, "ETag"),
                         known,
                     )
-                text = answer.body.decode(errors="replace")
+                text = decode_text(answer)
                 if find_text(text, "IsTruncated") != "true":
                     return found
                 query["part-number-marker"] = need_text(text, "NextPartNumberMarker")
@@ -174,7 +124,7 @@ class S3Uploads:
         space = "http://s3.amazonaws.com/doc/2006-03-01/"
         body = f'<CompleteMultipartUpload xmlns="{space}">{lines}</CompleteMultipartUpload>'.encode()
         nbytes = sum(part.nbytes for part in parts)
-        headers = _condition(replaces=replaces, if_version=if_version)
+        headers = make_condition(replaces=replaces, if_version=if_version)
 
         def send() -> None:
             need_field(self._connection.send("POST", key, {"uploadId": upload_id}, headers, body), "ETag")
@@ -200,7 +150,7 @@ class S3Uploads:
         """
         crc32 = isal_zlib.crc32(data)
         headers = {f"x-amz-meta-{MARK}": mark, "x-amz-checksum-crc32": crc32_text(crc32)}
-        headers |= _condition(replaces=replaces, if_version=if_version)
+        headers |= make_condition(replaces=replaces, if_version=if_version)
 
         def send() -> None:
             answer = self._connection.send("PUT", key, None, headers, data)
@@ -247,41 +197,13 @@ class S3Uploads:
             for text in list_texts(answer, "Upload"):
                 begun = datetime.fromisoformat(need_text(text, "Initiated"))
                 yield need_text(text, "Key"), need_text(text, "UploadId"), (now - begun).total_seconds()
-            text = answer.body.decode(errors="replace")
+            text = decode_text(answer)
             if find_text(text, "IsTruncated") != "true":
                 return
             query["key-marker"], query["upload-id-marker"] = (
                 need_text(text, "NextKeyMarker"),
                 need_text(text, "NextUploadIdMarker"),
             )
-
-    def _publish(self, key: str, send: Callable[[], None], mark: str, nbytes: int, sent_nbytes: int = 0) -> bool:
-        """Send a request that makes an object; return whether this stage had made it, as where an answer was lost."""
-
-        def settle() -> bool:
-            try:
-                send()
-                return False
-            except FaultError as fault:
-                if fault.kind not in (FaultKind.CHANGED, FaultKind.MISSING):
-                    raise
-                there = self.head(key)
-                if there is None:
-                    raise
-                if (there.mark, there.nbytes) != (mark, nbytes):
-                    raise FaultError(FaultKind.EXISTS, "an object that this gather has not written") from None
-                return True
-
-        return self._repeat(key, "written", settle, sent_nbytes)
-
-    def _repeat(self, key: str, what: str, send: Callable[[], _Result], sent_nbytes: int = 0) -> _Result:
-        return self._store.repeat(key, what, send, written_nbytes=sent_nbytes)
-
-
-def _condition(*, replaces: bool, if_version: str | None) -> dict[str, str]:
-    if if_version is not None:
-        return {"If-Match": if_version}
-    return {} if replaces else {"If-None-Match": "*"}
 
 
 def _check_confirmed(answer: Answer, data: bytes | memoryview, crc32: int, etag: str) -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 from xrank.errors import UsageError
 
@@ -60,16 +59,6 @@ def find_credentials(variables: Mapping[str, str], url: str) -> Callable[[], Cre
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
 
     return refresh
-
-
-def encode_path(path: str) -> str:
-    """Return a path, with its slashes, as S3 expects it in a request and in its signature."""
-    return quote(path, safe="/-._~")
-
-
-def encode_query(query: Mapping[str, str]) -> str:
-    """Return a query as S3 expects it in a request and in its signature: sorted, all else encoded."""
-    return "&".join(f"{quote(name, safe='-._~')}={quote(query[name], safe='-._~')}" for name in sorted(query))
 
 
 def sign_request(

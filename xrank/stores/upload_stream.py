@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from xrank.errors import XrankError
-from xrank.stores.s3_uploads import Part, S3Uploads, part_nbytes_for
+from xrank.stores.uploads import Part, Uploads, part_nbytes_for
 
 __all__ = ["upload_object"]
 
@@ -17,7 +17,7 @@ _SENDERS = 3
 
 
 def upload_object(
-    uploads: S3Uploads,
+    uploads: Uploads,
     key: str,
     fill: Callable[[Callable[[memoryview], None]], None],
     *,
@@ -51,7 +51,7 @@ def upload_object(
 
 
 class _Stream:
-    def __init__(self, uploads: S3Uploads, key: str, part_nbytes: int, mark: str) -> None:
+    def __init__(self, uploads: Uploads, key: str, part_nbytes: int, mark: str) -> None:
         self._uploads, self._key, self._part_nbytes, self._mark = uploads, key, part_nbytes, mark
         self._buffer = bytearray()
         self._upload_id: str | None = None

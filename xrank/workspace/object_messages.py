@@ -17,8 +17,8 @@ import xxhash
 
 from xrank.errors import CorruptError, IncompleteError, XrankError
 from xrank.stores.ranges import read_ranges
-from xrank.stores.s3_uploads import S3Uploads
 from xrank.stores.upload_stream import upload_object
+from xrank.stores.uploads import Uploads
 from xrank.workspace.arena import new_buffer
 from xrank.workspace.message_file import MessagePart, MessageReceipt
 from xrank.workspace.message_names import MessageName, NamedMessages
@@ -59,7 +59,7 @@ class ObjectMessages(NamedMessages):
 
     def _begin(self) -> None:
         super()._begin()
-        self._opened: S3Uploads | None = None
+        self._opened: Uploads | None = None
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Write a message; see `MessageWorkspace`."""
@@ -124,7 +124,7 @@ class ObjectMessages(NamedMessages):
         with _naming(self._rank):
             self._place.store.delete(self._place.key(name))
 
-    def _uploads(self) -> S3Uploads:
+    def _uploads(self) -> Uploads:
         if self._opened is None:
             self._opened = self._place.open_uploads()
         return self._opened

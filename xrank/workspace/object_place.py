@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xrank.errors import UsageError
 from xrank.stores.client import Store, open_store
-from xrank.stores.s3_uploads import S3Uploads
+from xrank.stores.uploads import Uploads, open_uploads
 from xrank.stores.url import clean_path, split_url
 
 __all__ = ["ObjectPlace"]
@@ -39,9 +39,9 @@ class ObjectPlace:
         """The bucket."""
         return open_store(self.url)[0]
 
-    def open_uploads(self) -> S3Uploads:
+    def open_uploads(self) -> Uploads:
         """Return uploads to the bucket; the caller closes them."""
-        return S3Uploads(self.store, self.url)
+        return open_uploads(self.store, self.url)
 
     def key(self, name: str) -> str:
         """Return the key of an object in this place."""

@@ -16,7 +16,7 @@ from mmap import mmap
 
 from isal import isal_zlib
 
-from xrank.stores.s3_uploads import Part, S3Uploads
+from xrank.stores.uploads import Part, Uploads
 
 __all__ = ["PartPool", "UploadedFile"]
 
@@ -104,7 +104,7 @@ class UploadedFile:
         late: (offset, bytes) of what `write_late` writes, by rising offset.
     """
 
-    uploads: S3Uploads
+    uploads: Uploads
     pool: PartPool
     key: str
     upload_id: str

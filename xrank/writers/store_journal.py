@@ -21,7 +21,7 @@ import xxhash
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, XrankError
 from xrank.faces import option
 from xrank.stores.client import Store
-from xrank.stores.s3_uploads import Part
+from xrank.stores.uploads import Part
 from xrank.system import process_state
 from xrank.writers.store_place import StorePlace
 from xrank.writers.store_replacing import Replaced

@@ -13,14 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import TypeAlias
 
 import xxhash
 
 from xrank.errors import CorruptError, OutputExistsError, XrankError
 from xrank.faces import AGAIN, option
 from xrank.formats.rank_state import rank_of
-from xrank.stores.s3_uploads import Part, S3Uploads, part_nbytes_for
+from xrank.stores.uploads import KnownParts, Part, Uploads, part_nbytes_for
 from xrank.writers.disk import open_companion
 from xrank.writers.journal import JournalLine
 from xrank.writers.output_place import MANIFEST_NAME, check_inner_name
@@ -32,8 +31,6 @@ from xrank.writers.uploaded_files import UploadedFiles
 
 __all__ = ["StoreStage"]
 
-KnownParts: TypeAlias = dict[int, tuple[int, str, int | None]]
-"""Number of a part -> its bytes, etag and checksum in the store."""
 _BEGINNERS = 8
 """Uploads that are begun at once."""
 _SMALL_NBYTES = 4 << 20
@@ -44,7 +41,7 @@ class StoreStage:
     """An output in a store while it is made. Several threads may call its methods; ``commit`` comes last."""
 
     def __init__(
-        self, place: StorePlace, uploads: S3Uploads, journal: OpenJournal, *, notes: tuple[str, ...] = ()
+        self, place: StorePlace, uploads: Uploads, journal: OpenJournal, *, notes: tuple[str, ...] = ()
     ) -> None:
         self.path = place.url
         self.notes = notes

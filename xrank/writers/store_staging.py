@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.faces import option
-from xrank.stores.s3_uploads import S3Uploads
+from xrank.stores.uploads import Uploads, open_uploads
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME, parse_manifest
 from xrank.writers.store_journal import (
@@ -51,7 +51,7 @@ def check_store_output(out: str | os.PathLike[str], *, overwrite: bool, is_state
         UsageError: it cannot be an output, or a store cannot replace what is there.
     """
     place = StorePlace.from_url(out)
-    S3Uploads(place.store, place.url)  # without credentials, or a package, the call must change
+    open_uploads(place.store, place.url)  # without credentials, or a package, the call must change
     if is_states and overwrite:
         raise UsageError(
             f"{place.url}: states of ranks in a store are not replaced",
@@ -100,7 +100,7 @@ def open_store_stage(
     """
     check_store_output(out, overwrite=overwrite)
     place = StorePlace.from_url(out)
-    with closing(S3Uploads(place.store, place.url)) as uploads:
+    with closing(open_uploads(place.store, place.url)) as uploads:
         journal, notes = _claim(place, uploads, plan_digest, resume=resume)
         try:
             if not journal.content.is_committing:
@@ -120,7 +120,7 @@ def open_store_stage(
 
 
 def _claim(
-    place: StorePlace, uploads: S3Uploads, plan_digest: str, *, resume: bool
+    place: StorePlace, uploads: Uploads, plan_digest: str, *, resume: bool
 ) -> tuple[OpenJournal, tuple[str, ...]]:
     """Make the journal of this output, or take over that of a run that ended."""
     found = read_journal(place)
@@ -191,7 +191,7 @@ def settle_store_output(out: str) -> None:
     found = read_journal(place)
     if found is None or found[0] is None or wait_for_owner(place, *found):
         return
-    with suppress(XrankError), closing(S3Uploads(place.store, place.url)) as uploads:
+    with suppress(XrankError), closing(open_uploads(place.store, place.url)) as uploads:
         if found[0].replaced is not None and _has(place, uploads, found[0], found[0].last):
             for name in found[0].replaced.outdated:
                 place.store.delete(place.file_key(name))
@@ -210,11 +210,11 @@ def clean_store(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
         One row for each upload or object.
     """
     place = StorePlace.from_url(url)
-    with closing(S3Uploads(place.store, place.url)) as uploads:
+    with closing(open_uploads(place.store, place.url)) as uploads:
         return _clean(place, uploads, dry_run=dry_run)
 
 
-def _clean(place: StorePlace, uploads: S3Uploads, *, dry_run: bool) -> list[dict[str, Any]]:
+def _clean(place: StorePlace, uploads: Uploads, *, dry_run: bool) -> list[dict[str, Any]]:
     found = read_journal(place)
     owner = found[0] if found is not None else None
     if found is not None and wait_for_owner(place, *found):
@@ -246,7 +246,7 @@ def _clean(place: StorePlace, uploads: S3Uploads, *, dry_run: bool) -> list[dict
     return rows
 
 
-def _clean_visible(place: StorePlace, uploads: S3Uploads, owner: Journal, *, dry_run: bool) -> list[dict[str, Any]]:
+def _clean_visible(place: StorePlace, uploads: Uploads, owner: Journal, *, dry_run: bool) -> list[dict[str, Any]]:
     """Remove the objects of a commit that was killed before its last one; a whole output stays."""
     if _has(place, uploads, owner, owner.last):
         return []
@@ -261,9 +261,7 @@ def _clean_visible(place: StorePlace, uploads: S3Uploads, owner: Journal, *, dry
     return rows
 
 
-def _clean_outdated(
-    place: StorePlace, uploads: S3Uploads, replaced: Replaced, *, dry_run: bool
-) -> list[dict[str, Any]]:
+def _clean_outdated(place: StorePlace, uploads: Uploads, replaced: Replaced, *, dry_run: bool) -> list[dict[str, Any]]:
     """Remove the weights of a model that another one has replaced."""
     rows = []
     for name in replaced.outdated:
@@ -275,7 +273,7 @@ def _clean_outdated(
     return rows
 
 
-def _has(place: StorePlace, uploads: S3Uploads, owner: Journal, name: str) -> bool:
+def _has(place: StorePlace, uploads: Uploads, owner: Journal, name: str) -> bool:
     """Return whether a file of the output is the one that the journal's gather has made visible."""
     there = uploads.head(place.file_key(name)) if owner.is_committing else None
     return there is not None and there.mark == owner.stage

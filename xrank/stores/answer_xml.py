@@ -1,4 +1,4 @@
-"""The XML of S3's answers. Its few elements are found by their names, so that no parser reads what a server sends."""
+"""The XML of stores' answers. Its few elements are found by their names: no parser reads what a server sends."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import re
 from html import unescape
 
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.s3_connection import Answer
+from xrank.stores.http_connection import Answer
 
-__all__ = ["find_text", "list_texts", "need_field", "need_text"]
+__all__ = ["decode_text", "find_text", "list_texts", "need_field", "need_text"]
+
+
+def decode_text(answer: Answer) -> str:
+    """Return the text of an answer. Azure puts a byte order mark before it."""
+    return answer.body.decode("utf-8-sig", errors="replace")
 
 
 def find_text(text: str, name: str) -> str | None:
@@ -31,7 +36,7 @@ def need_text(text: str, name: str) -> str:
 
 def need_field(answer: Answer, name: str) -> str:
     """Return the content of the first element of a name in an answer; as `need_text`."""
-    return need_text(answer.body.decode(errors="replace"), name)
+    return need_text(decode_text(answer), name)
 
 
 def list_texts(answer: Answer, name: str) -> list[str]:
@@ -40,7 +45,7 @@ def list_texts(answer: Answer, name: str) -> list[str]:
     Raises:
         FaultError: the answer is cut off.
     """
-    text = answer.body.decode(errors="replace").strip()
+    text = decode_text(answer).strip()
     root = re.match(r"(?:<\?xml[^>]*>)?\s*<(\w+)", text)
     if root is None or not text.endswith(f"</{root[1]}>"):
         raise FaultError(FaultKind.PASSING, "an answer that is not whole")

@@ -1,0 +1,106 @@
+"""Single HTTP requests to one host, for what obstore hides: the parts of uploads, and their checksums.
+
+Redirects are not followed, so that no other host gets the credentials.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from xrank import system
+from xrank.stores.faults import FaultError, FaultKind
+
+__all__ = ["Answer", "HttpConnection", "encode_path", "encode_query"]
+
+_REQUEST_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer; names of headers are lower case."""
+
+    headers: Mapping[str, str]
+    body: bytes
+    status: int = 200
+    reason: str = ""
+
+
+class HttpConnection:
+    """Sends requests to one host; any thread may call it. Idle connections are kept until `close`.
+
+    Args:
+        host: host and port.
+        is_plain: whether without TLS.
+        timeout_seconds: patience for one answer.
+    """
+
+    def __init__(self, host: str, *, is_plain: bool, timeout_seconds: float) -> None:
+        self.host = host
+        self._timeout_seconds = min(_REQUEST_SECONDS, timeout_seconds)
+        self._idle: list[http.client.HTTPConnection] = []
+        self._tls = None if is_plain else ssl.create_default_context()
+
+        # Not closed: the parent's connections stay the parent's.
+        system.after_fork_in_child(self._idle.clear)
+
+    def close(self) -> None:
+        """Close all connections; no request may be under way."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes | memoryview) -> Answer:
+        """Send one request and return its answer, whatever its status is.
+
+        Raises:
+            FaultError: no whole answer came.
+        """
+        connection = self._connect()
+        try:
+            connection.request(method, target, body or None, {**headers, "Content-Length": str(len(body))})
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            # The next request connects again: this connection may still carry the rest of an answer.
+            connection.close()
+            raise FaultError(FaultKind.PASSING, _describe(error)) from None
+        except BaseException:
+            connection.close()
+            raise
+        if response.will_close:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        found = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(found, content, response.status, response.reason)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        with suppress(IndexError):
+            return self._idle.pop()
+        if self._tls is None:
+            return http.client.HTTPConnection(self.host, timeout=self._timeout_seconds)
+        return http.client.HTTPSConnection(self.host, timeout=self._timeout_seconds, context=self._tls)
+
+
+def encode_path(path: str) -> str:
+    """Return a path, with its slashes, as stores expect it in a request and in its signature."""
+    return quote(path, safe="/-._~")
+
+
+def encode_query(query: Mapping[str, str]) -> str:
+    """Return a query as stores expect it in a request and in its signature: sorted, all else encoded."""
+    return "&".join(f"{quote(name, safe='-._~')}={quote(query[name], safe='-._~')}" for name in sorted(query))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate is not valid: {error.verify_message}"
+    if isinstance(error, ConnectionRefusedError):
+        return "no connection"
+    return "the connection broke"
