@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from xrank.environment import environ
 from xrank.errors import UsageError
 from xrank.extras import require_obstore
+from xrank.stores.azure_account import endpoint_of
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
 from xrank.stores.settings import StoreSettings, check_https
@@ -118,13 +119,14 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
 
 def _may_use_http(scheme: str, root: str, settings: StoreSettings) -> bool:
     """Return whether the store's endpoint may be plain http; refuse one in the environment that is not allowed."""
-    names = {
-        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-        "abfs": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-        "gs": ("GOOGLE_BASE_URL",),
-    }.get(scheme, ())
-    endpoint = next((text for name in names if (text := environ().get(name))), "")
+    if scheme in ("az", "abfs"):
+        endpoint = endpoint_of(environ(), "")
+    else:
+        names = {
+            "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+            "gs": ("GOOGLE_BASE_URL",),
+        }.get(scheme, ())
+        endpoint = next((text for name in names if (text := environ().get(name))), "")
     # object_store's own name of the permission.
     allowed = settings.allow_http or (scheme == "s3" and environ().get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"))
     check_https(endpoint, root, allow_http=allowed)
@@ -133,6 +135,8 @@ def _may_use_http(scheme: str, root: str, settings: StoreSettings) -> bool:
 
 def _status(meta: Any) -> ObjectStatus:
     etag = meta["e_tag"]
+    if etag and not etag.startswith(('"', "W/")):  # Azure's listings lack the quotes that its other answers have
+        etag = f'"{etag}"'
     # RFC 9110, 13.1.1: If-Match compares strongly, so a weak etag never matches.
     if etag and not etag.startswith("W/"):
         return ObjectStatus(meta["size"], etag)

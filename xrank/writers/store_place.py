@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.stores.client import Store, open_store
+from xrank.stores.uploads import WRITABLE
 from xrank.stores.url import clean_path, split_url
 
 __all__ = ["StorePlace"]
@@ -42,11 +43,11 @@ class StorePlace:
                 file=url,
                 next_step=f"give {option('out')} a folder, and {option('push_to_hub')} {url.removeprefix('hf://')}",
             )
-        if place.scheme != "s3":
+        if place.scheme not in WRITABLE:
             raise UsageError(
                 f"{url}: outputs are not written to {place.scheme}:// stores",
                 file=url,
-                want="s3://, whose uploads appear at one instant, or a folder",
+                want="s3:// or az://, whose uploads appear at one instant, or a folder",
                 next_step=f"choose another {option('out')}",
             )
         if not place.key:
