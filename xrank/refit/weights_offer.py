@@ -17,6 +17,7 @@ from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces, find_moved
 from xrank.refit.offer_card import number_of
 from xrank.refit.own_part import OwnPart
+from xrank.refit.pause import Pause
 from xrank.refit.peer_rank import PeerRank, check_phase, wait_until_done
 from xrank.refit.report import PublishReport
 from xrank.refit.status import Phase, Status, StatusBlock
@@ -26,6 +27,8 @@ from xrank.words import list_text, plural
 __all__ = ["Watch", "WeightsOffer"]
 
 _PAUSE_SECONDS = 0.0005
+_SIBLING_SECONDS = 0.05
+"""Time between two looks at the trainer's other ranks while engines read."""
 _AHEAD_SECONDS = 1.0
 """Time for which another trainer rank may be a step ahead, until this one sees that all engine ranks are done."""
 
@@ -148,6 +151,7 @@ class WeightsOffer:
                 self._refill(step, deadline)
             self._set(Phase.OPEN, step)
             self._wait_for_fills(step, deadline)
+            pause, next_look = Pause(), 0.0
             while True:
                 found = self._takers.survey(step)
                 # The check begins after the engine's reads that it confirms: an engine rank waits for the second one.
@@ -155,8 +159,10 @@ class WeightsOffer:
                 self._block.write(replace(self._block.value, checks=self._block.value.checks + 1))
                 if not found.waiting or deadline.has_passed:
                     break
-                self._check_siblings(step)
-                sleep(_PAUSE_SECONDS)
+                if monotonic() >= next_look:
+                    self._check_siblings(step)
+                    next_look = monotonic() + _SIBLING_SECONDS
+                pause()
         except BaseException as error:
             self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
             raise
