@@ -156,6 +156,7 @@ def lend_model(
     check: Callable[[], None] = lambda: None,
     across_hosts: bool = False,
     failures: Callable[[], object] | None = None,
+    by_mooncake: bool = False,
 ) -> LentModel:
     """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
 
@@ -167,13 +168,14 @@ def lend_model(
         check: called on the first rank once all ranks have described their parts; all ranks raise its error.
         across_hosts: whether processes of other hosts also read, although all ranks may be on one host.
         failures: raises if a rank has failed, while the source reads; None: the team's.
+        by_mooncake: whether processes that are no ranks read by Mooncake.
 
     Raises:
         XrankError: as `xrank.conversion.export.export_model`, before anything is written or handed out.
     """
     # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
     part = locate_part(request, team) if part is None else part
-    offer = MemoryOffer(part.views, across_hosts=across_hosts or not team.is_one_host)
+    offer = MemoryOffer(part.views, across_hosts=across_hosts or not team.is_one_host, by_mooncake=by_mooncake)
     loan.callback(offer.close)
     loan.push(partial(_raise_own, team.rank, offer))
     own = json.dumps({"model": part.description, "offer": offer.describe(), "own": asdict(part.config)})

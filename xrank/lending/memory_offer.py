@@ -13,6 +13,7 @@ import numpy as np
 
 from xrank.errors import ContradictionError, CorruptError
 from xrank.lending.local_bytes import LocalBytes, TensorBytes
+from xrank.lending.mooncake_memory import MooncakeEngine
 from xrank.lending.peer_memory import LendingEndedError, LendingSign, PeerMemory, UnreadableMemoryError
 from xrank.ranks.link import is_readable
 from xrank.ranks.peer import Peer, process_space
@@ -27,10 +28,16 @@ class MemoryOffer:
     Args:
         views: bytes of tensors, which must not change meanwhile.
         across_hosts: whether ranks on other hosts also read; the offer then listens on a port.
+        by_mooncake: whether Mooncake may read the views that are in a row in memory, too.
+
+    Raises:
+        UsageError: as `MooncakeEngine`.
     """
 
-    def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool = True) -> None:
+    def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool = True, by_mooncake: bool = False) -> None:
         self.views = tuple(views)
+        spans = [(view.address, view.nbytes) for view in self.views if view.address]
+        self._mooncake = MooncakeEngine(spans) if by_mooncake else None
         self._service = PeerService(dict(enumerate(self.views)), across_hosts=across_hosts)
         self._sign = LendingSign()
 
@@ -44,6 +51,7 @@ class MemoryOffer:
             "nonce": self._sign.content.hex(),
             "nonce_address": self._sign.address,
             **self._service.describe(),
+            "mooncake": None if self._mooncake is None else self._mooncake.session,
             "views": [[view.address, view.nbytes] for view in self.views],
         }
 
@@ -71,6 +79,8 @@ class MemoryOffer:
         # The sign first: from here on a reader trusts no bytes that it has copied by itself.
         self._sign.end()
         self._service.close()
+        if self._mooncake is not None:
+            self._mooncake.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +97,8 @@ class PeerOffer:
     port: int | None
     hosts: tuple[str, ...]
     token: bytes
+    mooncake: str | None
+    """Session of its engine."""
     addresses: np.ndarray[tuple[int], np.dtype[np.uint64]]
     """Address of each view; 0 if its bytes are not in a row in memory."""
     nbytes: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -116,6 +128,7 @@ class PeerOffer:
                 port=None if port is None else int(port),
                 hosts=tuple(map(str, description["addresses"])),
                 token=bytes.fromhex(description["token"]),
+                mooncake=None if description["mooncake"] is None else str(description["mooncake"]),
                 addresses=np.array([address or 0 for address, _ in views], np.uint64),
                 nbytes=np.array([nbytes for _, nbytes in views], np.int64),
             )

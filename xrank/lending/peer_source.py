@@ -10,19 +10,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, XrankError
 from xrank.faces import AGAIN
 from xrank.lending.local_bytes import LocalBytes
 from xrank.lending.memory_offer import MemoryOffer, PeerOffer
+from xrank.lending.mooncake_memory import MooncakeEngine, MooncakeMemory
 from xrank.lending.peer_memory import LendingEndedError, PeerMemory, UnreadableMemoryError
 from xrank.ranks.failure import FailureRecord
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, Tick, connect
 from xrank.sockets.peer_wire import AnswerKind
 
-__all__ = ["MemoryOffer", "PeerSource"]
+__all__ = ["MemoryOffer", "PeerSource", "SpanMemory"]
 
+SpanMemory: TypeAlias = PeerMemory | MooncakeMemory
+"""Another process's memory, of which many spans are copied by one call."""
 _GRACE_SECONDS = 5.0
 """Wait for the reason after a rank has gone: from the rank itself, or from others that noticed."""
 _PAUSE_SECONDS = 0.05
@@ -47,6 +50,7 @@ class PeerSource:
         timeout_seconds: time for which a peer may be silent.
         direct: whether the kernel may read other processes' memory.
         grace_seconds: time in which `check` may still give the reason for a peer's end.
+        mooncake: copies the spans of peers that lend by Mooncake, in place of the kernel.
 
     Raises:
         CorruptError: an offer's description is invalid.
@@ -66,6 +70,7 @@ class PeerSource:
         timeout_seconds: float,
         direct: bool = True,
         grace_seconds: float = _GRACE_SECONDS,
+        mooncake: MooncakeEngine | None = None,
     ) -> None:
         self._own, self._rank = own, rank
         self._record_rank, self._record_view = record_rank, record_view
@@ -81,18 +86,26 @@ class PeerSource:
         }
         for peer in self._peers.values():
             peer.watch(direct=direct)
+        self._remote: dict[int, MooncakeMemory] = {}
+        if mooncake is not None:
+            self._remote = {
+                rank: MooncakeMemory(mooncake, peer.mooncake)
+                for rank, peer in self._peers.items()
+                if peer.mooncake is not None
+            }
 
     @property
     def direct_ranks(self) -> list[int]:
         """Peers whose memory the kernel reads."""
         return sorted(rank for rank, peer in self._peers.items() if peer.memory is not None)
 
-    def find_memory(self, record: int) -> tuple[PeerMemory, int] | None:
-        """Return a peer's memory and the address of a record in it; None if the kernel does not read it in a row."""
+    def find_memory(self, record: int) -> tuple[SpanMemory, int] | None:
+        """Return a peer's memory and the address of a record in it; None if nothing copies spans of it."""
         peer, view = self._peers.get(int(self._record_rank[record])), int(self._record_view[record])
-        if peer is None or peer.memory is None or view >= len(peer.nbytes) or not peer.addresses[view]:
+        if peer is None or view >= len(peer.nbytes) or not peer.addresses[view]:
             return None
-        return peer.memory, int(peer.addresses[view])
+        memory = self._remote.get(peer.rank) or peer.memory
+        return None if memory is None else (memory, int(peer.addresses[view]))
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""

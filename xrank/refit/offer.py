@@ -18,6 +18,7 @@ from xrank.decisions.transforms import Transform
 from xrank.extras import require_torch
 from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
 from xrank.lending.memory_offer import MemoryOffer
+from xrank.lending.mooncake_memory import is_mooncake
 from xrank.public_calls import names_own_arguments
 from xrank.refit.card import Address
 from xrank.refit.held_memory import list_places
@@ -53,6 +54,7 @@ def offer_weights(
     dtype: str | torch.dtype | None = None,
     transform: Transform | None = None,
     snapshot: bool = False,
+    wire: str | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
 ) -> WeightsOffer:
@@ -76,6 +78,8 @@ def offer_weights(
             memory of the host for the bytes that they lend.
         snapshot: whether `publish` copies this rank's part aside and returns at once. The copies take as many bytes of
             host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
+        wire: ``"mooncake"``: engines may copy by Mooncake's transfer engine, too, if they ask for it; its ports demand
+            no token. None: the kernel copies on one host, sockets between hosts.
         group: the ranks of the trainer; None: all of the world.
         timeout_seconds: how long ranks may take to arrive.
 
@@ -101,6 +105,7 @@ def offer_weights(
 
     def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)
+        is_mooncake(wire, "offer_weights")
         return ModelRequest(
             model,
             GatherOptions(dtype=dtype_choice(dtype)),
@@ -115,7 +120,7 @@ def offer_weights(
         )
 
     def describe(request: ModelRequest) -> dict[str, str | None]:
-        return {**request.describe(), "snapshot": str(snapshot), "quantization": repr(quantization)}
+        return {**request.describe(), "snapshot": str(snapshot), "quantization": repr(quantization), "wire": wire}
 
     loan, part = ExitStack(), OwnPart(snapshot, team)
     try:
@@ -124,7 +129,8 @@ def offer_weights(
             lend = _lend_as_they_are
             if request.transform is not None or quantization is not None or request.options.dtype != "keep":
                 lend = partial(_lend_prepared, quantization)
-            lent = lend(request, team, loan, part, partial(check_no_trainer, place))
+            check = partial(check_no_trainer, place)
+            lent = lend(request, team, loan, part, check, by_mooncake=is_mooncake(wire, "offer_weights"))
             dropped = () if part.prepared is None else part.prepared.dropped
             card = write_offer(place, team, request, lent.parts, dropped)
         siblings = [
@@ -149,13 +155,19 @@ class _Lent:
 
 
 def _lend_as_they_are(
-    request: ModelRequest, team: Team, loan: ExitStack, part: OwnPart, check: Callable[[], None]
+    request: ModelRequest,
+    team: Team,
+    loan: ExitStack,
+    part: OwnPart,
+    check: Callable[[], None],
+    *,
+    by_mooncake: bool,
 ) -> _Lent:
     """Lend this rank's tensors, in place or copied."""
     block = StatusBlock()
     located = locate_part(request, team, part.view)
     located = ModelPart(located.description, [*located.views, block], located.config)
-    lent = lend_model(request, team, loan, part=located, check=check, across_hosts=True)
+    lent = lend_model(request, team, loan, part=located, check=check, across_hosts=True, by_mooncake=by_mooncake)
     lent.source.close()  # no rank reads another one's part any more
     return _Lent(lent.parts, block, Watch(lambda: None))
 
@@ -167,6 +179,8 @@ def _lend_prepared(
     loan: ExitStack,
     part: OwnPart,
     check: Callable[[], None],
+    *,
+    by_mooncake: bool,
 ) -> _Lent:
     """Lend this rank's tensors in another form. The ranks of the trainer alone read those in place."""
     is_snapshot, part.is_snapshot = part.is_snapshot, False
@@ -181,7 +195,7 @@ def _lend_prepared(
         lambda _, __: None,
     )
     loan.callback(prepared.close)
-    offer = MemoryOffer([*prepared.views, block], across_hosts=True)
+    offer = MemoryOffer([*prepared.views, block], across_hosts=True, by_mooncake=by_mooncake)
     loan.callback(offer.close)
     own = {**lent.parts[team.position], "model": prepared.description, "offer": offer.describe()}
     text = json.dumps(own)

@@ -16,6 +16,7 @@ from xrank.errors import UsageError
 from xrank.extras import require_torch
 from xrank.faces import option
 from xrank.lending.memory_offer import MemoryOffer
+from xrank.lending.mooncake_memory import is_mooncake
 from xrank.plan.executor import Budget
 from xrank.public_calls import names_own_arguments
 from xrank.readers.live.module_tensors import FilledModule
@@ -48,6 +49,7 @@ def take_weights(
     loader: Loader | None = None,
     relay: bool = False,
     max_memory: str | int = "64MB",
+    wire: str | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
 ) -> TakenWeights:
@@ -69,6 +71,8 @@ def take_weights(
         relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
             Each update then computes digests of the rank's bytes.
         max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
+        wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
+            None: the kernel copies on one host, sockets between hosts.
         group: the ranks of the engine, which take each step all together; None: all of the world.
         timeout_seconds: how long the engine's ranks may take to arrive.
 
@@ -95,10 +99,17 @@ def take_weights(
         check_types(layouts, mesh)
         nbytes = parse_size(max_memory, "max_memory")
         Budget.from_memory(nbytes, default_workers())
+        is_mooncake(wire, "take_weights")
         return _make_target(target, layouts, mesh, loader), nbytes
 
     def describe(made: tuple[Target, int]) -> dict[str, str | None]:
-        return {"call": "take_weights", "relay": str(relay), "address": place.path, "max_memory": nbytes_text(made[1])}
+        return {
+            "call": "take_weights",
+            "relay": str(relay),
+            "address": place.path,
+            "max_memory": nbytes_text(made[1]),
+            "wire": wire,
+        }
 
     try:
         with team.together():
@@ -118,7 +129,19 @@ def take_weights(
         loan.close()
         raise
     ranks = EngineRanks(block, siblings)
-    return TakenWeights(place, made, block, offer, ranks, loan, nbytes, team.rank, engine, lender)
+    return TakenWeights(
+        place,
+        made,
+        block,
+        offer,
+        ranks,
+        loan,
+        nbytes,
+        team.rank,
+        engine,
+        lender,
+        by_mooncake=is_mooncake(wire, "take_weights"),
+    )
 
 
 def _make_target(target: FilledModule, layouts: LayoutMap | None, mesh: Any, loader: Loader | None) -> Target:

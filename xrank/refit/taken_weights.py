@@ -18,6 +18,7 @@ from xrank.errors import (
     UsageError,
     XrankError,
 )
+from xrank.faces import option
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.public_calls import names_own_arguments
@@ -49,10 +50,12 @@ class TakenWeights:
         number: int,
         engine: str,
         relay: Relay | None,
+        *,
+        by_mooncake: bool,
     ) -> None:
         self._place, self._target, self._block, self._offer = place, target, block, offer
         self._siblings, self._loan, self._max_memory_nbytes = siblings, loan, max_memory_nbytes
-        self._number, self._engine, self._relay = number, engine, relay
+        self._number, self._engine, self._relay, self._by_mooncake = number, engine, relay, by_mooncake
         self._link: TrainerLink | None = None
         self._is_closed = False
         self._is_writing = False
@@ -256,8 +259,15 @@ class TakenWeights:
             self._drop_link()
             if card is not None:
                 try:
-                    check, nbytes = self._siblings.check, self._max_memory_nbytes
-                    self._link = connect_trainer(card, self._target, self._offer, nbytes, check, self._number)
+                    self._link = connect_trainer(
+                        card,
+                        self._target,
+                        self._offer,
+                        self._max_memory_nbytes,
+                        self._siblings.check,
+                        self._number,
+                        by_mooncake=self._by_mooncake,
+                    )
                 except (RankFailedError, RankTimeoutError) as error:
                     failure = error  # an earlier trainer's card: another one may come
                 else:
@@ -292,8 +302,15 @@ class TakenWeights:
             raise
 
     def _explain_end(self, link: TrainerLink) -> NoReturn:
-        link.read()  # it names the rank that has ended
+        link.watch()  # it names the rank that has ended or is stopped
         self._drop_link()
+        if self._by_mooncake:
+            raise RankTimeoutError(
+                "Mooncake could not read the trainer's tensors, although all of its ranks answer",
+                want="a network on which Mooncake reaches the trainer's hosts",
+                next_step="look at what Mooncake has logged, and check its variables (MOONCAKE_PROTOCOL, "
+                f"MOONCAKE_DEVICE, MOONCAKE_LOCAL_HOSTNAME) on both sides; or leave {option('wire')} out on both",
+            )
         raise ContradictionError(
             "memory of a trainer's tensor cannot be read any more",
             want="the memory that the offer describes",

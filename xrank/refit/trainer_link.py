@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import monotonic, sleep
+from typing import Any
 
 from xrank.decisions.options import default_workers
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.faces import option
+from xrank.lending.local_bytes import locate_elements
 from xrank.lending.memory_offer import MemoryOffer
+from xrank.lending.mooncake_memory import MooncakeEngine
 from xrank.lending.peer_source import PeerSource
 from xrank.plan.executor import Budget
 from xrank.plan.replicas import spread_copies
@@ -77,6 +81,13 @@ class TrainerLink:
             self.is_over = status.phase is Phase.ENDED
             check_phase(peer, status)
         return statuses
+
+    def watch(self) -> None:
+        """Read the statuses for a moment, after a read of memory has failed; errors as `read`."""
+        end = monotonic() + _SILENT_SECONDS
+        while monotonic() < end:
+            self.read()
+            sleep(_PAUSE_SECONDS)
 
     def wait_for_step(
         self,
@@ -159,7 +170,14 @@ class TrainerLink:
 
 
 def connect_trainer(
-    card: Card, target: Target, offer: MemoryOffer, max_memory_nbytes: int, check: Callable[[], object], number: int
+    card: Card,
+    target: Target,
+    offer: MemoryOffer,
+    max_memory_nbytes: int,
+    check: Callable[[], object],
+    number: int,
+    *,
+    by_mooncake: bool = False,
 ) -> TrainerLink:
     """Return a link to the trainer of a card: its ranks answer, and the plan is proven.
 
@@ -170,9 +188,11 @@ def connect_trainer(
         max_memory_nbytes: bytes of the buffers for tensors that pass them.
         check: called while bytes pass the buffers; it may raise.
         number: of this rank among the engine's; it reads other replicas than the ranks beside it.
+        by_mooncake: whether Mooncake copies the runs of bytes.
 
     Raises:
         RankFailedError, RankTimeoutError: a trainer rank has ended, or does not answer.
+        UsageError: a trainer rank does not lend by Mooncake.
         XrankError: as `read_trainer_model` and `Target.plan`.
     """
     with ExitStack() as loan:
@@ -185,15 +205,17 @@ def connect_trainer(
         started = monotonic()
         model = read_trainer_model(card)
         filling = target.plan(model)
+        offers = dict(find_trainer_ranks(card))
         source = PeerSource(
             offer,
             _OWN,
-            dict(find_trainer_ranks(card)),
+            offers,
             model.live.rank.tolist(),
             model.live.view.tolist(),
             check=check,
             timeout_seconds=_SILENT_SECONDS,
             grace_seconds=_GRACE_SECONDS,
+            mooncake=_join_mooncake(offers, filling, loan) if by_mooncake else None,
         )
         loan.callback(source.close)
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
@@ -201,3 +223,20 @@ def connect_trainer(
         places, seconds = target.list_places(), monotonic() - started
         return TrainerLink(card, number_of(card), peers, filling, transfer, places, seconds, loan.pop_all())
     raise AssertionError
+
+
+def _join_mooncake(offers: Mapping[int, Mapping[str, Any]], filling: Filling, loan: ExitStack) -> MooncakeEngine:
+    """Return an engine that has the tensors of this rank, if all trainer ranks lend by Mooncake."""
+    for rank, description in offers.items():
+        if description.get("mooncake") is None:
+            raise UsageError(
+                f"trainer rank {rank} does not lend its tensors by Mooncake",
+                rank=rank,
+                got=f"an offer without {option('wire')}",
+                want=f"offer_weights(..., {option('wire')}='mooncake'), as this engine has it",
+                next_step=f"give both sides the same {option('wire')}",
+            )
+    rows = [(locate_elements(tensor)[0], tensor.nbytes) for tensor in filling.tensors]
+    engine = MooncakeEngine([(address, nbytes) for address, nbytes in rows if address])
+    loan.callback(engine.close)
+    return engine

@@ -16,8 +16,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.lending.local_bytes import locate_elements
-from xrank.lending.peer_memory import PeerMemory
-from xrank.lending.peer_source import PeerSource
+from xrank.lending.peer_source import PeerSource, SpanMemory
 from xrank.lending.tensor_target import TensorTarget
 from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile
@@ -42,7 +41,7 @@ class Transfer:
     """Bytes that the copies fill."""
     source: PeerSource
     """To be closed by the caller."""
-    calls: list[tuple[PeerMemory, Call]]
+    calls: list[tuple[SpanMemory, Call]]
     buffered: Plan | None
     buffered_tensors: tuple[torch.Tensor, ...]
     budget: Budget
@@ -69,7 +68,7 @@ class Transfer:
 
     def _run_calls(self, check: Callable[[], object]) -> None:
         lock = threading.Lock()
-        left: Iterator[tuple[PeerMemory, Call]] = iter(self.calls)
+        left: Iterator[tuple[SpanMemory, Call]] = iter(self.calls)
         failures: list[BaseException] = []
 
         def work() -> None:
@@ -129,7 +128,7 @@ def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSourc
         source: reads the plan's records.
         budget: threads and buffers.
     """
-    runs: dict[PeerMemory, list[Runs]] = {}
+    runs: dict[SpanMemory, list[Runs]] = {}
     buffered: list[TensorPlan] = []
     buffered_tensors: list[torch.Tensor] = []
     for one, tensor in zip(plan.tensors, tensors, strict=True):
@@ -152,7 +151,7 @@ def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSourc
     )
 
 
-def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> list[tuple[PeerMemory, Runs]] | None:
+def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> list[tuple[SpanMemory, Runs]] | None:
     """Return the runs that fill a tensor; None if it must pass the buffers."""
     width = dtypes.dtype(one.output.dtype).nbytes
     if one.source_dtype != one.output.dtype or one.changed or one.update is not None or one.output.is_padded:
@@ -160,7 +159,7 @@ def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> l
     here = locate_elements(tensor)[0]
     if here is None or mean_run_nbytes(one.copies.nests, width) < _SMALLEST_RUN_NBYTES:
         return None
-    found: list[tuple[PeerMemory, Runs]] = []
+    found: list[tuple[SpanMemory, Runs]] = []
     for record in np.unique(one.copies.record).tolist():
         place = source.find_memory(record)
         if place is None:
@@ -176,9 +175,9 @@ def _without_replicas(one: TensorPlan) -> TensorPlan:
     return replace(one, replicas=Copies(none, none, one.replicas.nests.take(none)))
 
 
-def _interleave(calls: Sequence[tuple[PeerMemory, Call]]) -> list[tuple[PeerMemory, Call]]:
+def _interleave(calls: Sequence[tuple[SpanMemory, Call]]) -> list[tuple[SpanMemory, Call]]:
     """Return the calls with those of different processes in turn: two readers of one process wait for its lock."""
-    by_memory: dict[PeerMemory, list[Call]] = {}
+    by_memory: dict[SpanMemory, list[Call]] = {}
     for memory, call in calls:
         by_memory.setdefault(memory, []).append(call)
     turns = max(map(len, by_memory.values()), default=0)
