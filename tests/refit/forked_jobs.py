@@ -1,4 +1,4 @@
-"""A trainer of four ranks and an engine of two, forked from a process that has imported torch; one rank is struck.
+"""A trainer of four ranks and engines of two, forked from a process that has imported torch; one rank is struck.
 
 Run as a program it is the process that forks; the results of its ranks are the answer to a job.
 """
@@ -21,6 +21,10 @@ from tests.conversion.forker import Forker, answer_jobs, fork_answer, forker, re
 from tests.refit.jobs import SIZES, engine_of, same, shard, trainer_layouts, wait_for_file
 
 SIDES = {"trainer": 4, "engine": 2}
+RELAYED_SIDES = {"trainer": 4, "relay": 2, "taker": 2}
+"""The relay takes each step from the trainer, and the taker copies it from the relay. Then the trainer goes on."""
+_EXTRA_STEPS = 3
+"""Steps that a trainer publishes after a taker of a relay was struck, which concerns the relay in no way."""
 
 
 @contextlib.contextmanager
@@ -33,7 +37,7 @@ def forked_jobs() -> Iterator[Forker]:
 # ---- what follows runs in that process and in its ranks
 
 
-def _train(job: dict[str, Any], rank: int) -> dict[str, Any]:
+def _train(job: dict[str, Any], rank: int, number: int) -> dict[str, Any]:
     import xrank
     from xrank.errors import XrankError
 
@@ -42,7 +46,8 @@ def _train(job: dict[str, Any], rank: int) -> dict[str, Any]:
     # The same values, made by a function: ranks then read each other's weights in each step, too.
     transform = (lambda name, tensor: {name: tensor.clone()}) if job.get("transforms") else None
     offer = xrank.offer_weights(held, job["address"], layouts=layouts, transform=transform)
-    offer.wait_for_takers(SIDES["engine"], timeout_seconds=30)
+    sides = _find_sides(job)
+    offer.wait_for_takers(sum(sides.values()) - sides["trainer"], timeout_seconds=60)
     answer: dict[str, Any] = {"error": None}
     for step in range(1, job["steps"] + 1):
         for name, tensor in shard(step, layouts, rank).items():
@@ -50,41 +55,68 @@ def _train(job: dict[str, Any], rank: int) -> dict[str, Any]:
         if step == 3:
             _strike_if_asked(job, "trainer", rank)
         try:
-            offer.publish(step, timeout_seconds=20)
+            offer.publish(step, timeout_seconds=40)
         except XrankError as error:
-            answer = {"error": str(error), "at": time.monotonic(), "step": step}
+            if answer["error"] is None:
+                answer = {"error": str(error), "at": time.monotonic()}
+                _write_once(Path(job["address"], f"last-{number}"), step + (job["side"] == "taker") * _EXTRA_STEPS)
+        last = Path(job["address"], f"last-{number}")
+        if last.exists() and step >= int(last.read_text()):
             break
-    return _leave(job, answer, offer.close)
+    return _leave(job, number, answer | {"step": step}, offer.close)
 
 
-def _serve(job: dict[str, Any], rank: int) -> dict[str, Any]:
+def _serve(job: dict[str, Any], side: str, rank: int, number: int) -> dict[str, Any]:
     import xrank
     from xrank.errors import XrankError
 
     engine = FusedEngine(SIZES, rank, SIDES["engine"])
-    weights = xrank.take_weights(engine, job["address"], loader=engine.load_weights)
-    answer: dict[str, Any] = {"error": None}
-    for number in range(1, job["steps"] + 1):
-        if number == 3:
-            _strike_if_asked(job, "engine", rank)
+    weights = xrank.take_weights(engine, job["address"], loader=engine.load_weights, relay=side == "relay")
+    answer: dict[str, Any] = {"error": None, "engine": weights._engine}
+    if side == "taker":
+        for other in range(RELAYED_SIDES["relay"]):
+            wait_for_file(Path(job["address"], f"relay-is-here-{number}-{other}"))
+    for count in range(1, job["steps"] + 1):
+        if count == 3:
+            _strike_if_asked(job, side, rank)
         try:
-            weights.update(timeout_seconds=20)
+            if side == "taker":
+                weights.copy_from_engines(timeout_seconds=40)
+            else:
+                weights.update(timeout_seconds=40)
+                if count == 1:
+                    Path(job["address"], f"{side}-is-here-{number}-{rank}").touch()
         except XrankError as error:
-            answer = {"error": str(error), "at": time.monotonic()}
+            answer |= {"error": str(error), "at": time.monotonic()}
         answer["held"] = weights.step
         answer["right"] = weights.step is None or same(engine, engine_of(weights.step, rank, SIDES["engine"]))
         if answer["error"] is not None or not answer["right"]:
             break
-    return _leave(job, answer, weights.close)
+    return _leave(job, number, answer, weights.close)
 
 
-def _leave(job: dict[str, Any], answer: dict[str, Any], close: Callable[[], None]) -> dict[str, Any]:
+def _write_once(path: Path, number: int) -> None:
+    """Write a number unless another rank has: steps of ranks differ by one at most."""
+    staged = path.with_suffix(f".{os.getpid()}")
+    staged.write_text(str(number))
+    with contextlib.suppress(FileExistsError):
+        os.link(staged, path)
+
+
+def _find_sides(job: dict[str, Any]) -> dict[str, int]:
+    return RELAYED_SIDES if job.get("relays") else SIDES
+
+
+def _leave(job: dict[str, Any], number: int, answer: dict[str, Any], close: Callable[[], None]) -> dict[str, Any]:
     """Close when all ranks have an answer: an error then names the struck rank, and not one that followed it."""
-    if job.get("what"):
-        with open(f"{job['address']}/answers", "a", encoding="utf-8") as file:
+    if job.get("what") or job.get("relays"):
+        answers = Path(job["address"], f"answers-{number}")
+        with answers.open("a", encoding="utf-8") as file:
             file.write(".")
-        end = time.monotonic() + 25
-        while time.monotonic() < end and os.stat(f"{job['address']}/answers").st_size < sum(SIDES.values()) - 1:
+        count, end = sum(_find_sides(job).values()) - bool(job.get("what")), time.monotonic() + 25
+        if job.get("side") == "taker":  # its relay goes on until the trainer closes
+            count -= RELAYED_SIDES["relay"]
+        while time.monotonic() < end and answers.stat().st_size < count:
             time.sleep(0.005)
     close()
     return answer
@@ -108,15 +140,15 @@ def _be_rank(job: dict[str, Any], side: str, rank: int, number: int, port: int) 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     name = f"{side}{number}"
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=SIDES[side])
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=_find_sides(job)[side])
     dist.barrier()
-    return _train(job, rank) if side == "trainer" else _serve(job, rank)
+    return _train(job, rank, number) if side == "trainer" else _serve(job, side, rank, number)
 
 
 def _run(job: dict[str, Any], number: int, port: int) -> list[Any]:
     ranks = {
         (side, rank): fork_answer(partial(_be_rank, job, side, rank, number, port), {"error": "no answer"})
-        for side, size in SIDES.items()
+        for side, size in _find_sides(job).items()
         for rank in range(size)
     }
     answers: dict[tuple[str, int], Any] = {}
@@ -132,4 +164,4 @@ if __name__ == "__main__":
     answer_jobs(_run)
 
 
-__all__ = ["SIDES", "forked_jobs", "wait_for_file"]
+__all__ = ["RELAYED_SIDES", "SIDES", "forked_jobs", "wait_for_file"]

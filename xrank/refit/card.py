@@ -24,7 +24,7 @@ _TRAINER = "trainer.json"
 _ENGINE = "engine-"
 _RELAY = "relay-"
 _ENDING = ".json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import sleep
 
+from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.refit.peer_rank import PeerRank, check_phase, wait_until_done
 from xrank.refit.status import Phase, Status, StatusBlock
 
@@ -24,16 +26,31 @@ class EngineRanks:
     def __init__(self, block: StatusBlock, peers: Sequence[PeerRank]) -> None:
         self._block, self._peers = block, peers
 
+    def find_round(self) -> int:
+        """Return the number of this rank's next call.
+
+        Ranks that have failed may have repeated their calls before this rank made its own: it joins them. They cannot
+        have committed a step without this rank. `check` finds ranks that cannot be read.
+        """
+        rounds = [self._block.value.round + 1]
+        for peer in self._peers:
+            with suppress(RankFailedError, RankTimeoutError):
+                rounds.append(peer.read().round)
+        return max(rounds)
+
     def check(self) -> None:
         """Raise if another rank has failed in this call of `update`, has ended, or is stopped.
 
         Raises:
             RankFailedError, RankTimeoutError: it names the rank.
         """
+        own = self._block.value.round
         for peer in self._peers:
             status = peer.read()
-            if status.phase is Phase.ENDED or status.round == self._block.value.round:
+            if status.phase is Phase.ENDED or status.round == own:
                 check_phase(peer, status)
+            elif status.round > own > status.committed:
+                raise peer.make_error("it has failed in this call, and has repeated it meanwhile")
 
     def wait_for_all(self, own: Status, check: Callable[[], object]) -> bool:
         """Wait until all ranks hold this rank's step; return False if one holds a newer step, or another trainer's.
@@ -49,7 +66,7 @@ class EngineRanks:
         while waiting:
             for peer in list(waiting):
                 status = peer.read()
-                if status.round > own.round:  # it saw all ranks with one step
+                if status.committed >= own.round:  # it saw all ranks with one step
                     waiting.remove(peer)
                 elif status.round == own.round and status.phase in (Phase.DONE, Phase.CLOSED):
                     if status.offer != own.offer or status.step > own.step:

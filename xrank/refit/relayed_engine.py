@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from time import monotonic
@@ -14,7 +14,7 @@ import xxhash
 
 from xrank import dtypes
 from xrank.decisions.options import default_workers
-from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError
+from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.lending.memory_offer import MemoryOffer
@@ -25,7 +25,7 @@ from xrank.plan.planner import Plan
 from xrank.plan.replicas import spread_copies
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.live.ranks import LiveModel
-from xrank.refit.card import Address, Card
+from xrank.refit.card import Card
 from xrank.refit.peer_rank import PeerRank
 from xrank.refit.relay import DIGEST_NBYTES
 from xrank.refit.status import Phase, Status
@@ -33,7 +33,7 @@ from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_model import TrainerModel
 from xrank.refit.transfer import Transfer, make_transfer
 
-__all__ = ["EngineCopy", "EngineGoneError", "RelayedEngine", "find_relayed_engines"]
+__all__ = ["EngineCopy", "EngineGoneError", "RelayedEngine"]
 
 _OWN = -1
 """Rank of this process among the other engine's: none of them."""
@@ -224,37 +224,6 @@ class RelayedEngine:
             peer.close()
 
 
-def find_relayed_engines(
-    place: Address, loan: ExitStack, own: str
-) -> tuple[list[RelayedEngine], RankFailedError | RankTimeoutError | None]:
-    """Return the engines of which all ranks lend a step, that with the newest one first, and a failure of another one.
-
-    Args:
-        place: the address.
-        loan: closes the connections.
-        own: name of an engine that is left out.
-    """
-    by_engine: dict[str, dict[int, Card]] = {}
-    for card in place.read_relays():
-        try:
-            by_engine.setdefault(str(card.content["engine"]), {})[int(card.content["rank"])] = card
-        except (KeyError, TypeError, ValueError) as error:
-            raise card.make_error(error, "an engine's rank", "engine and rank") from None
-    found: list[tuple[int, RelayedEngine]] = []
-    failure: RankFailedError | RankTimeoutError | None = None
-    for name, cards in by_engine.items():
-        ranks = list(next(iter(cards.values())).content["ranks"])
-        if name == own or set(ranks) != set(cards):
-            continue  # a rank has not taken a step yet, or has ended
-        try:
-            engine = _connect(name, [cards[rank] for rank in ranks])
-            loan.callback(engine.close)
-            found.append((min(status.step for status in engine.read()), engine))
-        except (RankFailedError, RankTimeoutError) as error:
-            failure = error
-    return [engine for _, engine in sorted(found, key=lambda one: -one[0])], failure
-
-
 def _is_steady(statuses: Sequence[Status]) -> bool:
     """Return whether all ranks of an engine hold one step, and write to no tensor."""
     first = statuses[0]
@@ -286,21 +255,6 @@ def _check_casts(filling: Filling) -> None:
                 want="one type in both engines",
                 next_step="take the step from the trainer, or from an engine with the same types",
             )
-
-
-def _connect(name: str, cards: Sequence[Card]) -> RelayedEngine:
-    with ExitStack() as loan:
-        peers = []
-        for card in cards:
-            rank, status = int(card.content["rank"]), card.content["status"]
-            try:
-                peers.append(PeerRank(f"engine rank {rank} ({name})", rank, status))
-            except CorruptError as error:
-                raise card.make_error(error, "an engine's rank", "the description of its status") from None
-            loan.callback(peers[-1].close)
-        loan.pop_all()
-        return RelayedEngine(name, tuple(cards), tuple(peers))
-    raise AssertionError
 
 
 def _read_piece(one: Sequence[Any], position: int, record: int) -> StoredShard:

@@ -13,7 +13,7 @@ from xrank.lending.peer_memory import memory_at
 
 __all__ = ["STATUS_NBYTES", "Phase", "Status", "StatusBlock", "find_missed_step", "is_past"]
 
-_FIELDS = Struct("<qqqqqqH")
+_FIELDS = Struct("<qqqqqqqH")
 STATUS_NBYTES = 512
 """Bytes of a status: a checksum, the fields, and the cause as text."""
 _TEXT_NBYTES = STATUS_NBYTES - 4 - _FIELDS.size
@@ -57,18 +57,19 @@ class Status:
     checks: int = 0
     """Trainer: the number of checks, since the step is open, that no tensor changed."""
     round: int = 0
-    """Engine: the number of this rank's calls of `update`."""
+    """Engine: the number of the call of `update` that the rank is in or has left; ranks in one call have the same."""
     offer: int = 0
     """Engine: the number of the offer that `step` belongs to."""
+    committed: int = 0
+    """Engine: the last round in which this rank saw all ranks with one step."""
     cause: str = ""
     """The reason of a failure."""
 
     def to_bytes(self) -> bytes:
         """Return the status as `STATUS_NBYTES` bytes."""
         text = self.cause.encode()[:_TEXT_NBYTES]
-        body = (
-            _FIELDS.pack(self.phase, self.step, self.generation, self.checks, self.round, self.offer, len(text)) + text
-        )
+        numbers = (self.phase, self.step, self.generation, self.checks, self.round, self.offer, self.committed)
+        body = _FIELDS.pack(*numbers, len(text)) + text
         return crc32(body).to_bytes(4, "little") + body.ljust(STATUS_NBYTES - 4, b"\0")
 
     @classmethod
@@ -79,9 +80,9 @@ class Status:
         end = _FIELDS.size + length
         if end > len(body) or crc32(body[:end]) != int.from_bytes(content[:4], "little"):
             return None
-        phase, step, generation, checks, round_, offer = fields
+        phase, step, generation, checks, round_, offer, committed = fields
         text = body[_FIELDS.size : end].decode(errors="replace")
-        return cls(Phase(phase), step, generation, checks, round_, offer, text)
+        return cls(Phase(phase), step, generation, checks, round_, offer, committed, text)
 
 
 class StatusBlock:

@@ -26,7 +26,8 @@ from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address
 from xrank.refit.engine_ranks import EngineRanks
 from xrank.refit.relay import Relay
-from xrank.refit.relayed_engine import EngineGoneError, RelayedEngine, find_relayed_engines
+from xrank.refit.relayed_engine import EngineGoneError, RelayedEngine
+from xrank.refit.relayed_engines import RelayedEngines
 from xrank.refit.report import UpdateReport, make_update_report
 from xrank.refit.status import Phase, Status, StatusBlock
 from xrank.refit.targets import Filling, Target
@@ -143,7 +144,7 @@ class TakenWeights:
         deadline = Deadline(timeout_seconds)
         if self._is_closed:
             raise UsageError("the weights are closed", want="open weights", next_step="call take_weights again")
-        self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._block.value.round + 1, cause=""))
+        self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._siblings.find_round(), cause=""))
         self._is_writing = False
         try:
             return work(deadline)
@@ -192,7 +193,7 @@ class TakenWeights:
         if not self._siblings.wait_for_all(self._block.value, lambda: self._check(deadline, "the other ranks")):
             return False
         self.step, self._held_offer, self._is_writing = step, offer, False
-        self._block.write(replace(self._block.value, phase=Phase.CLOSED))
+        self._block.write(replace(self._block.value, phase=Phase.CLOSED, committed=self._block.value.round))
         return True
 
     def _begin_writing(self, filling: Filling, step: int, offer: int) -> None:
@@ -202,10 +203,11 @@ class TakenWeights:
         self._target.begin(filling)
 
     def _copy_from_engines(self, deadline: Deadline) -> UpdateReport:
-        while True:
-            with ExitStack() as loan:
-                engines, failure = find_relayed_engines(self._place, loan, self._engine)
-                for engine in engines:
+        with ExitStack() as loan:
+            engines = RelayedEngines(self._place, loan, self._engine)
+            while True:
+                found, failure = engines.find()
+                for engine in found:
                     try:
                         report = self._copy_from(engine, deadline)
                     except EngineGoneError as error:
@@ -213,18 +215,17 @@ class TakenWeights:
                         continue
                     if report is not None:
                         return report
-            if not engines:
-                if failure is not None:
-                    raise failure
-                raise IncompleteError(
-                    f"no other engine lends a step at {self._place.path}",
-                    file=self._place.path,
-                    got=f"step {'none' if self.step is None else self.step} is held",
-                    want="an engine of take_weights(..., relay=True) that has taken a newer step",
-                    next_step="wait for the trainer by update",
-                )
-            self._check(deadline, "a newer step of another engine")
-            sleep(CARD_SECONDS / 10)
+                if not found:
+                    raise failure or IncompleteError(
+                        f"no other engine lends a step at {self._place.path}",
+                        file=self._place.path,
+                        got=f"step {'none' if self.step is None else self.step} is held",
+                        want="an engine of take_weights(..., relay=True) that has taken a newer step",
+                        next_step="wait for the trainer by update",
+                    )
+                self._check(deadline, "a newer step of another engine")
+                sleep(CARD_SECONDS / 10)
+        raise AssertionError
 
     def _copy_from(self, engine: RelayedEngine, deadline: Deadline) -> UpdateReport | None:
         """Return the report of a copy; None if the engine holds no newer step, or begins an update meanwhile."""

@@ -1,0 +1,68 @@
+"""The ranks of an engine agree on the calls in which they hold one step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from xrank.errors import RankFailedError
+from xrank.refit.engine_ranks import EngineRanks
+from xrank.refit.status import Phase, Status, StatusBlock
+
+DONE = Status(Phase.DONE, step=7, round=3, offer=5)
+
+
+class Peer:
+    """Another rank, with a given status."""
+
+    role = "engine rank 1"
+
+    def __init__(self, status: Status) -> None:
+        self.status = status
+
+    def read(self) -> Status:
+        return self.status
+
+    def make_error(self, cause: str) -> RankFailedError:
+        return RankFailedError(f"{self.role} failed: {cause}", rank=1)
+
+
+def engine_ranks(own: Status, other: Status) -> EngineRanks:
+    block, peers = StatusBlock(), [Peer(other)]
+    block.write(own)
+    return EngineRanks(block, peers)  # type: ignore[arg-type]
+
+
+def test_a_status_is_read_as_it_was_written() -> None:
+    status = Status(Phase.FAILED, 1, 2, 3, 4, 5, 6, "a cause")
+    assert Status.from_bytes(status.to_bytes()) == status
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(DONE, phase=Phase.CLOSED, committed=3),
+        replace(DONE, phase=Phase.READING, step=-1, round=4, committed=3),  # in its next call already
+    ],
+)
+def test_a_rank_that_has_committed_the_step_is_not_waited_for(other: Status) -> None:
+    ranks = engine_ranks(DONE, other)
+    assert ranks.wait_for_all(DONE, ranks.check)
+
+
+def test_a_rank_that_failed_and_repeated_its_call_has_not_committed() -> None:
+    ranks = engine_ranks(DONE, Status(Phase.WAITING, step=-1, round=4, committed=2))
+    with pytest.raises(RankFailedError, match="engine rank 1 failed: it has failed in this call, and has repeated it"):
+        ranks.wait_for_all(DONE, ranks.check)
+
+
+@pytest.mark.parametrize(("other", "round_"), [(2, 4), (3, 4), (4, 4), (9, 9)])
+def test_a_call_joins_those_of_ranks_that_have_repeated_theirs(other: int, round_: int) -> None:
+    assert engine_ranks(DONE, Status(round=other)).find_round() == round_
+
+
+def test_the_failure_of_an_earlier_call_does_not_count() -> None:
+    engine_ranks(DONE, Status(Phase.FAILED, round=2, cause="late")).check()
+    with pytest.raises(RankFailedError, match="late"):
+        engine_ranks(DONE, Status(Phase.FAILED, round=3, cause="late")).check()
