@@ -89,3 +89,13 @@ def test_a_refit_needs_an_engine_and_its_own_ranks(files: tuple[Path, Path]) -> 
         xrank.simulate(files[0], "refit")
     with pytest.raises(UsageError, match="whose work processes share"):
         xrank.simulate(files[0], "refit", to=files[1], num_ranks=2)
+
+
+def test_engine_ranks_that_hold_the_same_read_different_replicas(tmp_path: Path) -> None:
+    names = "".join(f'"w{i}" = "[8, 6]"\n' for i in range(4))
+    (tmp_path / "trainer.toml").write_text(f'[mesh]\ngrid = "dp=4"\n[tensors]\n{names}')
+    (tmp_path / "engine.toml").write_text(f'[mesh]\ngrid = "tp=4"\n[tensors]\n{names}')
+    found = xrank.simulate(tmp_path / "trainer.toml", "refit", to=tmp_path / "engine.toml")
+    held = 4 * 8 * 6 * 2
+    assert found.traffic.total("given_nbytes").tolist() == [held] * 4 + [0] * 4
+    assert found.traffic.total("taken_nbytes").tolist() == [0] * 4 + [held] * 4

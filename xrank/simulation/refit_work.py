@@ -9,7 +9,8 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.layout.nest_table import IntArray
-from xrank.plan.planner import FilePlan, Plan
+from xrank.plan.output import OutputFile, OutputTensor
+from xrank.plan.planner import FilePlan, Plan, make_plan
 from xrank.plan.replicas import spread_copies
 from xrank.refit.runs import count_runs
 from xrank.simulation.planned_work import PlannedWork
@@ -23,7 +24,7 @@ def place_engine(work: PlannedWork) -> PlannedWork:
 
     Each engine rank reads replicas of its own, as in `xrank.take_weights`.
     """
-    plan = work.plan
+    plan = make_plan(work.plan.source, [_compare_all(file.output) for file in work.plan.files])
     spread = [spread_copies(replace(plan, files=(file,)), rank).files[0] for rank, file in enumerate(plan.files)]
     held = [sum(tensor.output.nbytes for tensor in file.tensors) for file in plan.files]
     return replace(
@@ -34,6 +35,16 @@ def place_engine(work: PlannedWork) -> PlannedWork:
         held_nbytes=np.concatenate((work.held_nbytes, np.array(held, np.int64))),
         mesh=None,  # no mesh has the ranks of both sides
     )
+
+
+def _compare_all(file: OutputFile) -> OutputFile:
+    """Return an engine rank's file with all replicas of its parts: a reshard compares those of equal parts once."""
+
+    def compare(tensor: OutputTensor) -> OutputTensor:
+        part = tensor.part
+        return tensor if part is None else replace(tensor, part=replace(part, compared=part.nests))
+
+    return replace(file, tensors=tuple(map(compare, file.tensors)))
 
 
 def count_refit(work: PlannedWork) -> ConversionTraffic:
