@@ -66,7 +66,7 @@ soak: $(VENV)/.ready
 	  tests/virtual/test_device_failures.py tests/gradients/test_dead_ranks.py tests/gradients/test_right_runs.py \
 	  tests/gradients/test_plan_mutants.py tests/distribution/test_model_kinds.py tests/distribution/test_every_module.py \
 	  tests/refit/test_struck.py tests/refit/test_pairs.py tests/stores/test_reading_faults.py \
-	  tests/stores/test_writing_faults.py tests/stores/test_replacing.py tests/stores/test_writing_killed.py $(ARGS)
+	  tests/stores/test_writing_faults.py tests/stores/test_replacing.py tests/stores/test_promises.py $(ARGS)
 
 faults: $(VENV)/.ready
 	$(VENV)/bin/python -m tests.faults $(ARGS)

@@ -94,6 +94,16 @@ class Bucket:
         found = self.client().list_multipart_uploads(Bucket=self.name)
         return sorted(row["Key"] for row in found.get("Uploads", ()))
 
+    def list_parts(self) -> set[tuple[str, str]]:
+        """Return (key, number) of what was uploaded and is in no object."""
+        client = self.client()
+        found = set()
+        for row in client.list_multipart_uploads(Bucket=self.name).get("Uploads", ()):
+            place = {"Key": row["Key"], "UploadId": row["UploadId"]}
+            parts = client.list_parts(Bucket=self.name, **place).get("Parts", ())
+            found |= {(row["Key"], str(part["PartNumber"])) for part in parts}
+        return found
+
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[str]:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save
 
 from tests.stores.fake_hub import COMMIT, FakeHub
 from tests.stores.written import leave_states, read_folder
+from xrank.conversion.gather import gather_checkpoint
+from xrank.errors import UsageError
 from xrank.testing.reader_contract import read_model, whole
 
 TOKEN = "hf_markedsecret0123456789"
@@ -57,6 +60,36 @@ def test_pushes_a_model_in_one_commit(tmp_path: Path) -> None:
         assert with_token and not any(path.startswith("/lfs/") for path in with_token)  # another host, by its name
     finally:
         hub.close()
+
+
+def test_gathers_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    states, stage = leave_states(tmp_path / "states", rows=26), tmp_path / "home/xrank/org--name"
+    hub = FakeHub({})
+    hub.exists, hub.fails = False, 1
+    command = ("gather", states, "--out", "hf://org/name")
+    try:
+        refused = start(hub, *command)
+        assert refused.returncode == 2 and f"the model is whole in {stage}" in refused.stderr
+        files = read_folder(stage)
+        made = start(hub, *command, "--json")
+        assert made.returncode == 0, made.stderr
+        report = json.loads(made.stdout)
+        assert report["output"]["path"] == "hf://org/name"
+        assert {name: data for name, data in hub.files.items() if name != "README.md"} == files
+        assert list(stage.parent.iterdir()) == []
+        again = start(hub, *command)
+        assert again.returncode == 2 and "holds a model already" in again.stderr
+        assert list(stage.parent.iterdir()) == []
+    finally:
+        hub.close()
+
+
+def test_refuses_two_repositories(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not uploaded to the Hub"):
+        gather_checkpoint(tmp_path, "hf://org/name", push_to_hub="org/other")
+    with pytest.raises(UsageError, match="not a repository"):
+        gather_checkpoint(tmp_path, "hf://org/name@main")
 
 
 def test_a_model_on_the_hub(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from tests.stores.servers import KEY_ID, SECRET, Bucket, open_proxy
 from tests.stores.small_s3 import SmallS3
 from tests.stores.written import FILE_NBYTES, leave_states, read_folder, read_model, start
 from xrank.errors import OutputExistsError, UsageError, XrankError
+from xrank.stores.client import open_store
+from xrank.stores.uploads import open_uploads
 from xrank.writers import store_journal
 from xrank.writers.store_journal import Journal, make_owned, put_journal, read_journal
 from xrank.writers.store_place import StorePlace
@@ -95,9 +97,14 @@ def test_refuses_a_whole_bucket(states: Path, small_bucket: Bucket, out: str) ->
         gather(states, small_bucket.url + out)
 
 
-def test_refuses_what_a_store_cannot(states: Path, small_bucket: Bucket, tmp_path: Path) -> None:
+def test_refuses_what_a_store_cannot(
+    states: Path, small_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match="gs:// stores"):
         gather(states, "gs://bucket/one")
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="in the place of any object"):
+        patch.setenv("AWS_ENDPOINT_URL_S3", "https://storage.googleapis.com")
+        open_uploads(open_store(small_bucket.url)[0])
     key = tmp_path / "key.pem"
     private = ec.generate_private_key(ec.SECP256R1())
     key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -108,17 +115,6 @@ def test_refuses_what_a_store_cannot(states: Path, small_bucket: Bucket, tmp_pat
     with pytest.raises(UsageError, match="states of ranks"):
         xrank.reshard_checkpoint(states, layout, f"{small_bucket.url}/one", overwrite=True)
     assert small_bucket.read_all() == {}
-
-
-def test_two_gathers_to_one_place(states: Path, expected: dict[str, bytes], small_bucket: Bucket) -> None:
-    command = ("gather", states, "--out", f"{small_bucket.url}/one", "--max-shard-size", FILE_NBYTES)
-    with open_proxy(small_bucket.server, latency_seconds=0.05) as proxy:
-        children = [start(small_bucket.behind(proxy), *command) for _ in range(2)]
-        texts = [child.communicate(timeout=120)[1] for child in children]
-    codes = sorted(child.returncode for child in children)
-    # The second is told, or finds the first's output whole.
-    assert codes in ([0, 2], [0, 0]), texts
-    assert small_bucket.read_all() == placed("one", expected)
 
 
 def leave_journal(bucket: Bucket, content: Journal) -> StorePlace:

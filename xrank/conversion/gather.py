@@ -6,16 +6,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from xrank.conversion.pushing import find_push
 from xrank.conversion.report import EARLIER_NOTE, folder_report, plan_report
 from xrank.conversion.traffic import counts_requests
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
-from xrank.errors import UsageError
-from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.making.earlier_output import find_together
 from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
@@ -78,7 +76,8 @@ def gather_checkpoint(
 
     Args:
         source: the folder, or file, to gather.
-        out: the folder to make; or its URL in a store, ``s3://bucket/model``, whose objects appear with the index last.
+        out: the folder to make; or its URL in a store, ``s3://bucket/model``, whose objects appear with the index last;
+            or ``hf://org/name``, as with `push_to_hub`, from a folder in ``HF_HOME`` that is removed afterwards.
         workspace: whether the source must be a workspace.
         base_model: a model folder, or the ID of one in the local Hugging Face cache: companions, names and shapes.
         layouts: a layout file, or its content, for a source without recorded layouts.
@@ -158,28 +157,17 @@ def gather_checkpoint(
     )
     plan = partial(read, base_model=base_model, layouts=layouts, recipe=recipe)
     target = clean_path(out)
+    push = find_push(target, push_to_hub)
+    if push is not None:
+        target = push.folder
     plan_checked = partial(plan_apart, path, target, plan, overwrite=overwrite)
     if dry_run:
-        return _plan_only(plan_checked, target)
+        report = _plan_only(plan_checked, target)
+        return report if push is None else push.name(report)
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
-    push = None if push_to_hub is None or not team.is_first else _prepare_push(push_to_hub, target, overwrite=overwrite)
-    report = _gather_together(plan_checked, target, progress, team)
-    return report if push is None else replace(report, notes=(*report.notes, ("pushed", f"uploaded: {push()}")))
-
-
-def _prepare_push(repository: str, out: str, *, overwrite: bool) -> Callable[[], str]:
-    """Return what uploads the output; refuse a repository that cannot take it before the model is made."""
-    from xrank.writers import hub  # other gathers do not need this module
-
-    if is_url(out):
-        raise UsageError(
-            f"{out}: a model in a store is not uploaded to the Hub",
-            file=out,
-            next_step=f"give {option('out')} a folder, or leave {option('push_to_hub')} out",
-        )
-    name = hub.repository_name(repository)
-    hub.check_repository(name, overwrite=overwrite)
-    return partial(hub.push_folder, out, name, overwrite=overwrite)
+    check = (lambda: None) if push is None else partial(push.check, overwrite=overwrite)
+    report = _gather_together(plan_checked, target, progress, team, check)
+    return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
 
 
 def _plan_only(plan_checked: Callable[[], FolderPlan], out: str) -> Report:
@@ -200,14 +188,24 @@ def _find_earlier(planned: FolderPlan, out: str, team: Team) -> tuple[FileFacts,
 
 
 def _gather_together(
-    plan_checked: Callable[..., FolderPlan], out: str, progress: Callable[[int, int], None] | None, team: Team
+    plan_checked: Callable[..., FolderPlan],
+    out: str,
+    progress: Callable[[int, int], None] | None,
+    team: Team,
+    check: Callable[[], None],
 ) -> Report:
-    """Agree on the plan with all ranks, and make the folder with them."""
+    """Agree on the plan with all ranks, and make the folder with them; the first rank checks first where it goes."""
     started = time.monotonic()
+
+    def plan() -> FolderPlan:
+        if team.is_first:
+            check()
+        return plan_checked(checks_output=team.is_first)
+
     with team.together():
         planned, _ = team.agree(
             "the plan",
-            lambda: plan_checked(checks_output=team.is_first),
+            plan,
             lambda planned: planned.digest,
             check_plans(team.ranks),
         )

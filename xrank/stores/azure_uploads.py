@@ -188,7 +188,8 @@ class AzureUploads(Uploads):
         try:
             return self._connection.send(method, key, query, headers, body)
         except FaultError as fault:
-            if fault.text.endswith("InvalidOperation"):  # Azurite's name of Azure's Md5Mismatch
+            # Azurite has other names for Azure's Md5Mismatch.
+            if fault.text.endswith(("InvalidOperation", "InvalidXmlDocument", "Bad Request")):
                 raise FaultError(FaultKind.PASSING, fault.text) from None
             raise
 

@@ -8,6 +8,7 @@ that it can count and obey one deadline.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from xrank.environment import environ
@@ -16,6 +17,7 @@ from xrank.extras import require_obstore
 from xrank.stores.azure_account import endpoint_of
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
+from xrank.stores.s3_connection import find_endpoint
 from xrank.stores.settings import StoreSettings, check_https
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ObstoreBackend", "open_obstore"]
 
-_STATUS = re.compile(r"status code: (\d{3})([A-Za-z -]*)")
+_STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})([A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _THROTTLED = {"429", "503"}
 _REQUEST_SECONDS = 60.0
@@ -70,8 +72,8 @@ class ObstoreBackend:
             return self._obstore.put(self._store, key, memoryview(data), mode=mode, use_multipart=False)["e_tag"] or ""
 
     def delete(self, key: str) -> None:
-        """Delete an object."""
-        with _Faults():
+        """Delete an object; it may be absent."""
+        with _Faults(), suppress(FileNotFoundError):  # Azure answers 404
             self._obstore.delete(self._store, key)
 
 
@@ -119,16 +121,13 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
 
 def _may_use_http(scheme: str, root: str, settings: StoreSettings) -> bool:
     """Return whether the store's endpoint may be plain http; refuse one in the environment that is not allowed."""
+    variables = environ()
     if scheme in ("az", "abfs"):
-        endpoint = endpoint_of(environ(), "")
+        endpoint = endpoint_of(variables, "")
     else:
-        names = {
-            "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-            "gs": ("GOOGLE_BASE_URL",),
-        }.get(scheme, ())
-        endpoint = next((text for name in names if (text := environ().get(name))), "")
+        endpoint = (find_endpoint(variables) if scheme == "s3" else variables.get("GOOGLE_BASE_URL")) or ""
     # object_store's own name of the permission.
-    allowed = settings.allow_http or (scheme == "s3" and environ().get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"))
+    allowed = settings.allow_http or (scheme == "s3" and variables.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"))
     check_https(endpoint, root, allow_http=allowed)
     return allowed
 

@@ -13,7 +13,7 @@ from xrank.stores.http_connection import Answer, HttpConnection, encode_path, en
 from xrank.stores.settings import StoreSettings, check_https
 from xrank.stores.signature import find_credentials, sign_request
 
-__all__ = ["S3Connection", "crc32_text"]
+__all__ = ["S3Connection", "crc32_text", "find_endpoint"]
 
 _CODE = re.compile(rb"<Code>(\w{1,60})</Code>")
 
@@ -33,14 +33,7 @@ class S3Connection:
 
     def __init__(self, bucket: str, settings: StoreSettings, variables: Mapping[str, str], url: str) -> None:
         self._region = variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or "us-east-1"
-        endpoint = next(
-            (
-                text
-                for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-                if (text := variables.get(name))
-            ),
-            None,
-        )
+        endpoint = find_endpoint(variables)
         self._credentials = find_credentials(variables, url)
         in_host = variables.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("1", "true", "yes")
         if endpoint is None:
@@ -92,6 +85,12 @@ class S3Connection:
         if answer.status >= 300 or is_error:
             raise make_fault(answer.status, answer.reason, code[1].decode() if code else "")
         return answer
+
+
+def find_endpoint(variables: Mapping[str, str]) -> str | None:
+    """Return the address that the environment sends requests to S3 to; None: Amazon's."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((text for name in names if (text := variables.get(name))), None)
 
 
 def make_fault(status: int, reason: str, code: str) -> FaultError:

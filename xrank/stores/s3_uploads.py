@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
 from xml.sax.saxutils import escape
 
 from isal import isal_zlib
 
 from xrank.environment import environ
+from xrank.errors import UsageError
 from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_field, need_text
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer
-from xrank.stores.s3_connection import S3Connection, crc32_text
+from xrank.stores.s3_connection import S3Connection, crc32_text, find_endpoint
 from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, make_condition
 
 __all__ = ["MARK", "S3Uploads"]
@@ -40,6 +42,7 @@ class S3Uploads(Uploads):
 
     def __init__(self, store: Store, url: str) -> None:
         super().__init__(store)
+        _refuse_google(environ(), url)
         bucket = store.root.partition("://")[2]
         self._connection = S3Connection(bucket, store.settings, environ(), url)
 
@@ -204,6 +207,21 @@ class S3Uploads(Uploads):
                 need_text(text, "NextKeyMarker"),
                 need_text(text, "NextUploadIdMarker"),
             )
+
+
+def _refuse_google(variables: Mapping[str, str], url: str) -> None:
+    """Refuse Google's S3 interface, which ignores the conditions of completions.
+
+    Source: Google Cloud Storage documentation, "XML API multipart uploads", limitations.
+    """
+    host = urlsplit(find_endpoint(variables) or "").hostname or ""
+    if host == "storage.googleapis.com" or host.endswith(".storage.googleapis.com"):
+        raise UsageError(
+            f"{url}: Google's store completes uploads in the place of any object, also of another gather's",
+            file=url,
+            want="a store that knows If-None-Match for completed uploads, or a folder",
+            next_step="write to a folder, and copy it",
+        )
 
 
 def _check_confirmed(answer: Answer, data: bytes | memoryview, crc32: int, etag: str) -> None:

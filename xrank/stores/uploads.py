@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from xrank.errors import UsageError
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 
@@ -185,22 +184,21 @@ def open_uploads(store: Store, url: str | None = None) -> Uploads:
     """Return uploads to a store; the caller closes them.
 
     Args:
-        store: the bucket or container.
+        store: the bucket or container, of one of the schemes of `WRITABLE`.
         url: the place to write, for errors.
 
     Raises:
-        UsageError: there are no credentials, or the store takes no uploads.
+        UsageError: there are no credentials, or the store ignores conditions.
     """
     scheme, url = store.root.partition(":")[0], url or store.root
     if scheme == "s3":
         from xrank.stores.s3_uploads import S3Uploads
 
         return S3Uploads(store, url)
-    if scheme in WRITABLE:
-        from xrank.stores.azure_uploads import AzureUploads
+    assert scheme in WRITABLE, "the place was checked"
+    from xrank.stores.azure_uploads import AzureUploads
 
-        return AzureUploads(store, url)
-    raise UsageError(f"{url}: objects are not written to {scheme}:// stores", file=url)
+    return AzureUploads(store, url)
 
 
 def make_condition(*, replaces: bool, if_version: str | None) -> dict[str, str]:

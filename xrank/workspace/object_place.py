@@ -1,4 +1,4 @@
-"""The place of a workspace in a store: a prefix in an S3 bucket."""
+"""The place of a workspace in a store: a prefix in an S3 bucket or an Azure container."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from xrank.errors import UsageError
 from xrank.stores.client import Store, open_store
-from xrank.stores.uploads import Uploads, open_uploads
-from xrank.stores.url import clean_path, split_url
+from xrank.stores.uploads import WRITABLE, Uploads, open_uploads
+from xrank.stores.url import clean_path, is_url, split_url
 
 __all__ = ["ObjectPlace"]
 
@@ -24,12 +24,12 @@ class ObjectPlace:
         """Return the place of a URL.
 
         Raises:
-            UsageError: ranks cannot write there: it is another store than S3, a whole bucket, or no URL.
+            UsageError: ranks cannot write there: xrank writes to no such store, or it is a whole bucket, or no URL.
         """
         url = clean_path(path)
-        want = "s3://bucket/prefix, or a directory that all ranks mount"
-        if not url.startswith("s3://"):
-            raise UsageError(f"{url}: a workspace is in an S3 bucket, or in a directory", file=url, want=want)
+        want = "s3://bucket/prefix, az://container/prefix, or a directory that all ranks mount"
+        if not is_url(url) or split_url(url).scheme not in WRITABLE:
+            raise UsageError(f"{url}: a workspace is in S3, in Azure, or in a directory", file=url, want=want)
         if not split_url(url).key:
             raise UsageError(f"{url} is a whole bucket", file=url, want=want, next_step=f"give {url}/NAME")
         return cls(url)

@@ -74,7 +74,7 @@ def push_folder(folder: str, repository: str, *, overwrite: bool) -> str:
     names = [one["name"] for one in (*manifest["files"], *manifest["companions"])] + [MANIFEST_NAME]
     names += [name for name in (SIGNATURE_NAME, ATTESTATION_NAME) if os.path.lexists(os.path.join(folder, name))]
     card = card_text(repository, manifest)
-    with _explained(repository):
+    with _explained(repository, folder):
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         api = _open_hub(repository)
@@ -154,8 +154,13 @@ def _look_at(api: HfApi, repository: str, *, overwrite: bool) -> tuple[set[str],
 
 
 @contextmanager
-def _explained(repository: str) -> Iterator[None]:
-    """Raise errors of huggingface_hub as xrank's; their texts may contain URLs, so only their kinds are kept."""
+def _explained(repository: str, folder: str | None = None) -> Iterator[None]:
+    """Raise errors of huggingface_hub as xrank's; their texts may contain URLs, so only their kinds are kept.
+
+    Args:
+        repository: ``org/name``.
+        folder: where the model is whole and waits for the next upload.
+    """
     try:
         yield
     except (XrankError, ImportError):
@@ -167,23 +172,24 @@ def _explained(repository: str) -> Iterator[None]:
         number = next((answer.status_code for answer in answers if answer is not None), None)
         got = " ".join(map(str, filter(None, (number, type(error).__name__))))
         url = f"hf://{repository}"
+        waiting = "" if folder is None else f"; the model is whole in {folder}"
         if number in (401, 403) or type(error).__name__ == "LocalTokenNotFoundError":
             raise UsageError(
                 f"{url} may not be written",
                 file=url,
                 got=got,
-                next_step="set HF_TOKEN to a token that may write there, or run hf auth login",
+                next_step="set HF_TOKEN to a token that may write there, or run hf auth login" + waiting,
             ) from None
         if number in (409, 412):
             raise OutputExistsError(
                 f"{url}: another commit came in between",
                 file=url,
                 got=got,
-                next_step=f"look who else writes there; then {AGAIN}",
+                next_step=f"look who else writes there; then {AGAIN}{waiting}",
             ) from None
         raise XrankError(
             f"{url} could not be written",
             file=url,
             got=got,
-            next_step=f"check the network; then {AGAIN}: the folder is whole, and files that the Hub has stay there",
+            next_step=f"check the network; then {AGAIN}, which sends what the Hub has not got{waiting}",
         ) from None

@@ -41,7 +41,7 @@ class StorePlace:
             raise UsageError(
                 f"{url}: a repository of the Hub is written by one commit from a folder",
                 file=url,
-                next_step=f"give {option('out')} a folder, and {option('push_to_hub')} {url.removeprefix('hf://')}",
+                next_step=f"give {option('out')} a folder, and upload it: hf upload {url.removeprefix('hf://')} FOLDER",
             )
         if place.scheme not in WRITABLE:
             raise UsageError(

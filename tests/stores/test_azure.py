@@ -1,0 +1,183 @@
+"""Azure's blob storage: requests that it authorises, uploads that appear whole, and secrets that appear nowhere."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import xrank
+from tests.stores.azure_servers import KEY, Container, make_container
+from tests.stores.fault_proxy import FaultKind, choose_at, choose_by_seed
+from tests.stores.servers import open_proxy
+from tests.stores.small_azure import ACCOUNT, SmallAzure
+from tests.stores.written import leave_states
+from xrank.errors import OutputExistsError, UsageError, XrankError
+from xrank.stores.azure_account import AzureAccount
+from xrank.stores.client import open_store
+from xrank.stores.uploads import open_uploads
+
+MIB = 1 << 20
+SAS = "sv=2023-11-03&ss=b&srt=sco&sp=rwdlac&se=2036-01-01&sig=marked%2Bsignature%3D"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "server" in metafunc.fixturenames:
+        metafunc.parametrize("server", ("az", "azurite") if metafunc.config.getoption("soak") else ("az",))
+
+
+@pytest.fixture
+def container(
+    server: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Container:
+    address = request.getfixturevalue("azurite_server") if server == "azurite" else None
+    address = address or request.getfixturevalue("small_azure").url
+    return enter(make_container(address, f"box{abs(hash(tmp_path)):x}"), monkeypatch)
+
+
+@pytest.fixture
+def small_container(small_azure: SmallAzure, monkeypatch: pytest.MonkeyPatch) -> Iterator[Container]:
+    yield enter(make_container(small_azure.url, "small"), monkeypatch)
+    small_azure.forget("small")
+
+
+def enter(container: Container, monkeypatch: pytest.MonkeyPatch) -> Container:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    for name, value in container.environment().items():
+        monkeypatch.setenv(name, value)
+    return container
+
+
+def test_signs_as_the_reference_says() -> None:
+    """The text to sign of the reference's form, built here by hand."""
+    account = AzureAccount("name", "https://name.blob.core.windows.net", key=base64.b64decode(KEY))
+    query = {"comp": "block", "blockid": "aa=="}
+    headers = account.authorise(
+        "PUT", "/box/a%20b", query, {"Content-MD5": "m", "If-Match": '"e"', "x-ms-meta-a": "1"}, nbytes=5, now_seconds=0
+    )
+    text = (
+        'PUT\n\n\n5\nm\n\n\n\n"e"\n\n\n\nx-ms-date:Thu, 01 Jan 1970 00:00:00 GMT\nx-ms-meta-a:1\n'
+        "x-ms-version:2023-11-03\n/name/box/a%20b\nblockid:aa==\ncomp:block"
+    )
+    signature = base64.b64encode(hmac.digest(base64.b64decode(KEY), text.encode(), "sha256")).decode()
+    assert headers["Authorization"] == f"SharedKey name:{signature}"
+    assert KEY not in repr(account)
+
+
+def test_uploads_parts(container: Container) -> None:
+    data = os.urandom(5 * MIB + 100)
+    with closing(open_uploads(open_store(container.url)[0])) as uploads:
+        key = "a b/ü+&=?~'()*.bin"
+        upload_id = uploads.create(key, "stage")
+        parts = [uploads.put_part(key, upload_id, n + 1, data[n * 5 * MIB :][: 5 * MIB]) for n in (1, 0)][::-1]
+        listed = uploads.list_parts(key, upload_id)
+        assert listed == {part.number: (part.nbytes, part.etag, None) for part in parts}
+        assert uploads.head(key) is None and container.read_all() == {}
+        assert [(one, name) for one, name, _ in uploads.list_uploads("a b/")] == [(key, upload_id)]
+        uploads.complete(key, upload_id, parts, "stage")
+        uploads.complete(key, upload_id, parts, "stage")  # as after a lost answer
+        uploads.abort(key, upload_id)
+        assert container.read_all() == {key: data}
+        assert (uploads.list_parts(key, upload_id), [*uploads.list_uploads("")]) == (None, [])
+        there = uploads.head(key)
+        assert there is not None and (there.nbytes, there.mark) == (len(data), "stage")
+        status = open_store(container.url)[0].list_folder("a b").objects[key[4:]]
+        assert bytes(open_store(container.url)[0].read(key, 7, 9, status)) == data[7:16]
+
+
+def test_never_replaces_a_blob(container: Container) -> None:
+    container.put("model", b"older")
+    with closing(open_uploads(open_store(container.url)[0])) as uploads:
+        upload_id = uploads.create("model", "stage")
+        part = uploads.put_part("model", upload_id, 1, b"newer")
+        with pytest.raises(OutputExistsError):
+            uploads.complete("model", upload_id, [part], "stage")
+        with pytest.raises(OutputExistsError):
+            uploads.complete("model", upload_id, [part], "stage", if_version='"0x99"')
+        with pytest.raises(OutputExistsError):
+            uploads.put_new("model", b"newer", "stage")
+        uploads.abort("model", upload_id)
+        assert container.read_all() == {"model": b"older"}
+        there = uploads.head("model")
+        assert there is not None
+        uploads.complete("model", upload_id, [part], "stage", if_version=there.etag)
+        assert container.read_all() == {"model": b"newer"}
+        other = uploads.create("other", "stage")
+        uploads.put_part("other", other, 1, b"x")
+        uploads.abort("other", other)
+        assert container.list_parts() == set()
+
+
+@pytest.mark.parametrize("fault", ["reset", "lost", "short", "wrong", "throttled", "broken"])
+def test_gets_over_faults(container: Container, monkeypatch: pytest.MonkeyPatch, fault: FaultKind) -> None:
+    with open_proxy(container.server, choose_at(dict.fromkeys((1, 3, 5), fault))) as proxy:
+        enter(container.behind(proxy), monkeypatch)
+        with closing(open_uploads(open_store(container.url)[0])) as uploads:
+            upload_id = uploads.create("model", "stage")
+            parts = [uploads.put_part("model", upload_id, 1, b"some bytes")]
+            uploads.complete("model", upload_id, parts, "stage")
+            uploads.put_new("small", b"more bytes", "stage")
+    assert container.read_all() == {"model": b"some bytes", "small": b"more bytes"}
+    assert sum(one.fault is not None for one in proxy.requests) > 1
+
+
+def test_refuses_without_permission(small_container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XRANK_ALLOW_HTTP")
+    with pytest.raises(UsageError, match="plain http"):
+        open_store(small_container.url)
+    with monkeypatch.context() as patch:
+        patch.delenv("AZURE_STORAGE_ENDPOINT")
+        patch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")  # object_store itself would allow this one plain http
+        with pytest.raises(UsageError, match="plain http"):
+            open_store(small_container.url)
+    monkeypatch.setenv("XRANK_ALLOW_HTTP", "1")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64")
+    with pytest.raises(UsageError, match="not base64"):
+        AzureAccount.from_environment(os.environ, "", "az://box")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    with pytest.raises(UsageError, match="names no storage account"):
+        AzureAccount.from_environment(os.environ, "", "az://box")
+
+
+@pytest.mark.parametrize("kind", ["key", "sas", "token"])
+def test_no_secret_is_written(
+    small_container: Container,
+    small_azure: SmallAzure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    """Neither in a report, an error, a blob nor a log: the key, a shared access signature, a token."""
+    monkeypatch.setenv("XRANK_STORE_TIMEOUT", "3")
+    if kind != "key":
+        monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+        monkeypatch.setenv({"sas": "AZURE_STORAGE_SAS_TOKEN", "token": "AZURE_STORAGE_TOKEN"}[kind], SAS)
+    states = leave_states(tmp_path / "states", rows=26)
+    caplog.set_level(logging.DEBUG)
+    seen = []
+    for rate in (0.0, 0.1):
+        with open_proxy(small_container.server, choose_by_seed(1, rate)) as proxy:
+            proxy.stall_seconds = 1
+            monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{proxy.url}/{ACCOUNT}")
+            try:
+                report = xrank.gather_checkpoint(states, f"{small_container.url}/{rate}", max_shard_size="200KB")
+                seen.append(str(report.to_dict()))
+            except XrankError as error:
+                seen.append(repr(error.__dict__) + str(error))
+            sent = [one for one in proxy.requests if "comp=block" in one.path]
+            assert sent and all(("sig=" in one.path) == (kind == "sas") for one in sent)
+    printed = capfd.readouterr()
+    text = "".join(seen) + "".join(map(repr, small_azure.read_all(small_container.name).items()))
+    text += caplog.text + "".join(str(record.__dict__) for record in caplog.records) + printed.out + printed.err
+    for secret in (KEY, KEY[:20], SAS, "marked", "sig="):
+        assert secret not in text
