@@ -236,7 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(chunks)
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_HEADERS}
+        dropped = _HOP_HEADERS - {"date"}  # signed by clients of Azure
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
         headers["Content-Length"] = str(len(body))
         for attempt in (1, 2):
             if self._upstream is None:

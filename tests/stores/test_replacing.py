@@ -16,7 +16,7 @@ from tests.stores.histories import speed_up
 from tests.stores.servers import Bucket, open_proxy
 from tests.stores.small_s3 import SmallS3
 from tests.stores.written import leave_states, read_folder
-from xrank.errors import OutputExistsError, UsageError, XrankError
+from xrank.errors import IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.writers import store_stage
 
 PART_NBYTES = 64 << 10
@@ -166,3 +166,23 @@ def test_another_gather_was_faster(
         with pytest.raises(OutputExistsError, match="another program wrote it"):
             gather(sources[1], out, overwrite=True)
     assert small_server.read_all(small_bucket.name)[index] == b"another's"
+
+
+def test_verify_between_index_and_manifest(
+    sources: tuple[Path, Path], small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = f"{small_bucket.url}/one"
+    gather(sources[0], out)
+
+    def choose(number: int, method: str, path: str) -> FaultKind | None:
+        return "forbidden" if method == "PUT" and path.endswith("xrank_manifest.json") else None
+
+    with open_proxy(small_bucket.server, choose) as proxy, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        with pytest.raises(UsageError, match="may not be written"):
+            gather(sources[1], out, overwrite=True)
+    report = xrank.verify_model(out)
+    assert (report.exit_code, type(report.fault)) == (3, IncompleteError)
+    assert "is replacing the model" in str(report.fault)
+    gather(sources[1], out, overwrite=True)
+    assert xrank.verify_model(out).ok

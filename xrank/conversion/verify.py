@@ -15,7 +15,7 @@ from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.options import default_workers, parse_size
 from xrank.decisions.plan_digest import digest_of_plan
-from xrank.errors import UsageError, XrankError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.faces import Face, option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, Verdict, run_check
@@ -25,6 +25,7 @@ from xrank.plan.report_facts import OutputFacts, ProofFacts, SourceFacts
 from xrank.public_calls import names_own_arguments
 from xrank.readers.workspace import WorkspaceReader
 from xrank.stores import places
+from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
@@ -131,9 +132,29 @@ def verify_model(
     except UsageError:
         raise
     except XrankError as found:
-        found.face = Face.of_function(verify_model)
-        fault = found
+        fault = _find_replacement(text, found) or found
+        fault.face = Face.of_function(verify_model)
     return _report(text, time.monotonic() - started, verdict, fault)
+
+
+def _find_replacement(path: str, fault: XrankError) -> IncompleteError | None:
+    """Return the error of a model in a store that a gather is replacing, so that its files do not fit together yet."""
+    if not is_url(path) or not isinstance(fault, ContradictionError | CorruptError | IncompleteError):
+        return None
+    from xrank.writers.store_staging import is_replaced_now  # folders do not need this module
+
+    try:
+        if not is_replaced_now(path):
+            return None
+    except XrankError:  # the fault that was found counts
+        return None
+    return IncompleteError(
+        f"{path}: a gather is replacing the model, or was stopped while it did",
+        file=path,
+        got=fault.message,
+        want="a model whose files fit together",
+        next_step="verify it again after that gather has ended; if it was stopped, run it again, which ends it",
+    )
 
 
 def _verify_signature(

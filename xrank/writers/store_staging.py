@@ -10,7 +10,8 @@ from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.faces import option
-from xrank.stores.uploads import Uploads, open_uploads
+from xrank.stores.uploads import WRITABLE, Uploads, open_uploads
+from xrank.stores.url import split_url
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME, parse_manifest
 from xrank.writers.store_journal import (
@@ -28,6 +29,7 @@ from xrank.writers.store_stage import StoreStage
 __all__ = [
     "check_store_output",
     "clean_store",
+    "is_replaced_now",
     "open_store_stage",
     "read_store_manifest",
     "settle_store_output",
@@ -183,6 +185,14 @@ def store_file_nbytes(out: str, name: str) -> int:
     """
     place = StorePlace.from_url(out)
     return place.store.head(place.file_key(name)).nbytes
+
+
+def is_replaced_now(url: str) -> bool:
+    """Return whether a gather is replacing the model at a URL, or was stopped while it did."""
+    if split_url(url).scheme not in WRITABLE or not split_url(url).key:
+        return False
+    found = read_journal(StorePlace.from_url(url))
+    return found is not None and found[0] is not None and found[0].is_committing and found[0].replaced is not None
 
 
 def settle_store_output(out: str) -> None:
