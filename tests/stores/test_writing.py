@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from safetensors.torch import load
 
 import xrank
@@ -105,11 +103,6 @@ def test_refuses_what_a_store_cannot(
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="in the place of any object"):
         patch.setenv("AWS_ENDPOINT_URL_S3", "https://storage.googleapis.com")
         open_uploads(open_store(small_bucket.url)[0])
-    key = tmp_path / "key.pem"
-    private = ec.generate_private_key(ec.SECP256R1())
-    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    with pytest.raises(UsageError, match="is not signed"):
-        gather(states, f"{small_bucket.url}/one", sign=key)
     layout = tmp_path / "layout.toml"
     layout.write_text('[mesh]\ntp = 2\n[layout]\n"*" = "-, -"\n')
     with pytest.raises(UsageError, match="states of ranks"):

@@ -14,6 +14,8 @@ from xrank.formats.signed_statement import read_public_key, read_signed_statemen
 from xrank.making.check import run_check
 from xrank.plan.executor import Budget
 from xrank.plan.file_hashes import hash_file
+from xrank.stores import places
+from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.words import list_text, ranks_text
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
@@ -51,7 +53,7 @@ def check_signature(
     """
     key = read_public_key(public_key)
     path = os.path.join(folder, SIGNATURE_NAME) if signature is None else signature
-    if not os.path.isdir(folder):
+    if not places.is_folder(folder):
         raise UsageError(f"{folder} is not a folder of a model", file=folder, next_step="give the signed folder")
     signed = read_files_statement(read_signed_statement(path, key), path)
     sizes = dict(_find_files(folder, signed, path))
@@ -59,7 +61,7 @@ def check_signature(
     stretches = sorted(signed.digests, key=lambda one: (one.file, one.start))
     total, done = sum(sizes.values()), 0
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda one: _digest(folder, one, signed.hash_name), stretches)
+        found = pool.map(lambda one: _digest(folder, one, signed.hash_name, sizes[one.file]), stretches)
         for stretch, digest in zip(stretches, found, strict=True):
             if digest != signed.digests[stretch]:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -72,13 +74,13 @@ def check_signature(
 
 def _find_files(folder: str, signed: SignedFiles, signature: str) -> Iterator[tuple[str, int]]:
     """Yield the files that a signature must name, with their sizes."""
-    for place, _, names in os.walk(folder):
+    for place, _, names in places.walk(folder):
         for name in names:
             path = os.path.join(place, name)
-            relative = os.path.relpath(path, folder).replace(os.sep, "/")
+            relative = path[len(folder) :].replace(os.sep, "/").lstrip("/")
             is_ignored = any(relative == one or relative.startswith(f"{one.rstrip('/')}/") for one in signed.ignored)
-            if not is_ignored and os.path.abspath(path) != os.path.abspath(signature):
-                yield relative, os.stat(path).st_size
+            if not is_ignored and places.absolute(path) != places.absolute(signature):
+                yield relative, places.nbytes_of(path)
 
 
 def _check_names(folder: str, signed: SignedFiles, sizes: dict[str, int]) -> None:
@@ -118,8 +120,10 @@ def _check_names(folder: str, signed: SignedFiles, sizes: dict[str, int]) -> Non
             )
 
 
-def _digest(folder: str, stretch: Stretch, hash_name: str) -> bytes:
+def _digest(folder: str, stretch: Stretch, hash_name: str, nbytes: int) -> bytes:
     path = os.path.join(folder, *stretch.file.split("/"))
+    if is_url(path):
+        return _digest_object(path, stretch.start, nbytes if stretch.end is None else stretch.end, hash_name)
     if stretch.end is None:
         return hash_file(path, hash_name)
     with open(path, "rb", buffering=0) as file:
@@ -128,6 +132,16 @@ def _digest(folder: str, stretch: Stretch, hash_name: str) -> bytes:
         while left and (data := file.read(min(left, _CHUNK_NBYTES))):
             state.update(data)
             left -= len(data)
+    return state.digest()
+
+
+def _digest_object(url: str, start: int, end: int, hash_name: str) -> bytes:
+    from xrank.stores.client import open_store  # folders do not need this module
+
+    (store, key), status = open_store(url), places.object_status(url)
+    state = hashlib.new(hash_name)
+    for offset in range(start, end, _CHUNK_NBYTES):
+        state.update(store.read(key, offset, min(_CHUNK_NBYTES, end - offset), status))
     return state.digest()
 
 

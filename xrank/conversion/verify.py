@@ -105,7 +105,7 @@ def verify_model(
             )
     if signature is not None or public_key is not None:
         others = {"against": against, "layouts": layouts, "base_model": base_model, "part": part}
-        return _verify_signature(os.fspath(path), signature, public_key, others, budget.workers, progress, started)
+        return _verify_signature(places.enter(path), signature, public_key, others, budget.workers, progress, started)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     base = open_base_model(base_model) if base_model is not None else None
     text = places.enter(path)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xrank.errors import CorruptError, UsageError
 from xrank.extras import require_cryptography
 from xrank.faces import option
+from xrank.stores import places
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -107,7 +108,7 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 
     try:
-        with open(path, "rb") as file:
+        with places.open_file(path) as file:
             bundle = json.loads(file.read(_MAX_NBYTES))
         hint = bundle["verificationMaterial"]["publicKey"]["hint"]
         envelope = bundle["dsseEnvelope"]

@@ -71,7 +71,7 @@ def write_files(
         RankFailedError: another rank of the team failed; finished files are kept.
     """
     plan, is_live = work.plan, work.holder is not None
-    resumed = _find_resumed_files(plan, stage, work.budget)
+    resumed = _find_resumed_files(plan, stage, work.budget, signs=work.file_hashes is not None)
     if is_live:  # its tensors may have changed since
         resumed = _keep_unchanged(work, stage, resumed, team)
     resumed_nbytes = sum(plan.files[index].output.nbytes for index in resumed)
@@ -186,8 +186,11 @@ def _num_compared(plan: Plan, resumed: Container[int]) -> int:
     )
 
 
-def _find_resumed_files(plan: Plan, stage: OutputStage, budget: Budget) -> dict[int, FileDigests]:
-    """Return the files that an interrupted run finished and that did not change since; discard the others."""
+def _find_resumed_files(plan: Plan, stage: OutputStage, budget: Budget, *, signs: bool) -> dict[int, FileDigests]:
+    """Return the files that an interrupted run finished and that did not change since; discard the others.
+
+    In a store, files that are to be signed are made again, and their parts not sent again.
+    """
     resumed = {}
     for index, file in enumerate(plan.files):
         line = stage.finished.get(file.output.name)
@@ -195,6 +198,9 @@ def _find_resumed_files(plan: Plan, stage: OutputStage, budget: Budget) -> dict[
             continue
         recalled = stage.recall(file.output.name)
         if recalled is not None:
+            if signs:  # its SHA-256 is not known, and it cannot be read before the commit
+                stage.discard(file.output.name)
+                continue
             digest, tensors = recalled
             names = [tensor.name for tensor in file.output.tensors]
             found = dict(zip(names, tensors, strict=True))

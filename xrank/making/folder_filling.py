@@ -96,7 +96,7 @@ def make_output(
         RankFailedError: another rank of the team failed.
     """
     options = gather.options
-    check_store_writer(out, signs=options.sign is not None)
+    check_store_writer(out, ranks=1 if options.sign is None else team.size)
     work = _work(gather, source, holder)
     if not team.is_first:
         from xrank.making.shared_writing import help_to_write_files  # one process does not need this module
@@ -182,7 +182,7 @@ def _write_lists(
         from xrank.making.signing import sign_folder  # its packages are not needed otherwise
 
         names = [file.name for file in files] + [line.file for line in lines]
-        sign_folder(gather, out, stage.path, names, text.encode(), work.file_hashes, stage.write_file)
+        sign_folder(gather, out, stage.hash_file, names, text.encode(), work.file_hashes, stage.write_file)
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, text.encode())
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]

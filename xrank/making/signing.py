@@ -1,7 +1,8 @@
 """Signs a model folder in its stage: the statement about its files, and an attestation of their origin.
 
 Weights are not read again: they were hashed as they were written. Only small files, and files that other ranks or an
-interrupted run wrote, are read from the stage.
+interrupted run wrote, are read from the stage; in a store no file can be read before the commit, so that one process
+makes all of them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.formats.signed_files import make_files_statement
 from xrank.formats.signed_statement import STATEMENT_TYPE, read_signing_key, sign_statement
-from xrank.plan.file_hashes import FileHashes, hash_file
+from xrank.plan.file_hashes import FileHashes
 from xrank.plan.source import NO_CHECKSUM, StoredModel
+from xrank.stores import places
 from xrank.version import __version__
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
 
@@ -30,7 +32,7 @@ _PREDICATE_TYPE = "urn:xrank:gather:1"
 def sign_folder(
     gather: FolderPlan,
     out: str,
-    stage_path: str,
+    hash_small: Callable[[str], bytes],
     names: Sequence[str],
     manifest: bytes,
     hashes: FileHashes | None,
@@ -41,7 +43,7 @@ def sign_folder(
     Args:
         gather: the plan of the folder, whose options name the key.
         out: the output's path, for the model's name.
-        stage_path: folder of the files.
+        hash_small: returns the SHA-256 of a file in the stage that this process has not written window by window.
         names: all files of the folder but the manifest, which is not yet there.
         manifest: content of the manifest.
         hashes: hashes of the files that this process wrote whole.
@@ -58,8 +60,8 @@ def sign_folder(
     weights = {file.output.name: (index, file.output.nbytes) for index, file in enumerate(gather.plan.files)}
     for name in names:
         known = hashes.of_file(*weights[name]) if name in weights and hashes is not None else None
-        digests[name] = known or hash_file(os.path.join(stage_path, *name.split("/")))
-    model = os.path.basename(os.path.abspath(out))
+        digests[name] = known or hash_small(name)
+    model = os.path.basename(places.absolute(out))
     write_file(SIGNATURE_NAME, sign_statement(make_files_statement(model, digests, SIGNATURE_NAME), key))
 
 

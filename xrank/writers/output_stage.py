@@ -44,5 +44,8 @@ class OutputStage(Protocol):
     def copy_file(self, name: str, source_path: str) -> JournalLine:
         """Copy a regular file; return its entry for the manifest."""
 
+    def hash_file(self, name: str) -> bytes:
+        """Return the SHA-256 of a file that was written; in a store, of a small one."""
+
     def commit(self) -> None:
         """Make the stage the output."""

@@ -13,6 +13,7 @@ import xxhash
 from xrank import system
 from xrank.errors import CorruptError, OutputExistsError, XrankError
 from xrank.faces import AGAIN
+from xrank.plan.file_hashes import hash_file
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
@@ -135,6 +136,10 @@ class Stage:
             return len(content), xxhash.xxh3_128_hexdigest(content)
 
         return self._write_small(name, fill, len(content))
+
+    def hash_file(self, name: str) -> bytes:
+        """Return the SHA-256 of a file that was written."""
+        return hash_file(os.path.join(self.path, *name.split("/")))
 
     def copy_file(self, name: str, source_path: str) -> JournalLine:
         """Copy a regular file atomically, following links; return its entry for the manifest.

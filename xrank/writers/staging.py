@@ -177,17 +177,19 @@ def _new_stage(place: OutputPlace, plan_digest: str) -> str:
     return path
 
 
-def check_store_writer(out: str, *, signs: bool) -> None:
-    """Refuse an output in a store that is to be signed.
+def check_store_writer(out: str, *, ranks: int) -> None:
+    """Refuse an output in a store that several ranks would make and sign: no rank could read the others' files.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is one.
     """
-    if is_url(out) and signs:
+    if is_url(out) and ranks > 1:
         raise UsageError(
-            f"{out}: an output in a store is not signed",
+            f"{out}: an output in a store is signed by the one process that makes it",
             file=out,
-            next_step=f"copy the model to a disk and sign it there, or leave {option('sign')} out",
+            got=f"{ranks} ranks",
+            want="one process",
+            next_step=f"gather in one process, or leave {option('sign')} out",
         )
 
 

@@ -9,6 +9,7 @@ one; the manifest; then the old weights are deleted.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,7 @@ class StoreStage:
         self._records: dict[str, FileRecord] = {}
         self._finished: dict[str, JournalLine] = {}
         self._small: dict[str, bytes] = {}
+        self._sha256: dict[str, bytes] = {}
         self._kept: set[str] = set()
         """Small files of a replaced model, which are to stay."""
         self._is_over = False
@@ -173,6 +175,7 @@ class StoreStage:
         """Keep a small file for the commit; return its entry for the manifest."""
         check_inner_name(name)
         digest = xxhash.xxh3_128_hexdigest(content)
+        self._sha256[name] = hashlib.sha256(content).digest()
         replaced = self._journal.content.replaced
         if replaced is not None and name not in (MANIFEST_NAME, replaced.last):
             check_same_file(self._place, name, content, replaced)
@@ -197,6 +200,10 @@ class StoreStage:
             ContradictionError: the source changed while it was read.
         """
         return self.write_file(name, _read_companion(source_path))
+
+    def hash_file(self, name: str) -> bytes:
+        """Return the SHA-256 of a small file."""
+        return self._sha256[name]
 
     def commit(self) -> None:
         """Make all files visible, the one that readers begin with last.
