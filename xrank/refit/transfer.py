@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfer", "make_transfer"]
 
+_CHECK_SECONDS = 0.02
+"""Time between two looks at the other ranks while the kernel copies."""
 _SMALLEST_RUN_NBYTES = 64
 """Mean length of a tensor's runs below which the buffers' strided copies are faster than a span for each run."""
 
@@ -57,7 +60,8 @@ class Transfer:
         The bytes are those of one step only if the trainer's statuses are the same before and after.
 
         Args:
-            check: called between two calls of the kernel or windows, by one thread at a time; it may raise.
+            check: called now and then between two calls of the kernel or windows, by one thread at a time; it may
+                raise.
 
         Raises:
             LendingEndedError, UnreadableMemoryError: a trainer rank's memory cannot be read any more.
@@ -67,17 +71,20 @@ class Transfer:
         return self.direct_nbytes + self._run_buffered(check)
 
     def _run_calls(self, check: Callable[[], object]) -> None:
-        lock = threading.Lock()
+        lock, next_check = threading.Lock(), 0.0
         left: Iterator[tuple[SpanMemory, Call]] = iter(self.calls)
         failures: list[BaseException] = []
 
         def work() -> None:
+            nonlocal next_check
             try:
                 while True:
                     with lock:
                         if failures or (job := next(left, None)) is None:
                             return
-                        check()
+                        if monotonic() >= next_check:
+                            check()
+                            next_check = monotonic() + _CHECK_SECONDS
                     memory, call = job
                     memory.copy_spans(call.there, call.here)
             except BaseException as error:  # raised below

@@ -154,9 +154,11 @@ class WeightsOffer:
             pause, next_look = Pause(), 0.0
             while True:
                 found = self._takers.survey(step)
-                # The check begins after the engine's reads that it confirms: an engine rank waits for the second one.
-                self._check_values(versions, step)
-                self._block.write(replace(self._block.value, checks=self._block.value.checks + 1))
+                for _ in range(2):
+                    # An engine rank waits for the second check after its reads, as the first may have begun before
+                    # they ended. Two in a row spare it another pause.
+                    self._check_values(versions, step)
+                    self._block.write(replace(self._block.value, checks=self._block.value.checks + 1))
                 if not found.waiting or deadline.has_passed:
                     break
                 if monotonic() >= next_look:
