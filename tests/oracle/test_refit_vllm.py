@@ -60,6 +60,14 @@ def test_a_server_takes_steps_over_http(folder: Path) -> None:
     assert "a server took 3 steps over HTTP" in run(str(folder), module="tests.oracle.refit_http")
 
 
+@pytest.mark.parametrize("project", ["trl", "verl"])
+def test_loaders_of_other_projects_workers_fill_the_same_parameters(project: str) -> None:
+    found = subprocess.run([str(PYTHON), "-c", f"import {project}"], capture_output=True)
+    if found.returncode:
+        pytest.skip(f"VLLM_PYTHON has no {project}")
+    assert "parameters equal" in run(project, module="tests.oracle.refit_workers")
+
+
 @pytest.mark.parametrize("options", [["--tp", "2"], ["--tp", "4"], ["--tp", "2", "--pp", "2"], ["--tp", "2", "--ep"]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recorded_layout_cuts_a_model_for_an_engine(tmp_path: Path, kind: str, options: list[str]) -> None:

@@ -102,6 +102,14 @@ class _WithoutMemory(TorchFunctionMode):
 
 def _make_rank(config: VllmConfig, stage: int, place: int) -> EngineRank:
     """Return the loader and the parameters of a rank, on the meta device."""
+    _place_rank(config, stage, place)
+    with _WithoutMemory():
+        model = initialize_model(config)
+    return model.load_weights, dict(model.named_parameters())
+
+
+def _place_rank(config: VllmConfig, stage: int, place: int) -> None:
+    """Let vLLM take this process for a rank, of which the next model is made."""
     parallel = config.parallel_config
     sizes = {"_TP": (parallel.tensor_parallel_size, place), "_PP": (parallel.pipeline_parallel_size, stage)}
     sizes["_EP"] = sizes["_TP"]
@@ -110,6 +118,3 @@ def _make_rank(config: VllmConfig, stage: int, place: int) -> EngineRank:
         if group is not None:
             group.ranks, group.world_size, group.rank, group.rank_in_group = list(range(size)), size, at, at
     config.compilation_config.static_forward_context.clear()
-    with _WithoutMemory():
-        model = initialize_model(config)
-    return model.load_weights, dict(model.named_parameters())
