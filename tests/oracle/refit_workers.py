@@ -93,8 +93,8 @@ def check(project: str, kind: str, folder: Path) -> None:
             for name, got in model.named_parameters():
                 assert got.view(torch.int16).equal(named[name].view(torch.int16)), name
             print(
-                f"{project}, {kind}, rank {rank} of {TP}: {report.nbytes:,} bytes held and moved, "
-                f"{report.nbytes:,} held, none whole, {len(named)} parameters equal"
+                f"{project}, {kind}, rank {rank} of {TP}: {report.nbytes:,} bytes held and moved, none "
+                f"whole, {len(named)} parameters equal"
             )
 
 
