@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload.layerwise import is_deferred_attention_layer
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from xrank.decisions.base_model import open_base_model
@@ -56,7 +57,7 @@ def record_vllm_layouts(
         )
     with _engine_config(os.fspath(model), tp, pp, ep, trust_remote_code) as config:
         mesh = DeviceMesh((pp, tp), ("pp", "tp")) if pp > 1 else DeviceMesh((tp,), ("tp",))
-        return record_layouts(lambda rank: _make_rank(config, rank // tp, rank % tp), shapes, mesh)
+        return record_layouts(lambda rank: _make_rank(config, rank // tp, rank % tp, shapes), shapes, mesh)
 
 
 @contextmanager
@@ -100,12 +101,19 @@ class _WithoutMemory(TorchFunctionMode):
         return func(*args, **{**kwargs, "device": "meta"} if func is torch.empty else kwargs)
 
 
-def _make_rank(config: VllmConfig, stage: int, place: int) -> EngineRank:
+def _make_rank(config: VllmConfig, stage: int, place: int, names: Collection[str]) -> EngineRank:
     """Return the loader and the parameters of a rank, on the meta device."""
     _place_rank(config, stage, place)
     with _WithoutMemory():
         model = initialize_model(config)
-    return model.load_weights, dict(model.named_parameters())
+    unused = {
+        f"{path}.{name}"
+        for path, layer in model.named_modules()
+        if is_deferred_attention_layer(layer)
+        for name in layer._parameters
+        if not any(stored.endswith(name) for stored in names)  # scales of the key-value cache, which few models have
+    }
+    return model.load_weights, {name: tensor for name, tensor in model.named_parameters() if name not in unused}
 
 
 def _place_rank(config: VllmConfig, stage: int, place: int) -> None:
