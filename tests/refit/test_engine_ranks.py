@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 
 from xrank.errors import RankFailedError
+from xrank.lending.memory_offer import MemoryOffer
 from xrank.refit.engine_ranks import EngineRanks
+from xrank.refit.peer_rank import PeerRank
 from xrank.refit.status import Phase, Status, StatusBlock
 
 DONE = Status(Phase.DONE, step=7, round=3, offer=5)
@@ -66,3 +69,28 @@ def test_the_failure_of_an_earlier_call_does_not_count() -> None:
     engine_ranks(DONE, Status(Phase.FAILED, round=2, cause="late")).check()
     with pytest.raises(RankFailedError, match="late"):
         engine_ranks(DONE, Status(Phase.FAILED, round=3, cause="late")).check()
+
+
+def test_a_status_that_its_owner_is_paused_in_writing_is_read_afterwards() -> None:
+    block, ends = StatusBlock(), threading.Event()
+    row = block.find_row(0, 8)
+    assert row is not None
+    row[:4] = b"torn"
+    offer = MemoryOffer([block], across_hosts=True)
+    peer = PeerRank("engine rank 1", 1, offer.describe())
+    found: list[Status] = []
+
+    def read() -> None:
+        found.append(peer.read())
+        ends.set()
+
+    try:
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert not ends.wait(0.2)  # a thousand readings at once would have ended
+        block.write(DONE)
+        thread.join()
+        assert found == [DONE]
+    finally:
+        peer.close()
+        offer.close()

@@ -23,8 +23,8 @@ _STOPPED = ("T", "t")
 """proc(5), /proc/pid/stat: stopped by a signal, or by a tracer."""
 _PAUSE_SECONDS = 0.0005
 _MAX_WAIT_SECONDS = 2.0
-_MAX_TRIES = 1000
-"""Readings of a status that its owner writes meanwhile."""
+_DAMAGED_SECONDS = 1.5
+"""Longest time in which an owner may write its status: on a busy machine the kernel may pause it meanwhile."""
 
 
 class PeerRank:
@@ -69,12 +69,18 @@ class PeerRank:
             self.may_return = False
             if self._offer.has_ended:
                 raise self.make_error("its process ended")
-            for _ in range(_MAX_TRIES):
+            end = monotonic() + _DAMAGED_SECONDS
+            while True:
                 self._bring()
                 status = Status.from_bytes(bytes(self._content))
+                self._look()
                 if status is not None:
-                    self._look()
                     return status
+                if monotonic() > end:
+                    break
+                if self._offer.has_ended:
+                    raise self.make_error("its process ended")
+                sleep(_PAUSE_SECONDS)
         raise self.make_error("its status is damaged")
 
     def make_error(self, cause: str) -> RankFailedError:
