@@ -93,7 +93,7 @@ def test_a_recorded_layout_cuts_a_model_for_an_engine(tmp_path: Path, kind: str,
     assert report.output["world_size"] == num_ranks
     held = 0
     for rank in range(num_ranks):
-        workspace = NFSWorkspace(tmp_path / "parts", rank=0, world_size=num_ranks)
+        workspace = NFSWorkspace(tmp_path / "parts", rank=0, world_size=num_ranks, run_id=report.output["run_id"])
         _, parts = workspace.read_configs_and_weights_from_rank(rank)
         for name, part in parts.items():
             held += part.nbytes
