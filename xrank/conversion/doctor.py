@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import platform
 import subprocess
@@ -179,7 +180,9 @@ def _file_system(own: str) -> Iterator[Check]:
 
 def _surroundings() -> Iterator[Check]:
     variables = environ()
-    yield "surroundings", "object stores", False, "s3:// and the like are not opened: use a mount or a copy"
+    has_obstore = importlib.util.find_spec("obstore") is not None
+    text = "URLs such as s3://bucket/run are opened" if has_obstore else "run pip install 'xrank[remote]' to open s3://"
+    yield "surroundings", "object stores", has_obstore, text
     models = len(list_cached_models(variables))
     yield "surroundings", "models cached", None, f"{models} in {hub_cache(variables)}"
     for package, name, error in find_plugins():
