@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.stores import fault_proxy
+from tests.stores.azure_servers import Container
 from tests.stores.fault_proxy import EVERY, choose_by_seed
 from tests.stores.histories import make_seeds, set_up, speed_up
 from tests.stores.servers import Bucket, open_proxy
+from tests.stores.small_azure import SmallAzure
 from tests.stores.small_s3 import SmallS3
 from tests.stores.written import leave_states, read_folder, read_model
 from xrank.conversion.gather import gather_checkpoint
@@ -24,7 +26,9 @@ _RATES = (0.02, 0.05, 0.1, 0.3)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    make_seeds(metafunc, count=50, soak=1000, a_job=_SEEDS_A_JOB)
+    make_seeds(metafunc, count=25, soak=1000, a_job=_SEEDS_A_JOB)
+    if "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", ("s3", "az"))
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +48,40 @@ def small_parts(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_server, "smallest_part_nbytes", PART_NBYTES)
 
 
+@pytest.fixture
+def place(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket | Container:
+    """An empty bucket or container; this process's environment leads to it."""
+    if kind == "s3":
+        bucket: Bucket = request.getfixturevalue("small_bucket")
+        return bucket
+    container = Container(request.getfixturevalue("small_azure").url, "faults")
+    for name, value in container.environment().items():
+        monkeypatch.setenv(name, value)
+    return container
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_seeded_histories(
     first_seed: int,
+    kind: str,
     states: Path,
     expected: dict[str, bytes],
-    small_bucket: Bucket,
+    place: Bucket | Container,
     small_server: SmallS3,
+    small_azure: SmallAzure,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = {"made": 0, "refused": 0}
-    with open_proxy(small_bucket.server) as proxy:
+    server = small_server if kind == "s3" else small_azure
+    with open_proxy(place.server) as proxy:
         set_up(proxy)
         for seed in range(first_seed, first_seed + _SEEDS_A_JOB):
-            out = f"{small_bucket.url}/one-{seed}"
+            out = f"{place.url}/one-{seed}"
             proxy.restart(choose_by_seed(seed, _RATES[seed % len(_RATES)], EVERY))
             with monkeypatch.context() as patch:
                 speed_up(patch)
-                patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+                for name, value in place.behind(proxy).environment().items():
+                    patch.setenv(name, value)
                 try:
                     gather_checkpoint(states, out, max_shard_size=FILE_NBYTES)
                     ends["made"] += 1
@@ -69,15 +89,15 @@ def test_seeded_histories(
                 except XrankError as error:
                     ends["refused"] += 1
                     is_made = False
-                    assert f"{small_bucket.url}/" in f"{error.file} {error}", f"seed {seed}: {error}"
-            there = read_model(small_server.read_all(small_bucket.name), f"one-{seed}")
+                    assert f"{place.url}/" in f"{error.file} {error}", f"seed {seed}: {error}"
+            there = read_model(server.read_all(place.name), f"one-{seed}")
             assert there == expected if is_made else there in (None, expected), f"seed {seed}: a wrong model"
             # The network is good again: the same command ends what it began.
             gather_checkpoint(states, out, max_shard_size=FILE_NBYTES)
-            left = small_server.read_all(small_bucket.name)
+            left = server.read_all(place.name)
             assert left == {f"one-{seed}/{name}": data for name, data in expected.items()}, f"seed {seed}"
-            assert not small_server.list_uploads(small_bucket.name), f"seed {seed}"
-            small_server.forget(small_bucket.name)
+            assert not small_server.list_uploads(place.name) and not small_azure.list_blocks(place.name), f"seed {seed}"
+            server.forget(place.name)
     assert ends["refused"], ends
 
 
