@@ -6,9 +6,11 @@ import base64
 import hmac
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.stores.written import leave_states, read_folder
 from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.stores.azure_account import AzureAccount
 from xrank.stores.client import open_store
+from xrank.stores.faults import FaultError
 from xrank.stores.uploads import open_uploads
 from xrank.testing.message_contract import MakeMessageWorkspace, MessageWorkspaceContract
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
@@ -150,6 +153,30 @@ def test_refuses_without_permission(small_container: Container, monkeypatch: pyt
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     with pytest.raises(UsageError, match="names no storage account"):
         AzureAccount.from_environment(os.environ, "", "az://box")
+
+
+def test_takes_tokens_of_azure_identity(small_container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Credential:
+        def get_token(self, scope: str) -> SimpleNamespace:
+            if scope == "https://storage.azure.com/.default" and not fails:
+                return SimpleNamespace(token="a-token")
+            raise RuntimeError("with a secret")
+
+    fails: list[bool] = []
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "azure.identity", None)
+        with pytest.raises(UsageError, match="without credentials"):
+            AzureAccount.from_environment(os.environ, "", "az://box")
+    monkeypatch.setitem(sys.modules, "azure", ModuleType("azure"))
+    identity = ModuleType("azure.identity")
+    monkeypatch.setattr(identity, "DefaultAzureCredential", Credential, raising=False)
+    monkeypatch.setitem(sys.modules, "azure.identity", identity)
+    account = AzureAccount.from_environment(os.environ, "", "az://box")
+    assert account.authorise("GET", "/box", {}, {}, nbytes=0)["Authorization"] == "Bearer a-token"
+    fails.append(True)
+    with pytest.raises(FaultError, match=r"^azure-identity: RuntimeError$"):
+        account.authorise("GET", "/box", {}, {}, nbytes=0)
 
 
 @pytest.mark.parametrize("kind", ["key", "sas", "token"])

@@ -49,12 +49,15 @@ def small_parts(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket | Container:
+def place(
+    kind: str, request: pytest.FixtureRequest, small_azure: SmallAzure, monkeypatch: pytest.MonkeyPatch
+) -> Bucket | Container:
     """An empty bucket or container; this process's environment leads to it."""
     if kind == "s3":
         bucket: Bucket = request.getfixturevalue("small_bucket")
         return bucket
-    container = Container(request.getfixturevalue("small_azure").url, "faults")
+    small_azure.forget("faults")
+    container = Container(small_azure.url, "faults")
     for name, value in container.environment().items():
         monkeypatch.setenv(name, value)
     return container
@@ -96,7 +99,9 @@ def test_seeded_histories(
             gather_checkpoint(states, out, max_shard_size=FILE_NBYTES)
             left = server.read_all(place.name)
             assert left == {f"one-{seed}/{name}": data for name, data in expected.items()}, f"seed {seed}"
-            assert not small_server.list_uploads(place.name) and not small_azure.list_blocks(place.name), f"seed {seed}"
+            assert not small_server.list_uploads(place.name), f"seed {seed}"
+            # A blob whose record was damaged is made again beside itself; Azure itself removes such blocks.
+            assert {key for key, _ in small_azure.list_blocks(place.name)} <= left.keys(), f"seed {seed}"
             server.forget(place.name)
     assert ends["refused"], ends
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrank.errors import UsageError
+from xrank.stores.faults import FaultError, FaultKind
 
 __all__ = ["AzureAccount", "endpoint_of"]
 
@@ -94,6 +95,9 @@ class AzureAccount:
             headers: its other headers.
             nbytes: bytes of its body.
             now_seconds: time since the epoch; None: now.
+
+        Raises:
+            FaultError: no token can be had.
         """
         stamp = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(now_seconds))
         full = {**headers, "x-ms-date": stamp, "x-ms-version": _VERSION}
@@ -118,7 +122,7 @@ def _text_to_sign(
 
 
 def _find_tokens(url: str) -> Callable[[], str]:
-    """Return a function that gives the token of whatever azure-identity finds: roles, a login, a service's secret."""
+    """Return a function that gives a token of the credentials that azure-identity finds: a role, a login, a secret."""
     try:
         from azure.identity import DefaultAzureCredential
     except ImportError:
@@ -129,7 +133,14 @@ def _find_tokens(url: str) -> Callable[[], str]:
             "reads logins and roles",
         ) from None
     credential: Any = DefaultAzureCredential()
-    return lambda: str(credential.get_token(_SCOPE).token)  # which is kept, and fetched anew before it expires
+
+    def get_token() -> str:
+        try:
+            return str(credential.get_token(_SCOPE).token)  # which is kept, and fetched anew before it expires
+        except Exception as error:  # its text may show parts of credentials
+            raise FaultError(FaultKind.DENIED, f"azure-identity: {type(error).__name__}") from None
+
+    return get_token
 
 
 def _decode_key(key: str, url: str) -> bytes:
