@@ -148,6 +148,7 @@ def _serve(kind: str, ranks: int, folder: str) -> None:
                 pipe.send((False, f"{type(error).__name__}: {error}"))
             if method == "close":
                 engine.shutdown_weight_transfer_engine()
+                engine.llm_engine.engine_core.shutdown()  # its workers may be processes
                 sys.stdout.flush()
                 os._exit(0)  # threads of the engine outlive it
 
