@@ -26,7 +26,8 @@ from safetensors.numpy import save_file
 import xrank
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.servers import Bucket, make_bucket, open_proxy
-from tests.stores.small_s3 import SmallS3, StoredObject
+from tests.stores.small_s3 import SmallS3
+from tests.stores.stored_objects import StoredObject
 from xrank.layout import LayoutMap
 from xrank.stores.client import open_store
 
@@ -123,7 +124,7 @@ def _inspect_large(server: SmallS3, bucket: Bucket, proxy: FaultProxy, folder: P
             stream.write(b"\x01" * 8)
         with path.open("rb") as stream:
             data: Any = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        server.objects[bucket.name, f"large/{file}"] = StoredObject(data, f'"{k:032x}"')
+        server.objects[bucket.name, f"large/{file}"] = StoredObject(memoryview(data), f'"{k:032x}"')
     index = json.dumps({"metadata": {}, "weight_map": names}).encode()
     bucket.put("large/model.safetensors.index.json", index)
     proxy.restart()

@@ -36,6 +36,7 @@ def serve(sender: Connection, latency_seconds: float) -> None:
     """Serve until the parent ends it."""
     server = SmallS3()
     server.latency_seconds = latency_seconds
+    server.is_cheap = True
     sender.send(server.url)
     sender.recv()
 

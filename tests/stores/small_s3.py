@@ -1,7 +1,8 @@
 """A small S3 server of its own, in memory: the second one beside moto's, and fast enough for thousands of kills.
 
 It serves what the S3 API reference describes of: ranges, conditional requests, listings, multipart uploads, checksums.
-Unlike moto it refuses bodies whose Content-MD5 or x-amz-checksum-crc32 is another's, as Amazon's does.
+Unlike moto it refuses bodies whose Content-MD5 or x-amz-checksum-crc32 is another's, as Amazon's does. Bodies are
+received into place and sent from there; with `is_cheap` it leaves out the hashes, too, for measurements of clients.
 """
 
 from __future__ import annotations
@@ -9,40 +10,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import random
 import re
 import threading
 import time
-import zlib
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from isal import isal_zlib
+
 from tests.stores.closing_server import ClosingServer
-
-
-@dataclass
-class StoredObject:
-    """An object, as readers see it."""
-
-    body: bytes
-    etag: str
-    metadata: dict[str, str] = field(default_factory=dict)
-    modified: str = field(default_factory=lambda: formatdate(usegmt=True))
-
-
-@dataclass
-class Upload:
-    """A multipart upload that is neither completed nor aborted: readers do not see it."""
-
-    bucket: str
-    key: str
-    metadata: dict[str, str]
-    parts: dict[int, StoredObject] = field(default_factory=dict)
-    begun: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+from tests.stores.stored_objects import Joined, StoredObject, Upload
 
 
 class RefusalError(Exception):
@@ -59,6 +39,11 @@ class SmallS3(ClosingServer):
     def __init__(self) -> None:
         self.smallest_part_nbytes = 5 << 20
         self.compares_sums = True
+        self.is_cheap = False
+        """Whether etags are made of CRCs, and no hashes compared: those of a real store cost its clients nothing."""
+        self.busy_share = 0.0
+        """Share of requests that are answered with 503."""
+        self._random = random.Random(0)
         self.objects: dict[tuple[str, str], StoredObject] = {}
         self.uploads: dict[str, Upload] = {}
         self.lock = threading.RLock()
@@ -69,7 +54,7 @@ class SmallS3(ClosingServer):
     def read_all(self, bucket: str) -> dict[str, bytes]:
         """Return the bytes of a bucket's objects by key."""
         with self.lock:
-            return {key: one.body for (name, key), one in self.objects.items() if name == bucket}
+            return {key: bytes(one.body[:]) for (name, key), one in self.objects.items() if name == bucket}
 
     def list_uploads(self, bucket: str) -> list[Upload]:
         """Return the uploads of a bucket with parts that are neither completed nor aborted."""
@@ -81,6 +66,10 @@ class SmallS3(ClosingServer):
         with self.lock:
             self.objects = {place: one for place, one in self.objects.items() if place[0] != bucket}
             self.uploads = {name: one for name, one in self.uploads.items() if one.bucket != bucket}
+
+    def is_busy(self) -> bool:
+        """Return whether the next request is refused with 503."""
+        return self.busy_share > 0 and self._random.random() < self.busy_share
 
     def new_upload(self, upload: Upload) -> str:
         identifier = f"upload-{next(self._numbers)}"
@@ -110,9 +99,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         self.bucket, _, key = parts.path.lstrip("/").partition("/")
         self.key = unquote(key)
-        self.body = self._read_body()
+        self.body = memoryview(self._read_body())
         time.sleep(self.server.latency_seconds)
+        body: bytes | memoryview
         try:
+            if self.server.is_busy():
+                raise RefusalError(503, "SlowDown")
             self._check_sums()
             with self.server.lock:
                 status, headers, body = answer()
@@ -128,14 +120,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _read_body(self) -> bytes:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    def _read_body(self) -> bytes | bytearray:
+        body = bytearray(int(self.headers.get("Content-Length") or 0))
+        if self.rfile.readinto(body) != len(body):  # type: ignore[attr-defined]  it is a BufferedReader
+            raise ConnectionError("the client broke off")
         if "aws-chunked" not in self.headers.get("Content-Encoding", "") and not self.headers.get(
             "x-amz-content-sha256", ""
         ).startswith("STREAMING"):
             return body
         # Chunks of the signature's own encoding: size;chunk-signature=..., CRLF, bytes, CRLF, then trailers.
-        found, rest = [], body
+        found, rest = [], bytes(body)
         while rest:
             line, _, rest = rest.partition(b"\r\n")
             size = int(line.partition(b";")[0], 16)
@@ -149,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Objects
 
-    def _get(self) -> tuple[int, dict[str, str], bytes]:
+    def _get(self) -> tuple[int, dict[str, str], bytes | memoryview]:
         if "uploadId" in self.query:
             return self._list_parts()
         if "uploads" in self.query:
@@ -166,7 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers |= {f"x-amz-meta-{name}": value for name, value in found.metadata.items()}
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if wanted is None:
-            return 200, headers | {"Content-Length": str(size)}, found.body
+            body = b"" if self.command == "HEAD" else found.body[:]
+            return 200, headers | {"Content-Length": str(size)}, body
         if wanted[1]:
             start, end = int(wanted[1]), min(int(wanted[2] or size - 1), size - 1)
         else:
@@ -217,10 +212,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _put(self) -> tuple[int, dict[str, str], bytes]:
         if not self.key:
             return 200, {}, b""  # every bucket exists
-        etag = f'"{hashlib.md5(self.body).hexdigest()}"'
-        headers = {"ETag": etag, "x-amz-checksum-crc32": _crc32(self.body)}
+        crc32 = isal_zlib.crc32(self.body)
+        etag = f'"{crc32:032x}"' if self.server.is_cheap else f'"{hashlib.md5(self.body).hexdigest()}"'
+        headers = {"ETag": etag, "x-amz-checksum-crc32": _crc32_text(crc32)}
         if "uploadId" in self.query:
-            self._upload().parts[int(self.query["partNumber"])] = StoredObject(self.body, etag)
+            self._upload().parts[int(self.query["partNumber"])] = StoredObject(
+                self.body, etag, crc32=_crc32_text(crc32)
+            )
             return 200, headers, b""
         self._check_conditions()
         self.server.objects[self.bucket, self.key] = StoredObject(self.body, etag, self._metadata())
@@ -230,12 +228,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.compares_sums:
             return
         sha256 = self.headers.get("x-amz-content-sha256", "")
-        if re.fullmatch("[0-9a-f]{64}", sha256) and sha256 != hashlib.sha256(self.body).hexdigest():
+        is_hash = re.fullmatch("[0-9a-f]{64}", sha256) and not self.server.is_cheap
+        if is_hash and sha256 != hashlib.sha256(self.body).hexdigest():
             raise RefusalError(400, "XAmzContentSHA256Mismatch")
         md5, crc32 = self.headers.get("Content-MD5"), self.headers.get("x-amz-checksum-crc32")
-        if md5 is not None and base64.b64decode(md5) != hashlib.md5(self.body).digest():
+        if md5 is not None and not self.server.is_cheap and base64.b64decode(md5) != hashlib.md5(self.body).digest():
             raise RefusalError(400, "BadDigest")
-        if crc32 is not None and crc32 != _crc32(self.body):
+        if crc32 is not None and crc32 != _crc32_text(isal_zlib.crc32(self.body)):
             raise RefusalError(400, "BadDigest")
 
     def _check_conditions(self) -> None:
@@ -273,7 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self) -> tuple[int, dict[str, str], bytes]:
         if "delete" in self.query:
-            keys = re.findall(r"<Key>(.*?)</Key>", self.body.decode(), re.DOTALL)
+            keys = re.findall(r"<Key>(.*?)</Key>", str(self.body, "utf-8"), re.DOTALL)
             for key in keys:
                 self.server.objects.pop((self.bucket, _unescape(key)), None)
             return self._answer_xml("DeleteResult", "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys))
@@ -283,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer_xml("InitiateMultipartUploadResult", f"{place}<UploadId>{identifier}</UploadId>")
         upload = self._upload()
         chosen = []
-        for text in re.findall(r"<Part>(.*?)</Part>", self.body.decode(), re.S):
+        for text in re.findall(r"<Part>(.*?)</Part>", str(self.body, "utf-8"), re.S):
             number, etag = re.search(r"<PartNumber>(\d+)<", text), re.search(r"<ETag>(.*?)<", text)
             assert number is not None
             assert etag is not None
@@ -298,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._check_conditions()
         joined = hashlib.md5(b"".join(bytes.fromhex(part.etag.strip('"')) for _, part in chosen)).hexdigest()
         etag_text = f'"{joined}-{len(chosen)}"'
-        body = b"".join(part.body for _, part in chosen)
+        body = Joined([part.body[:] for _, part in chosen])
         self.server.objects[self.bucket, self.key] = StoredObject(body, etag_text, upload.metadata)
         del self.server.uploads[self.query["uploadId"]]
         return self._answer_xml("CompleteMultipartUploadResult", f"{place}<ETag>{escape(etag_text)}</ETag>")
@@ -310,7 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
         shown = numbers[:limit]
         text = "".join(
             f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(upload.parts[n].etag)}</ETag>"
-            f"<Size>{len(upload.parts[n].body)}</Size><ChecksumCRC32>{_crc32(upload.parts[n].body)}</ChecksumCRC32>"
+            f"<Size>{len(upload.parts[n].body)}</Size><ChecksumCRC32>{upload.parts[n].crc32}</ChecksumCRC32>"
             "</Part>"
             for n in shown
         )
@@ -337,8 +336,8 @@ def _xml(root: str, inner: str) -> bytes:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<{root}{space}>{inner}</{root}>'.encode()
 
 
-def _crc32(data: bytes) -> str:
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+def _crc32_text(crc32: int) -> str:
+    return base64.b64encode(crc32.to_bytes(4, "big")).decode()
 
 
 def _unescape(text: str) -> str:

@@ -10,11 +10,13 @@ from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.settings import StoreSettings
 
 
-@pytest.fixture(params=["a key", "a session token"])
+@pytest.fixture(params=["a key", "a session token", "no signature"])
 def client(request, monkeypatch):
-    """Both clients of S3: obstore, and our own for temporary credentials."""
+    """Both clients of S3: our own for keys, and obstore."""
     if request.param == "a session token":
         monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+    if request.param == "no signature":
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
 
 
 @pytest.mark.usefixtures("client")

@@ -64,24 +64,27 @@ def variables(servers: tuple[_Server, _Server], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("variables")
-def test_a_key_stays_with_its_host(servers: tuple[_Server, _Server]) -> None:
+def test_a_key_stays_with_its_host(servers: tuple[_Server, _Server], monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = servers
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")  # by obstore, which follows redirects
     store, key = open_store("s3://bucket/run/a")
     with contextlib.suppress(XrankError):  # refusing it is right, too
         store.read(key, 0, 4)
-    assert any(KEY_ID in headers for headers in first.seen)
+    assert first.seen
     assert other.seen and not any(secret in headers for headers in other.seen for secret in (KEY_ID, SECRET))
 
 
 @pytest.mark.usefixtures("variables")
-def test_no_redirect_is_followed_with_a_session_token(
-    servers: tuple[_Server, _Server], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_no_redirect_is_followed_with_a_key(
+    servers: tuple[_Server, _Server], monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
     first, other = servers
-    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    if token is not None:
+        monkeypatch.setenv("AWS_SESSION_TOKEN", token)
     store, key = open_store("s3://bucket/run/a")
     with pytest.raises(UsageError, match="in another region") as refused:
         store.read(key, 0, 4)
-    assert any(TOKEN in headers for headers in first.seen)
+    assert any((token or KEY_ID) in headers for headers in first.seen)
     assert not other.seen
     assert SECRET not in str(refused.value.to_dict()) and TOKEN not in str(refused.value.to_dict())

@@ -26,7 +26,7 @@ from xrank.plan.planner import Plan
 from xrank.stores.uploads import Part, open_uploads
 from xrank.teams.team import Team
 from xrank.writers.output_stage import OutputStage
-from xrank.writers.store_files import PartPool, UploadedFile
+from xrank.writers.store_files import PARTS_NBYTES, PartPool, UploadedFile
 from xrank.writers.store_journal import Upload
 from xrank.writers.store_place import StorePlace
 from xrank.writers.store_stage import StoreStage
@@ -80,6 +80,7 @@ class _SharedUploads:
     """The parts of uploads that one rank sends; see `xrank.making.rounds.Outputs`."""
 
     writes_anywhere = False
+    parts_nbytes = PARTS_NBYTES
 
     def __init__(self, team: Team, plan: Plan, place: StorePlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
         self.target = self

@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -150,11 +150,12 @@ class DecodedSource:
         """The objects in stores that it reads, if there are any."""
         return self._files if isinstance(self._files, ObjectSource) else None
 
-    def announce(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+    def announce(self, ranges: Iterable[tuple[int, int, int]]) -> bool:
         """Start to fetch ranges of plain records; see `ObjectSource.announce`."""
-        if self.objects is not None:
-            plain = (one for one in ranges if one[0] not in self._inline and self._encoded[one[0]] == PLAIN)
-            self.objects.announce([*plain])
+        if self.objects is None:
+            return False
+        plain = (one for one in ranges if one[0] not in self._inline and self._encoded[one[0]] == PLAIN)
+        return self.objects.announce(plain)
 
     def close_files(self) -> None:
         """Close the model's files, which the next read opens again; decoded records stay."""

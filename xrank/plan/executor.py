@@ -7,6 +7,7 @@ while they are in cache, and writes the window. Memory is the workers' buffers, 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -32,6 +33,8 @@ __all__ = ["Budget", "CancelledError", "FinishedFile", "Outcome", "execute"]
 _STAGING_NBYTES = 2 << 20
 _SMALLEST_STAGING_NBYTES = 256 << 10
 _SIGNAL_LOOK_SECONDS = 0.2
+_STORE_WORKERS = 4
+"""Workers of a gather from stores: requests are made by threads of the source, ahead of the workers."""
 
 
 class CancelledError(Exception):
@@ -67,13 +70,18 @@ class Budget:
         # Whole pages, as the buffers are maps.
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
 
-    def share_with(self, objects: ObjectSource) -> Budget:
-        """Return the budget of a gather from stores: a worker for each connection; blocks take half of the memory."""
-        allowed = max(self.allowed_nbytes, self.nbytes)
+    def share_with(self, objects: ObjectSource, parts_nbytes: int) -> Budget:
+        """Return the budget of a gather from stores, whose blocks take half of the memory that parts of uploads leave.
+
+        Args:
+            objects: gets the other half.
+            parts_nbytes: bytes of the parts that wait to be sent.
+        """
         smallest = WINDOW_NBYTES + 2 * _SMALLEST_STAGING_NBYTES
+        allowed = max(2 * smallest, max(self.allowed_nbytes, self.nbytes) - parts_nbytes)
         own = max(smallest, min(allowed // 2, ROOM_NBYTES))
         objects.limit(min(allowed - own, ROOM_NBYTES))
-        return Budget.from_memory(own, max(self.workers, objects.connections))
+        return Budget.from_memory(own, max(self.workers, _STORE_WORKERS))
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +127,7 @@ def execute(
         plan: the whole plan.
         source: reads the plan's records.
         target: writes the output. One with a method ``write_late`` gets the parts of endings by it, each as soon as it
-            is known; windows have any bytes in their place.
+            is known; windows have any bytes in their place. The attribute ``parts_nbytes`` is the memory it takes.
         budget: threads and buffers.
         files: indices of the output files to make, in this order; all if None.
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
@@ -141,7 +149,7 @@ def execute(
     """
     objects: ObjectSource | None = getattr(source, "objects", None)
     if objects is not None:
-        budget = budget.share_with(objects)
+        budget = budget.share_with(objects, getattr(target, "parts_nbytes", 0))
     state = _Execution(plan, source, target, replicas, begin, finish, finish_share, cancelled, progress)
     state.file_hashes = file_hashes
     if checksums is not None:
@@ -202,6 +210,10 @@ class _Execution:
         self.checksums = RecordChecksums(plan.source.records, self._mismatch)
         self.merging = MergedTensors()
         self.file_hashes: FileHashes | None = None
+        self._ahead: deque[tuple[FileWindows, int]] = deque()
+        """Windows that come next; the source has begun to fetch the first `_num_announced`."""
+        self._num_announced = 0
+        self._announce: Callable[[Iterable[tuple[int, int, int]]], bool] | None = getattr(source, "announce", None)
         self._late: Callable[[int, int, memoryview], None] | None = getattr(target, "write_late", None)
         self._lock = threading.Lock()
 
@@ -224,7 +236,24 @@ class _Execution:
                 return None
             if self._cancelled():
                 raise CancelledError
-            return next(self.queue, None)
+            if self._announce is None:
+                return next(self.queue, None)
+            self._look_ahead(self._announce)
+            self._num_announced = max(0, self._num_announced - 1)
+            return self._ahead.popleft() if self._ahead else None
+
+    def _look_ahead(self, announce: Callable[[Iterable[tuple[int, int, int]]], bool]) -> None:
+        """Let the source fetch what the next windows read, as far as it has room; the caller has the lock."""
+        while True:
+            if self._num_announced == len(self._ahead):
+                job = next(self.queue, None)
+                if job is None:
+                    return
+                self._ahead.append(job)
+            file, window = self._ahead[self._num_announced]
+            if not announce(file.ranges(window)):
+                return
+            self._num_announced += 1
 
     def window_done(self, file: FileWindows, nbytes: int) -> bool:
         """Count a written window; return whether it was the file's last."""

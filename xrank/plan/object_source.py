@@ -1,6 +1,6 @@
 """Reads the records of objects in stores: blocks of the plan's ranges, many requests at once, each byte fetched once.
 
-Workers announce the ranges of a window before they make it, so that requests overlap. Small records that lie close
+The executor announces the ranges of the windows that come next, so that requests overlap. Small records that lie close
 together are one block; larger ones are cut into blocks, which a window and its neighbours share. A block is dropped
 when all of its bytes were used, and blocks take a bounded number of bytes.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ _SMALL_NBYTES = 256 << 10
 """Records up to this size share requests with their neighbours."""
 _GAP_NBYTES = 16 << 10
 """Gaps up to this size between small records are read through."""
-ROOM_NBYTES = 16 << 20
+ROOM_NBYTES = 12 << 20
 """Bytes of all blocks, unless the budget has less."""
 
 
@@ -106,11 +106,11 @@ class ObjectSource:
         """Set the bytes that blocks may take."""
         self._room_nbytes = max(nbytes, 2 * _BLOCK_NBYTES)
 
-    def announce(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Start to fetch (record, first byte, bytes) that will be read soon, as far as there is room."""
+    def announce(self, ranges: Iterable[tuple[int, int, int]]) -> bool:
+        """Start to fetch (record, first byte, bytes) that will be read soon; return whether there was room for all."""
         remote = [one for one in ranges if not self._is_local[self._records[one[0]][0]]]
         if not remote:
-            return
+            return False  # nothing to fetch, so that looking further ahead brings nothing
         # A window across many pieces, as of a tensor cut by columns, leaves each piece less room.
         step = _BLOCK_NBYTES
         while step > _LEAST_BLOCK_NBYTES and step * 2 * len(remote) > self._room_nbytes:
@@ -121,7 +121,9 @@ class ObjectSource:
             unit.step = unit.step or step
             first = self._records[record][1] + start - unit.start
             for index in range(first // unit.step, (first + nbytes - 1) // unit.step + 1 if nbytes else 0):
-                self._start(number, index)
+                if not self._start(number, index):
+                    return False
+        return True
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
@@ -208,17 +210,20 @@ class ObjectSource:
             raise block.error
         return block
 
-    def _start(self, number: int, index: int) -> None:
-        """Fetch a block in another thread, unless it is there, or there is no room."""
+    def _start(self, number: int, index: int) -> bool:
+        """Fetch a block in another thread, unless it is there; return False if there is no room."""
         key = (number, index)
         with self._lock:
-            if key in self._blocks or self._held_nbytes + self._units[number].step > self._room_nbytes:
-                return
+            if key in self._blocks:
+                return True
+            if self._held_nbytes + self._units[number].step > self._room_nbytes:
+                return False
             block = self._add(key)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.connections, "xrank-store")
             pool = self._pool
         pool.submit(self._load, key, block)
+        return True
 
     def _add(self, key: tuple[int, int]) -> _Block:
         """Add a block that is not fetched yet, and drop the ones used longest ago; the caller has the lock."""

@@ -176,6 +176,16 @@ class FileWindows:
             self._prepared[tensor] = ready
         return ready
 
+    def ranges(self, window: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (record, first byte, bytes) of everything that a window reads."""
+        for portion in self.portions(window):
+            tensor = self.prepare(portion.tensor)
+            width = dtypes.dtype(tensor.plan.source_dtype).nbytes
+            for copies in (tensor.copies, tensor.replicas):
+                for _, record, nest in copies.cut(portion.low, portion.high):
+                    elements = 1 + sum((count - 1) * step for count, step, _ in nest.loops)
+                    yield record, nest.x * width, elements * width
+
     @property
     def records(self) -> list[int]:
         """Source records that are read for the file's tensors, rising."""

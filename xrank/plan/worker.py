@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from xrank import dtypes
@@ -64,9 +64,6 @@ class Worker:
         self._stored: memoryview | None = None
         """Stored elements of a tensor with an update, as many as fit a window."""
         self._merged: MergedTensor | None = None
-        self._announce: Callable[[Sequence[tuple[int, int, int]]], None] | None = getattr(
-            shared.source, "announce", None
-        )
 
     def work(self) -> None:
         """Run until no window is left or some worker has failed."""
@@ -82,8 +79,6 @@ class Worker:
         output = file.plan.output
         first = window * WINDOW_NBYTES
         nbytes = min(WINDOW_NBYTES, output.nbytes - first)
-        if self._announce is not None:
-            self._announce(list(_ranges(file, window)))
         header = output.header[first : first + nbytes]
         self._window[: len(header)] = header
         done = len(header)
@@ -205,17 +200,6 @@ class Worker:
             if tile.is_dense:
                 self._shared.checksums.add(record, tile.start * width, data)
             yield tile, data
-
-
-def _ranges(file: FileWindows, window: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (record, first byte, bytes) of everything that a window reads."""
-    for portion in file.portions(window):
-        tensor = file.prepare(portion.tensor)
-        width = dtypes.dtype(tensor.plan.source_dtype).nbytes
-        for copies in (tensor.copies, tensor.replicas):
-            for _, record, nest in copies.cut(portion.low, portion.high):
-                elements = 1 + sum((count - 1) * step for count, step, _ in nest.loops)
-                yield record, nest.x * width, elements * width
 
 
 def _values(plan: TensorPlan, record: int, data: memoryview) -> tuple[memoryview, str]:

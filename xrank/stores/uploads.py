@@ -11,6 +11,7 @@ from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 
 __all__ = [
+    "SMALLEST_PART_NBYTES",
     "WRITABLE",
     "KnownParts",
     "Part",

@@ -16,13 +16,15 @@ from mmap import mmap
 
 from isal import isal_zlib
 
-from xrank.stores.uploads import Part, Uploads
+from xrank.stores.uploads import SMALLEST_PART_NBYTES, Part, Uploads
 
-__all__ = ["PartPool", "UploadedFile"]
+__all__ = ["PARTS_NBYTES", "PartPool", "UploadedFile"]
 
 _SENDERS = 3
-_BUFFERS = 3
-"""15 MiB: with what reading from a store takes, within the usual budget of 64 MB."""
+_BUFFERS = 4
+"""One is filled while the others are sent."""
+PARTS_NBYTES = _BUFFERS * SMALLEST_PART_NBYTES
+"""Memory of the parts of files up to 50 GB; reading gets the rest of the budget."""
 
 
 @dataclass(slots=True)

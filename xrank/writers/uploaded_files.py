@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xrank.writers.store_files import PartPool, UploadedFile
+from xrank.writers.store_files import PARTS_NBYTES, PartPool, UploadedFile
 
 if TYPE_CHECKING:
     from xrank.writers.store_stage import StoreStage
@@ -15,6 +15,8 @@ __all__ = ["UploadedFiles"]
 
 class UploadedFiles:
     """Uploads the files of a plan; see `xrank.writers.part_files.OutputFiles`."""
+
+    parts_nbytes = PARTS_NBYTES
 
     def __init__(self, stage: StoreStage) -> None:
         self.target = self
