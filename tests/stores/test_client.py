@@ -7,16 +7,19 @@ from xrank.errors import ContradictionError, IncompleteError, OutputExistsError,
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.client import Store, open_store, traffic
 from xrank.stores.faults import FaultError, FaultKind
+from xrank.stores.obstore_backend import open_obstore
 from xrank.stores.settings import StoreSettings
 
 
-@pytest.fixture(params=["a key", "a session token", "no signature"])
+@pytest.fixture(params=["a key", "a session token", "obstore"])
 def client(request, monkeypatch):
-    """Both clients of S3: our own for keys, and obstore."""
+    """Both clients of S3: our own for keys, and obstore for roles and public buckets."""
     if request.param == "a session token":
         monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
-    if request.param == "no signature":
-        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    if request.param == "obstore":
+        monkeypatch.setattr(
+            "xrank.stores.client._open_backend", lambda scheme, root, settings: open_obstore(root, settings)
+        )
 
 
 @pytest.mark.usefixtures("client")

@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 import xrank
-from xrank import environment
+from xrank import environment, system
 from xrank.cli.command import Output, command_name, say
 from xrank.cli.help import Group
 from xrank.cli.text import wants_color
@@ -19,6 +19,7 @@ from xrank.errors import UsageError
 
 __all__ = ["cli", "main"]
 
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _COMMANDS = {
     "gather": "gather",
     "reshard": "reshard",
@@ -83,6 +84,7 @@ def main() -> NoReturn:
     """Run the command line and leave with its exit status."""
     _occupy_standard_descriptors()
     environment.forgo_blas_threads()
+    _share_heaps()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a name
     try:
@@ -99,6 +101,13 @@ def main() -> NoReturn:
     except click.Abort:
         sys.exit(130)
     sys.exit(0)
+
+
+def _share_heaps() -> None:
+    # glibc gives each thread a heap of its own, which keeps what it frees: 5 to 10 MB more for a gather from a store.
+    mallopt = system.c_function("mallopt") if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _occupy_standard_descriptors() -> None:

@@ -33,6 +33,7 @@ __all__ = ["Budget", "CancelledError", "FinishedFile", "Outcome", "execute"]
 _STAGING_NBYTES = 2 << 20
 _SMALLEST_STAGING_NBYTES = 256 << 10
 _SIGNAL_LOOK_SECONDS = 0.2
+_MOST_BLOCKS_NBYTES = 64 << 20
 _STORE_WORKERS = 4
 """Workers of a gather from stores: requests are made by threads of the source, ahead of the workers."""
 
@@ -71,16 +72,18 @@ class Budget:
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
 
     def share_with(self, objects: ObjectSource, parts_nbytes: int) -> Budget:
-        """Return the budget of a gather from stores, whose blocks take half of the memory that parts of uploads leave.
+        """Return the budget of a gather from stores: a quarter each for its buffers and its blocks.
 
         Args:
-            objects: gets the other half.
-            parts_nbytes: bytes of the parts that wait to be sent.
+            objects: reads the blocks.
+            parts_nbytes: bytes of parts that wait to be sent; the rest is shared.
+
+        Answers on their way and what the allocator keeps take the other half.
         """
         smallest = WINDOW_NBYTES + 2 * _SMALLEST_STAGING_NBYTES
         allowed = max(2 * smallest, max(self.allowed_nbytes, self.nbytes) - parts_nbytes)
-        own = max(smallest, min(allowed // 2, ROOM_NBYTES))
-        objects.limit(min(allowed - own, ROOM_NBYTES))
+        own = max(smallest, min(allowed // 4, ROOM_NBYTES))
+        objects.limit(min(allowed // 4, _MOST_BLOCKS_NBYTES))
         return Budget.from_memory(own, max(self.workers, _STORE_WORKERS))
 
     @property

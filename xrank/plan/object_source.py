@@ -31,8 +31,8 @@ _SMALL_NBYTES = 256 << 10
 """Records up to this size share requests with their neighbours."""
 _GAP_NBYTES = 16 << 10
 """Gaps up to this size between small records are read through."""
-ROOM_NBYTES = 12 << 20
-"""Bytes of all blocks, unless the budget has less."""
+ROOM_NBYTES = 16 << 20
+"""Bytes of all blocks, unless the budget says otherwise."""
 
 
 def holds_objects(model: StoredModel) -> bool:
