@@ -19,7 +19,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from tests.stores.closing_server import ClosingServer
-from tests.stores.small_s3 import RefusalError, StoredObject
+from tests.stores.small_s3 import RefusalError
+from tests.stores.stored_objects import StoredObject
 
 ACCOUNT = "devstoreaccount1"
 Answer = tuple[int, dict[str, str], bytes]
