@@ -1,6 +1,6 @@
 """What others do with a checkpoint in a bucket; `stores_writing` runs each in a process of its own.
 
-    python -m benchmarks.stores_peers PEER SOURCE_URL [OUT_URL, or a model with the shapes]
+    python -m benchmarks.stores_peers PEER SOURCE_URL [OUT_URL]
 
 Prints the seconds of the work, without those of the imports, and the process's peak memory in bytes. A peer that is
 not installed ends with status 3. The bucket is found by the variables ``AWS_*``.
@@ -66,13 +66,15 @@ def streamer(source: str, out: str | None) -> Callable[[], None]:
 
 
 def xrank(source: str, out: str | None) -> Callable[[], None]:
-    """Read all merged tensors by xrank, which wants a model with their shapes."""
-    from xrank import open_checkpoint
+    """Read all tensors by xrank into tensors of their shapes, as engines and trainers load a model."""
+    import torch
+
+    from xrank import load_model, open_checkpoint
 
     def work() -> None:
-        checkpoint = open_checkpoint(source, base_model=out)
-        for name in checkpoint:
-            checkpoint[name].view(-1)[0].item()
+        # A module would know the shapes.
+        shapes = {name: tensor.shape for name, tensor in open_checkpoint(source).tensors.items()}
+        load_model({name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, source)
 
     return work
 

@@ -49,8 +49,7 @@ def serve(connection: Connection, latency_seconds: float, busy_share: float) -> 
 
 def leave_shards(folder: Path, nbytes: int) -> None:
     """Leave the files of eight ranks, cut by rows, as torch's HuggingFaceStorageWriter makes them."""
-    for made in (folder, folder.with_name("base")):
-        made.mkdir()
+    folder.mkdir()
     names = [f"model.layers.{number}.weight" for number in range(max(1, nbytes // TENSOR_NBYTES))]
     part = TENSOR_NBYTES // RANKS
     for rank in range(RANKS):
@@ -65,18 +64,9 @@ def leave_shards(folder: Path, nbytes: int) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
             for _ in names:
                 file.write(os.urandom(part))
-    # Shapes for the reader, without bytes.
-    shapes: dict[str, Any] = {}
-    for number, name in enumerate(names):
-        place = [number * TENSOR_NBYTES, (number + 1) * TENSOR_NBYTES]
-        shapes[name] = {"dtype": "BF16", "shape": [ROWS, COLUMNS], "data_offsets": place}
-    text = json.dumps(shapes).encode()
-    with folder.with_name("base").joinpath("model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + len(names) * TENSOR_NBYTES)
 
 
-def gather(source: str | Path, out: str | Path) -> int:
+def gather(source: str | Path, out: str | Path, *options: str) -> int:
     """Gather in a process of its own; return its peak memory in bytes."""
     command = [
         sys.executable,
@@ -89,6 +79,7 @@ def gather(source: str | Path, out: str | Path) -> int:
         "--json",
         "--world-size",
         f"{RANKS}",
+        *options,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -156,18 +147,16 @@ def measure(run: Callable[[], int]) -> tuple[float, int]:
     return time.monotonic() - started, peak
 
 
-def choose_runs(
-    bucket: Bucket, store: Any, peers: str, base: Path
-) -> dict[str, Callable[[], tuple[float, int] | None]]:
-    """Return the programs by name; those that read come last."""
-    states, out = f"{bucket.url}/states", f"{bucket.url}/out"
+def choose_runs(bucket: Bucket, store: Any, peers: str) -> dict[str, Callable[[], tuple[float, int] | None]]:
+    """Return the programs by name; those that read a merged model come last."""
+    states, model, out = (f"{bucket.url}/{name}" for name in ("states", "model", "out"))
     return {
         "xrank, straight": lambda: measure(lambda: gather(states, out)),
         "xrank, by way of a disk": lambda: measure(lambda: go_around(store)),
         "s3fs and torch's consolidator": lambda: run_peer(peers, "consolidate", states, out),
-        "xrank reads": lambda: run_peer(sys.executable, "xrank", states, str(base)),
-        "s3torchconnector reads": lambda: run_peer(peers, "connector", states),
-        "runai-model-streamer reads": lambda: run_peer(peers, "streamer", states),
+        "xrank reads": lambda: run_peer(sys.executable, "xrank", model),
+        "s3torchconnector reads": lambda: run_peer(peers, "connector", model),
+        "runai-model-streamer reads": lambda: run_peer(peers, "streamer", model),
     }
 
 
@@ -190,9 +179,11 @@ def main() -> None:
     store = S3Store(bucket.name, region="us-east-1", client_options={"allow_http": True})
     with tempfile.TemporaryDirectory() as name:
         leave_shards(Path(name, "states"), int(options.gigabytes * 1e9))
-        copy_up(store, Path(name, "states"), "states")
+        gather(Path(name, "states"), Path(name, "model"), "--max-shard-size", f"{int(options.gigabytes * 1e9 / RANKS)}")
+        for prefix in ("states", "model"):
+            copy_up(store, Path(name, prefix), prefix)
         ours.send(None)
-        run_rounds(choose_runs(bucket, store, options.peers, Path(name, "base")), options.rounds, ours)
+        run_rounds(choose_runs(bucket, store, options.peers), options.rounds, ours)
 
 
 def run_rounds(runs: dict[str, Callable[[], tuple[float, int] | None]], rounds: int, server: Connection) -> None:
