@@ -10,13 +10,13 @@ raised, and the next call makes another one.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from xrank.environment import environ
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.lending.peer_memory import SpanArray, UnreadableMemoryError
@@ -167,7 +167,7 @@ def _start(spans: Sequence[tuple[int, int]]) -> Any:
     from mooncake.engine import TransferEngine
 
     native = TransferEngine()
-    protocol, device = os.environ.get("MOONCAKE_PROTOCOL", "tcp"), os.environ.get("MOONCAKE_DEVICE", "")
+    protocol, device = environ().get("MOONCAKE_PROTOCOL", "tcp"), environ().get("MOONCAKE_DEVICE", "")
     if native.initialize(_host(), "P2PHANDSHAKE", protocol, device):
         raise UsageError(
             "Mooncake's transfer engine does not start",
@@ -186,7 +186,7 @@ def _start(spans: Sequence[tuple[int, int]]) -> Any:
 
 
 def _host() -> str:
-    return os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or host_addresses()[0]
+    return environ().get("MOONCAKE_LOCAL_HOSTNAME") or host_addresses()[0]
 
 
 def _merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
