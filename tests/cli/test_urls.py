@@ -51,13 +51,34 @@ def test_commands_exit_2_and_write_nothing(room: Path, name: str) -> None:
     assert URL in ended.output
 
 
-@pytest.mark.parametrize("url", ["gs://b/x", "az://b/x", "abfs+s://b/x"])
+@pytest.mark.parametrize("url", ["gs://b/x", "abfs+s://b/x"])
 def test_stores_that_are_not_written_to_are_named(room: Path, url: str) -> None:
     with pytest.raises(UsageError, match="outputs are not written to") as caught:
         xrank.gather_checkpoint("here", url)
     assert caught.value.next_step
     with pytest.raises(UsageError, match="outputs are not written to"):
         xrank.gather_checkpoint("here", Path(url))  # of whose two slashes pathlib leaves one
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "cause"),
+    [
+        ("az://b/x", {}, "MissingAccount"),
+        ("az://b/x", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "?"}, "InvalidAccessKey"),
+        ("abfs://b@a/x", {"AZURE_STORAGE_ACCOUNT_KEY": "?"}, "InvalidAccessKey"),
+        ("gs://b/x", {"GOOGLE_SERVICE_ACCOUNT": "absent.json"}, "OpenCredentials"),
+        ("s3://b/x", {"AWS_ACCESS_KEY_ID": "a"}, "MissingSecretAccessKey"),
+    ],
+)
+def test_environments_that_open_no_store_are_told_what_to_set(
+    room: Path, monkeypatch: pytest.MonkeyPatch, url: str, variables: dict[str, str], cause: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="cannot be opened with what the environment says") as caught:
+        xrank.inspect(url)
+    assert caught.value.got == cause
+    assert next(iter(variables), "AZURE_STORAGE_ACCOUNT_NAME") in caught.value.next_step
 
 
 def test_calls_refuse_urls(room: Path) -> None:

@@ -28,6 +28,15 @@ __all__ = ["ObstoreBackend", "open_obstore"]
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})([A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _THROTTLED = {"429", "503"}
+_CAUSE = re.compile(r"\b(?:Missing|Invalid|Open|Decode|Unknown|Unable)[A-Z]\w+")
+"""object_store's name of what an environment lacks."""
+_AZURE = "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY as Azure shows it or another credential"
+_NEXT_STEPS = {
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or none of them",
+    "gs": "let GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT name a file of credentials",
+    "az": _AZURE,
+    "abfs": _AZURE,
+}
 _REQUEST_SECONDS = 60.0
 
 
@@ -81,42 +90,47 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
     """Return the backend of a bucket, container or host.
 
     Raises:
-        UsageError: obstore is not installed, or plain http is not allowed.
+        UsageError: obstore is not installed, plain http is not allowed, or the environment lacks an account or has
+            half of a key.
     """
     require_obstore(f"reading {root}")
     from obstore.exceptions import BaseError
-    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-    scheme, _, place = root.partition("://")
+    scheme = root.partition("://")[0]
     check_https(root, root, allow_http=settings.allow_http)
     client: dict[str, Any] = {
         "timeout": f"{min(_REQUEST_SECONDS, settings.timeout_seconds)}s",
         "allow_http": scheme == "http" or _may_use_http(scheme, root, settings),
     }
     options: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
-    store: ObjectStore
+    try:
+        return ObstoreBackend(_make_store(root, options))
+    except BaseError as error:
+        raise UsageError(
+            f"{root} cannot be opened with what the environment says",
+            file=root,
+            # A name, as the text may contain more of the environment.
+            got=" ".join(_CAUSE.findall(str(error))[:1]) or type(error).__name__,
+            next_step=_NEXT_STEPS.get(scheme, "correct the URL"),
+        ) from None
+
+
+def _make_store(root: str, options: dict[str, Any]) -> ObjectStore:
+    from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+    scheme, _, place = root.partition("://")
     if scheme == "s3":
         # The keys are the bucket's as they are; boto3 takes the region from AWS_DEFAULT_REGION, too.
         region = environ().get("AWS_REGION") or environ().get("AWS_DEFAULT_REGION") or "us-east-1"
-        try:
-            store = S3Store(place, region=region, **options)
-        except BaseError as error:  # such as a key's name without its secret
-            raise UsageError(
-                f"{root} cannot be opened with what the environment says",
-                file=root,
-                got=" ".join(re.findall(r"Missing\w+|Invalid\w+", str(error))[:1]) or type(error).__name__,
-                next_step="set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or none of them",
-            ) from None
-    elif scheme == "gs":
-        store = GCSStore(place, **options)
-    elif scheme in ("az", "abfs"):
+        return S3Store(place, region=region, **options)
+    if scheme == "gs":
+        return GCSStore(place, **options)
+    if scheme in ("az", "abfs"):
         container, _, account = place.partition("@")
         if account:
-            options["account_name"] = account.partition(".")[0]
-        store = AzureStore(container, **options)
-    else:
-        store = HTTPStore.from_url(root, **options)
-    return ObstoreBackend(store)
+            options = {**options, "account_name": account.partition(".")[0]}
+        return AzureStore(container, **options)
+    return HTTPStore.from_url(root, **options)
 
 
 def _may_use_http(scheme: str, root: str, settings: StoreSettings) -> bool:
