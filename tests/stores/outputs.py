@@ -1,4 +1,4 @@
-"""Places that a gather writes to, for tests of the same promises: a folder, S3 buckets and Azure containers."""
+"""Places that a gather writes to, for tests of the same promises: a folder, buckets, Azure containers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import pytest
 
 from tests.stores.azure_servers import Container, make_container
 from tests.stores.fault_proxy import FaultProxy, Request
+from tests.stores.google_servers import GoogleBucket
 from tests.stores.servers import Bucket, make_bucket, open_proxy
 
-QUICK = ("folder", "s3", "az")
+QUICK = ("folder", "s3", "gs", "az")
 """The places of `make test`; moto and Azurite come in `make soak`."""
 
 
@@ -85,7 +86,7 @@ class FolderOutput:
 class StoreOutput:
     """A bucket or a container, behind a proxy."""
 
-    place: Bucket | Container
+    place: Bucket | GoogleBucket | Container
     proxy: FaultProxy
 
     @property
@@ -122,10 +123,12 @@ class StoreOutput:
         return done
 
 
-def part_of(place: Bucket | Container, request: Request) -> tuple[str, str] | None:
+def part_of(place: Bucket | GoogleBucket | Container, request: Request) -> tuple[str, str] | None:
     """Return the key and the number, or name, of the part that a request has sent."""
     if isinstance(place, Bucket):
         found = re.fullmatch(rf"/{place.name}/(.*)\?partNumber=(\d+)&uploadId=.*", request.path)
+    elif isinstance(place, GoogleBucket):
+        found = re.fullmatch(rf"/{place.name}/\.xrank-parts/(.*)/([^/?]*)", request.path)
     else:
         found = re.fullmatch(rf"/\w+/{place.name}/(.*)\?blockid=(.*)&comp=block", request.path.replace("%3D", "="))
     return (found[1], found[2]) if found and request.method == "PUT" else None
@@ -133,17 +136,27 @@ def part_of(place: Bucket | Container, request: Request) -> tuple[str, str] | No
 
 @contextmanager
 def open_output(kind: str, request: pytest.FixtureRequest, room: Path) -> Iterator[Output]:
-    """Yield an empty place: a folder, or in one of the servers ``s3``, ``moto``, ``az``, ``azurite``."""
+    """Yield an empty place: a folder, or in one of the servers ``s3``, ``moto``, ``gs``, ``az``, ``azurite``."""
     if kind == "folder":
         (room / "models").mkdir()
         yield FolderOutput(room / "models")
         return
     server: Any = request.getfixturevalue(
-        {"s3": "small_server", "moto": "moto_server", "az": "small_azure", "azurite": "azurite_server"}[kind]
+        {
+            "s3": "small_server",
+            "moto": "moto_server",
+            "gs": "small_google",
+            "az": "small_azure",
+            "azurite": "azurite_server",
+        }[kind]
     )
     address = server if isinstance(server, str) else server.url
-    is_s3 = kind in ("s3", "moto")
-    place = make_bucket(address) if is_s3 else make_container(address, f"box{abs(hash(room)):x}")
+    name = f"box{abs(hash(room)):x}"
+    place: Bucket | GoogleBucket | Container
+    if kind == "gs":
+        place = GoogleBucket(address, name)
+    else:
+        place = make_bucket(address) if kind in ("s3", "moto") else make_container(address, name)
     with open_proxy(address) as proxy:
         yield StoreOutput(place, proxy)
     if not isinstance(server, str):

@@ -206,7 +206,7 @@ def test_errors_name_the_object_and_the_rank(
     assert not shared_bucket.list_uploads()
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket", "https://host/run"])
+@pytest.mark.parametrize("url", ["gs://bucket", "s3://bucket", "https://host/run"])
 def test_other_places_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"workspace is in S3|whole bucket"):
         ObjectWorkspace(url)

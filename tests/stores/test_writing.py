@@ -98,8 +98,8 @@ def test_refuses_a_whole_bucket(states: Path, small_bucket: Bucket, out: str) ->
 def test_refuses_what_a_store_cannot(
     states: Path, small_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="gs:// stores"):
-        gather(states, "gs://bucket/one")
+    with pytest.raises(UsageError, match="https:// stores"):
+        gather(states, "https://host/one")
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="in the place of any object"):
         patch.setenv("AWS_ENDPOINT_URL_S3", "https://storage.googleapis.com")
         open_uploads(open_store(small_bucket.url)[0])

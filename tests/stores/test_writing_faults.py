@@ -9,9 +9,11 @@ import pytest
 from tests.stores import fault_proxy
 from tests.stores.azure_servers import Container
 from tests.stores.fault_proxy import EVERY, choose_by_seed
+from tests.stores.google_servers import GoogleBucket
 from tests.stores.histories import make_seeds, set_up, speed_up
 from tests.stores.servers import Bucket, open_proxy
 from tests.stores.small_azure import SmallAzure
+from tests.stores.small_google import SmallGoogle
 from tests.stores.small_s3 import SmallS3
 from tests.stores.written import leave_states, read_folder, read_model
 from xrank.conversion.gather import gather_checkpoint
@@ -28,7 +30,7 @@ _RATES = (0.02, 0.05, 0.1, 0.3)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     make_seeds(metafunc, count=25, soak=1000, a_job=_SEEDS_A_JOB)
     if "kind" in metafunc.fixturenames:
-        metafunc.parametrize("kind", ("s3", "az"))
+        metafunc.parametrize("kind", ("s3", "gs", "az"))
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +52,22 @@ def small_parts(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def place(
-    kind: str, request: pytest.FixtureRequest, small_azure: SmallAzure, monkeypatch: pytest.MonkeyPatch
-) -> Bucket | Container:
+    kind: str,
+    request: pytest.FixtureRequest,
+    small_azure: SmallAzure,
+    small_google: SmallGoogle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Bucket | GoogleBucket | Container:
     """An empty bucket or container; this process's environment leads to it."""
     if kind == "s3":
         bucket: Bucket = request.getfixturevalue("small_bucket")
         return bucket
     small_azure.forget("faults")
-    container = Container(small_azure.url, "faults")
-    for name, value in container.environment().items():
+    small_google.forget("faults")
+    made = GoogleBucket(small_google.url, "faults") if kind == "gs" else Container(small_azure.url, "faults")
+    for name, value in made.environment().items():
         monkeypatch.setenv(name, value)
-    return container
+    return made
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -69,13 +76,14 @@ def test_seeded_histories(
     kind: str,
     states: Path,
     expected: dict[str, bytes],
-    place: Bucket | Container,
+    place: Bucket | GoogleBucket | Container,
     small_server: SmallS3,
     small_azure: SmallAzure,
+    small_google: SmallGoogle,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = {"made": 0, "refused": 0}
-    server = small_server if kind == "s3" else small_azure
+    server = {"s3": small_server, "gs": small_google, "az": small_azure}[kind]
     with open_proxy(place.server) as proxy:
         set_up(proxy)
         for seed in range(first_seed, first_seed + _SEEDS_A_JOB):
@@ -100,6 +108,7 @@ def test_seeded_histories(
             left = server.read_all(place.name)
             assert left == {f"one-{seed}/{name}": data for name, data in expected.items()}, f"seed {seed}"
             assert not small_server.list_uploads(place.name), f"seed {seed}"
+            assert not small_google.list_parts(place.name), f"seed {seed}"
             # A blob whose record was damaged is made again beside itself; Azure itself removes such blocks.
             assert {key for key, _ in small_azure.list_blocks(place.name)} <= left.keys(), f"seed {seed}"
             server.forget(place.name)

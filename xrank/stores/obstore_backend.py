@@ -104,7 +104,7 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
     }
     options: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
     try:
-        return ObstoreBackend(_make_store(root, options))
+        store = _make_store(root, options)
     except BaseError as error:
         raise UsageError(
             f"{root} cannot be opened with what the environment says",
@@ -113,6 +113,11 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
             got=" ".join(_CAUSE.findall(str(error))[:1]) or type(error).__name__,
             next_step=_NEXT_STEPS.get(scheme, "correct the URL"),
         ) from None
+    if scheme == "gs":
+        from xrank.stores.google_backend import GoogleBackend
+
+        return GoogleBackend(store, root, settings)
+    return ObstoreBackend(store)
 
 
 def _make_store(root: str, options: dict[str, Any]) -> ObjectStore:

@@ -219,8 +219,8 @@ def _refuse_google(variables: Mapping[str, str], url: str) -> None:
         raise UsageError(
             f"{url}: Google's store completes uploads in the place of any object, also of another gather's",
             file=url,
-            want="a store that knows If-None-Match for completed uploads, or a folder",
-            next_step="write to a folder, and copy it",
+            want="gs://, or a store that knows If-None-Match for completed uploads",
+            next_step="write to gs://, with the credentials that reading it takes",
         )
 
 

@@ -23,7 +23,7 @@ __all__ = [
     "part_nbytes_for",
 ]
 
-WRITABLE = ("s3", "az", "abfs")
+WRITABLE = ("s3", "gs", "az", "abfs")
 """Schemes of the stores that take uploads."""
 SMALLEST_PART_NBYTES = 5 << 20
 """Fewest bytes of a part that is not the last (S3 User Guide, "Amazon S3 multipart upload limits")."""
@@ -196,6 +196,10 @@ def open_uploads(store: Store, url: str | None = None) -> Uploads:
         from xrank.stores.s3_uploads import S3Uploads
 
         return S3Uploads(store, url)
+    if scheme == "gs":
+        from xrank.stores.google_uploads import GoogleUploads
+
+        return GoogleUploads(store, url)
     assert scheme in WRITABLE, "the place was checked"
     from xrank.stores.azure_uploads import AzureUploads
 

@@ -181,7 +181,7 @@ def _check_directory(path: str | os.PathLike[str]) -> None:
     try:
         check_no_url(path)
     except UsageError as error:
-        if os.fspath(path).startswith(("s3:", "az:", "abfs:")):
+        if os.fspath(path).startswith(("s3:", "gs:", "az:", "abfs:")):
             error.advise(f"construct xrank.ObjectWorkspace({os.fspath(path)!r}), or give a directory")
         raise
 

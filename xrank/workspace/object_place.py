@@ -1,4 +1,4 @@
-"""The place of a workspace in a store: a prefix in an S3 bucket or an Azure container."""
+"""The place of a workspace in a store: a prefix in a bucket of S3 or Google, or an Azure container."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ class ObjectPlace:
             UsageError: ranks cannot write there: xrank writes to no such store, or it is a whole bucket, or no URL.
         """
         url = clean_path(path)
-        want = "s3://bucket/prefix, az://container/prefix, or a directory that all ranks mount"
+        want = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or a directory that all ranks mount"
         if not is_url(url) or split_url(url).scheme not in WRITABLE:
-            raise UsageError(f"{url}: a workspace is in S3, in Azure, or in a directory", file=url, want=want)
+            raise UsageError(
+                f"{url}: a workspace is in S3, Google Cloud Storage, Azure, or in a directory", file=url, want=want
+            )
         if not split_url(url).key:
             raise UsageError(f"{url} is a whole bucket", file=url, want=want, next_step=f"give {url}/NAME")
         return cls(url)

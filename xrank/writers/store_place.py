@@ -47,7 +47,7 @@ class StorePlace:
             raise UsageError(
                 f"{url}: outputs are not written to {place.scheme}:// stores",
                 file=url,
-                want="s3:// or az://, whose uploads appear at one instant, or a folder",
+                want="s3://, gs:// or az://, whose uploads appear at one instant, or a folder",
                 next_step=f"choose another {option('out')}",
             )
         if not place.key:

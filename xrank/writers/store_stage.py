@@ -296,11 +296,10 @@ class StoreStage:
                 continue
             key = self._place.file_key(upload.name)
             listed = self._uploads.list_parts(key, upload.upload_id)
-            if listed is None:
-                there = self._uploads.head(key)  # a killed commit may have completed it
+            is_there = listed is not None and all(_is_listed(part, listed) for part in record.parts)
+            if not is_there:
+                there = self._uploads.head(key)  # a killed commit may have completed it, and removed parts
                 is_there = there is not None and (there.mark, there.nbytes) == (content.stage, record.nbytes)
-            else:
-                is_there = all(_is_listed(part, listed) for part in record.parts)
             if is_there:
                 self._records[name] = record
                 self._finished[name] = JournalLine(name, record.nbytes, record.digest)
