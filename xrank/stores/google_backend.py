@@ -37,6 +37,10 @@ class GoogleBackend(ObstoreBackend):
         condition = self._connection.find_condition(key, replaces=not if_absent, if_version=if_version)
         return self._connection.put(key, data, condition).headers.get("etag", "")
 
+    def delete(self, key: str) -> None:
+        """Delete an object; it may be absent."""
+        self._connection.delete(key)
+
     @cached_property
     def _connection(self) -> GoogleConnection:
         """Reading needs none, and obstore finds credentials without google-auth."""

@@ -99,6 +99,16 @@ class GoogleConnection:
                 return None
             raise
 
+    def delete(self, key: str) -> None:
+        """Delete an object; it may be absent. A 404 is believed when a second request finds nothing, too."""
+        try:
+            self.send("DELETE", key)
+        except FaultError as fault:
+            if fault.kind is not FaultKind.MISSING:
+                raise
+            if self.look_at(key) is not None:
+                raise FaultError(FaultKind.PASSING, fault.text) from None
+
     def find_condition(self, key: str, *, replaces: bool, if_version: str | None) -> dict[str, str]:
         """Return the header that lets a request make an object only in the right place: a generation, not an etag."""
         if if_version is None:

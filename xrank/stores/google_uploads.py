@@ -118,7 +118,8 @@ class GoogleUploads(Uploads):
     ) -> None:
         """Make the object of the parts, and remove them."""
         there = {source.key: source for source in self._list(f"{PARTS}/{key}/{upload_id}-")}
-        sources = [there.get(_part_key(key, upload_id, part)) for part in parts]
+        names = [_part_key(key, upload_id, part) for part in parts]
+        sources = [there.get(name) for name in names]
         known = [s for s, part in zip(sources, parts, strict=True) if s is not None and s.nbytes == part.nbytes]
         is_whole = len(known) == len(parts)
         if is_whole:
@@ -131,7 +132,7 @@ class GoogleUploads(Uploads):
             self._compose(key, known, {_MARK: mark, **condition})
 
         self._publish(key, send, mark, sum(part.nbytes for part in parts))
-        self.abort(key, upload_id)
+        self._clear(key, upload_id, names)
 
     def put_new(
         self,
@@ -166,7 +167,11 @@ class GoogleUploads(Uploads):
 
     def abort(self, key: str, upload_id: str) -> None:
         """Remove the parts of an upload; they may be gone."""
-        names = [source.key for source in self._list(f"{PARTS}/{key}/{upload_id}-")]
+        self._clear(key, upload_id, ())
+
+    def _clear(self, key: str, upload_id: str, known: Sequence[str]) -> None:
+        """Delete the known parts of an upload, and all others that are listed."""
+        names = {*known, *(source.key for source in self._list(f"{PARTS}/{key}/{upload_id}-"))}
         with ThreadPoolExecutor(_SENDERS, thread_name_prefix="xrank-clean") as pool:
             for _ in pool.map(self._delete, names):
                 pass
@@ -230,14 +235,7 @@ class GoogleUploads(Uploads):
             query["continuation-token"] = need_text(text, "NextContinuationToken")
 
     def _delete(self, key: str) -> None:
-        def send() -> None:
-            try:
-                self._connection.send("DELETE", key)
-            except FaultError as fault:
-                if fault.kind is not FaultKind.MISSING:
-                    raise
-
-        self._repeat(key, "cleaned", send)
+        self._repeat(key, "cleaned", lambda: self._connection.delete(key))
 
 
 def _part_key(key: str, upload_id: str, part: Part) -> str:
