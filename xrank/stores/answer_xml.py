@@ -8,7 +8,7 @@ from html import unescape
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer
 
-__all__ = ["decode_text", "find_text", "list_texts", "need_field", "need_text"]
+__all__ = ["decode_text", "find_text", "list_texts", "need_field", "need_number", "need_text"]
 
 
 def decode_text(answer: Answer) -> str:
@@ -32,6 +32,18 @@ def need_text(text: str, name: str) -> str:
     if not found:
         raise FaultError(FaultKind.PASSING, f"an answer without {name}")
     return found
+
+
+def need_number(text: str, name: str) -> int:
+    """Return the number in the first element of a name.
+
+    Raises:
+        FaultError: there is none.
+    """
+    found = need_text(text, name)
+    if not re.fullmatch(r"[0-9]{1,19}", found):
+        raise FaultError(FaultKind.PASSING, f"an answer without a number as {name}")
+    return int(found)
 
 
 def need_field(answer: Answer, name: str) -> str:

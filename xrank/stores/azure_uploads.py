@@ -21,7 +21,7 @@ from email.utils import parsedate_to_datetime
 from isal import isal_zlib
 
 from xrank.environment import environ
-from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_text
+from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_number, need_text
 from xrank.stores.azure_connection import AzureConnection
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
@@ -148,14 +148,19 @@ class AzureUploads(Uploads):
     def list_uploads(self, prefix: str) -> Iterator[tuple[str, str, float]]:
         """Yield (key, id, age in seconds) of the uploads below a prefix to blobs that no reader sees."""
         query = {"restype": "container", "comp": "list", "include": "uncommittedblobs", "prefix": prefix}
+
+        def send() -> tuple[list[str], str | None]:
+            answer = self._connection.send("GET", "", query)
+            blobs = [(need_text(text, "Name"), text) for text in list_texts(answer, "Blob")]
+            empty = [key for key, text in blobs if find_text(text, "Content-Length") == "0"]
+            return empty, find_text(decode_text(answer), "NextMarker")
+
         while True:
-            answer = self._repeat(prefix, "listed", lambda: self._connection.send("GET", "", query))
-            for text in list_texts(answer, "Blob"):
-                key = need_text(text, "Name")
-                if find_text(text, "Content-Length") == "0" and self.head(key) is None:
+            empty, marker = self._repeat(prefix, "listed", send)
+            for key in empty:
+                if self.head(key) is None:
                     for upload_id in self._list_blocks(key):
                         yield key, upload_id, time.time() - int(upload_id[:10], 16)
-            marker = find_text(decode_text(answer), "NextMarker")
             if not marker:
                 return
             query["marker"] = marker
@@ -176,7 +181,7 @@ class AzureUploads(Uploads):
                 match = _BLOCK.fullmatch(name)
                 if match is not None:
                     known = found.setdefault(match[1], {})
-                    known[int(match[2])] = (int(need_text(text, "Size")), f'"{match[3]}"', None)
+                    known[int(match[2])] = (need_number(text, "Size"), f'"{match[3]}"', None)
             return found
 
         return self._repeat(key, "looked at", send)

@@ -29,7 +29,7 @@ from xml.sax.saxutils import escape
 from isal import isal_zlib
 
 from xrank.environment import environ
-from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_text
+from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_number, need_text
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.google_connection import CONDITION, GENERATION, GoogleConnection
@@ -41,6 +41,8 @@ PARTS = ".xrank-parts"
 """Prefix in the bucket of all parts."""
 _MARK = "x-goog-meta-xrank-stage"
 _MOST_SOURCES = 32
+_MOST_LISTS = 4
+"""Lists of an object's parts until one of them is empty."""
 _SENDERS = 8
 """Requests at once that join or delete parts."""
 _PART = re.compile(r"([0-9a-f]{22})-(\d{5})-([0-9a-f]{32})")
@@ -132,7 +134,8 @@ class GoogleUploads(Uploads):
             self._compose(key, known, {_MARK: mark, **condition})
 
         self._publish(key, send, mark, sum(part.nbytes for part in parts))
-        self._clear(key, upload_id, names)
+        # Of other uploads too, which a damaged record has left: readers see the object now.
+        self._clear(key, f"{PARTS}/{key}/", names)
 
     def put_new(
         self,
@@ -167,14 +170,19 @@ class GoogleUploads(Uploads):
 
     def abort(self, key: str, upload_id: str) -> None:
         """Remove the parts of an upload; they may be gone."""
-        self._clear(key, upload_id, ())
+        self._clear(key, f"{PARTS}/{key}/{upload_id}-", ())
 
-    def _clear(self, key: str, upload_id: str, known: Sequence[str]) -> None:
-        """Delete the known parts of an upload, and all others that are listed."""
-        names = {*known, *(source.key for source in self._list(f"{PARTS}/{key}/{upload_id}-"))}
-        with ThreadPoolExecutor(_SENDERS, thread_name_prefix="xrank-clean") as pool:
-            for _ in pool.map(self._delete, names):
-                pass
+    def _clear(self, key: str, prefix: str, known: Sequence[str]) -> None:
+        """Delete the known parts of an object, and all others that lie below a prefix."""
+        for _ in range(_MOST_LISTS):  # a list that arrived damaged may lack some
+            matches = [_LISTED.fullmatch(source.key) for source in self._list(prefix)]
+            names = {*known, *(match[0] for match in matches if match is not None and match[1] == key)}
+            if not names:
+                return
+            with ThreadPoolExecutor(_SENDERS, thread_name_prefix="xrank-clean") as pool:
+                for _ in pool.map(self._delete, names):
+                    pass
+            known = ()
 
     def list_uploads(self, prefix: str) -> Iterator[tuple[str, str, float]]:
         """Yield (key, id, age in seconds) of the uploads below a prefix."""
@@ -222,17 +230,25 @@ class GoogleUploads(Uploads):
         self._connection.put(key, body, headers, {"compose": ""})
 
     def _list(self, prefix: str) -> list[_Source]:
-        found = []
+        found: list[_Source] = []
         query = {"list-type": "2", "prefix": prefix}
-        while True:
-            answer = self._repeat(prefix, "listed", lambda: self._connection.send("GET", "", query))
-            for text in list_texts(answer, "Contents"):
-                generation = find_text(text, "Generation")
-                found.append(_Source(need_text(text, "Key"), int(need_text(text, "Size")), generation))
+
+        def send() -> tuple[list[_Source], str | None]:
+            answer = self._connection.send("GET", "", query)
+            page = [
+                _Source(need_text(text, "Key"), need_number(text, "Size"), find_text(text, "Generation"))
+                for text in list_texts(answer, "Contents")
+            ]
             text = decode_text(answer)
-            if find_text(text, "IsTruncated") != "true":
+            is_last = find_text(text, "IsTruncated") != "true"
+            return page, None if is_last else need_text(text, "NextContinuationToken")
+
+        while True:
+            page, token = self._repeat(prefix, "listed", send)
+            found += page
+            if token is None:
                 return found
-            query["continuation-token"] = need_text(text, "NextContinuationToken")
+            query["continuation-token"] = token
 
     def _delete(self, key: str) -> None:
         self._repeat(key, "cleaned", lambda: self._connection.delete(key))

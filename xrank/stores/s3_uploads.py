@@ -19,7 +19,7 @@ from isal import isal_zlib
 
 from xrank.environment import environ
 from xrank.errors import UsageError
-from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_field, need_text
+from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_field, need_number, need_text
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer
@@ -89,8 +89,8 @@ class S3Uploads(Uploads):
                 for text in list_texts(answer, "Part"):
                     crc32 = find_text(text, "ChecksumCRC32")
                     known = None if crc32 is None else int.from_bytes(base64.b64decode(crc32), "big")
-                    found[int(need_text(text, "PartNumber"))] = (
-                        int(need_text(text, "Size")),
+                    found[need_number(text, "PartNumber")] = (
+                        need_number(text, "Size"),
                         need_text(text, "ETag"),
                         known,
                     )
@@ -194,19 +194,32 @@ class S3Uploads(Uploads):
     def list_uploads(self, prefix: str) -> Iterator[tuple[str, str, float]]:
         """Yield (key, id, age in seconds) of the uploads below a prefix that are neither completed nor aborted."""
         query = {"uploads": "", "prefix": prefix}
-        while True:
-            answer = self._repeat(prefix, "listed", lambda: self._connection.send("GET", "", query))
-            now = parsedate_to_datetime(answer.headers["date"])  # the store's clock, not this host's
-            for text in list_texts(answer, "Upload"):
-                begun = datetime.fromisoformat(need_text(text, "Initiated"))
-                yield need_text(text, "Key"), need_text(text, "UploadId"), (now - begun).total_seconds()
+
+        def send() -> tuple[list[tuple[str, str, float]], dict[str, str]]:
+            answer = self._connection.send("GET", "", query)
             text = decode_text(answer)
+            found = [_read_upload(answer, upload) for upload in list_texts(answer, "Upload")]
             if find_text(text, "IsTruncated") != "true":
+                return found, {}
+            markers = need_text(text, "NextKeyMarker"), need_text(text, "NextUploadIdMarker")
+            return found, dict(zip(("key-marker", "upload-id-marker"), markers, strict=True))
+
+        while True:
+            found, markers = self._repeat(prefix, "listed", send)
+            yield from found
+            if not markers:
                 return
-            query["key-marker"], query["upload-id-marker"] = (
-                need_text(text, "NextKeyMarker"),
-                need_text(text, "NextUploadIdMarker"),
-            )
+            query |= markers
+
+
+def _read_upload(answer: Answer, text: str) -> tuple[str, str, float]:
+    """Return key, id and age of an upload in a list."""
+    try:
+        now = parsedate_to_datetime(answer.headers["date"])  # the store's clock, not this host's
+        begun = datetime.fromisoformat(need_text(text, "Initiated"))
+    except (KeyError, ValueError):
+        raise FaultError(FaultKind.PASSING, "an answer without times") from None
+    return need_text(text, "Key"), need_text(text, "UploadId"), (now - begun).total_seconds()
 
 
 def _refuse_google(variables: Mapping[str, str], url: str) -> None:
