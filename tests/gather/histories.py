@@ -25,7 +25,7 @@ EVENTS = (
     *("wrong argument", "wrong argument", "wrong ranks", "raise in the body", "raise in the body", "other order"),
     *("stop", "die before", "die in the body", "die after"),
 )
-WRONG: tuple[dict[str, Any], ...] = ({"timeout_seconds": 0}, {"key": (1, 2)}, {"workspace_path": "gs://a/b"})
+WRONG: tuple[dict[str, Any], ...] = ({"timeout_seconds": 0}, {"key": (1, 2)}, {"workspace_path": "https://a/b"})
 _SIZES = (1, 3000, 60_000)
 
 

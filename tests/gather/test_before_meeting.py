@@ -95,7 +95,7 @@ def test_a_wait_of_more_than_ten_seconds_is_logged_with_the_rank_that_is_missing
 WRONG = {
     "no time": {"timeout_seconds": 0},
     "no number": {"timeout_seconds": "soon"},
-    "a URL": {"workspace_path": "gs://bucket/folder"},
+    "a URL": {"workspace_path": "https://host/folder"},
     "no path": {"workspace_path": 7},
     "a key of another type": {"key": (1, 2)},
     "ranks twice": {"ranks": [0, 1, 1]},
