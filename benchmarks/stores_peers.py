@@ -1,4 +1,4 @@
-"""What others do with a checkpoint in a bucket; `stores_writing` runs each in a process of its own.
+"""Other programs that merge or read a checkpoint in a bucket; `stores_writing` runs each in its own process.
 
     python -m benchmarks.stores_peers PEER SOURCE_URL [OUT_URL]
 

@@ -1,4 +1,4 @@
-"""What the small S3 server keeps: objects, and uploads on their way."""
+"""Objects and unfinished uploads that the small S3 server keeps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StoredObject:
     metadata: dict[str, str] = field(default_factory=dict)
     modified: str = field(default_factory=lambda: formatdate(usegmt=True))
     crc32: str = ""
-    """Of an upload's part."""
+    """A part of an upload."""
 
 
 @dataclass

@@ -13,15 +13,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import load
 
 import xrank
 from tests.stores.azure_servers import KEY, Container, make_container
 from tests.stores.fault_proxy import FaultKind, choose_at, choose_by_seed
 from tests.stores.servers import open_proxy
 from tests.stores.small_azure import ACCOUNT, SmallAzure
-from tests.stores.written import leave_states, read_folder
+from tests.stores.written import check_kinds_of_outputs, leave_states
 from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.stores.azure_account import AzureAccount
 from xrank.stores.client import open_store
@@ -31,7 +29,6 @@ from xrank.testing.message_contract import MakeMessageWorkspace, MessageWorkspac
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 
 MIB = 1 << 20
-LAYOUT = '[mesh]\ngrid = "tp=4"\n[tensors]\n".*norm.weight" = "[cols]"\n"[ab].weight" = "[rows, cols/tp]"\n'
 SAS = "sv=2023-11-03&ss=b&srt=sco&sp=rwdlac&se=2036-01-01&sig=marked%2Bsignature%3D"
 
 
@@ -216,23 +213,7 @@ def test_no_secret_is_written(
 
 
 def test_writes_what_s3_takes_too(small_container: Container, small_azure: SmallAzure, tmp_path: Path) -> None:
-    """A gather from a container into one, states in another layout, and a live model's weights."""
-    states = leave_states(tmp_path / "states", rows=26)
-    xrank.gather_checkpoint(states, tmp_path / "model", max_shard_size="200KB")
-    url = small_container.put_folder(states, "run/states")
-    xrank.gather_checkpoint(url, f"{small_container.url}/model", max_shard_size="200KB")
-    made = {key: data for key, data in small_container.read_all("model/").items() if "manifest" not in key}
-    expected = {
-        f"model/{name}": data for name, data in read_folder(tmp_path / "model").items() if "manifest" not in name
-    }
-    assert made == expected
-    layout = tmp_path / "layout.toml"
-    layout.write_text(LAYOUT)
-    xrank.reshard_checkpoint(url, layout, f"{small_container.url}/states")
-    assert xrank.inspect(f"{small_container.url}/states").source["world_size"] == 4
-    weight = torch.nn.Linear(40, 30)
-    xrank.export_model(weight, f"{small_container.url}/live")
-    assert load(small_azure.read_all("small")["live/model.safetensors"]).keys() == {"weight", "bias"}
+    check_kinds_of_outputs(small_container, tmp_path)
     assert small_azure.list_blocks("small") == {}
 
 

@@ -13,16 +13,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load
 
 import xrank
 from tests.stores.fault_proxy import FaultKind, choose_at, choose_by_seed
 from tests.stores.google_servers import GoogleBucket
 from tests.stores.servers import open_proxy
 from tests.stores.small_google import TOKEN, SmallGoogle
-from tests.stores.test_azure import LAYOUT
-from tests.stores.written import leave_states, read_folder
+from tests.stores.written import check_kinds_of_outputs, leave_states
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.stores.client import open_store
 from xrank.stores.faults import FaultError
@@ -240,22 +237,7 @@ def test_no_secret_is_written(
 
 
 def test_writes_what_s3_takes_too(bucket: GoogleBucket, small_google: SmallGoogle, tmp_path: Path) -> None:
-    """A gather from a bucket into one, states in another layout, and a live model's weights."""
-    states = leave_states(tmp_path / "states", rows=26)
-    xrank.gather_checkpoint(states, tmp_path / "model", max_shard_size="200KB")
-    url = bucket.put_folder(states, "run/states")
-    xrank.gather_checkpoint(url, f"{bucket.url}/model", max_shard_size="200KB")
-    made = {key: data for key, data in bucket.read_all("model/").items() if "manifest" not in key}
-    expected = {
-        f"model/{name}": data for name, data in read_folder(tmp_path / "model").items() if "manifest" not in name
-    }
-    assert made == expected
-    layout = tmp_path / "layout.toml"
-    layout.write_text(LAYOUT)
-    xrank.reshard_checkpoint(url, layout, f"{bucket.url}/states")
-    assert xrank.inspect(f"{bucket.url}/states").source["world_size"] == 4
-    xrank.export_model(torch.nn.Linear(40, 30), f"{bucket.url}/live")
-    assert load(small_google.read_all("box")["live/model.safetensors"]).keys() == {"weight", "bias"}
+    check_kinds_of_outputs(bucket, tmp_path)
     assert small_google.list_parts("box") == set()
 
 

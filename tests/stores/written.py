@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from safetensors.torch import load
 
+import xrank
 from tests.stores.fault_proxy import Request
 from tests.stores.servers import Bucket
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
@@ -18,6 +21,21 @@ from xrank.workspace.nfs import NFSWorkspace
 
 FILE_NBYTES = "12MB"
 """Two files of two parts and a rest each, and one small file."""
+_LAYOUT = '[mesh]\ngrid = "tp=4"\n[tensors]\n".*norm.weight" = "[cols]"\n"[ab].weight" = "[rows, cols/tp]"\n'
+
+
+class Place(Protocol):
+    """An empty bucket or container."""
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+
+    def put_folder(self, folder: Path, prefix: str) -> str:
+        """Write a folder's files and return their URL."""
+
+    def read_all(self, prefix: str = "") -> dict[str, bytes]:
+        """Return the bytes of all objects below a prefix, by key."""
 
 
 def leave_states(folder: Path, *, seed: int = 0, rows: int = 1500, vectors: int = 1) -> Path:
@@ -74,3 +92,20 @@ def part_of(bucket: Bucket, request: Request) -> tuple[str, int] | None:
     """Return the key and the number of the part that a request sent."""
     found = re.fullmatch(rf"/{bucket.name}/(.*)\?partNumber=(\d+)&uploadId=.*", request.path)
     return (found[1], int(found[2])) if found and request.method == "PUT" else None
+
+
+def check_kinds_of_outputs(place: Place, folder: Path) -> None:
+    """Check a gather from a store into it, states in another layout, and a live model's weights."""
+    states = leave_states(folder / "states", rows=26)
+    xrank.gather_checkpoint(states, folder / "model", max_shard_size="200KB")
+    url = place.put_folder(states, "run/states")
+    xrank.gather_checkpoint(url, f"{place.url}/model", max_shard_size="200KB")
+    made = {key: data for key, data in place.read_all("model/").items() if "manifest" not in key}
+    expected = {f"model/{name}": data for name, data in read_folder(folder / "model").items() if "manifest" not in name}
+    assert made == expected
+    layout = folder / "layout.toml"
+    layout.write_text(_LAYOUT)
+    xrank.reshard_checkpoint(url, layout, f"{place.url}/states")
+    assert xrank.inspect(f"{place.url}/states").source["world_size"] == 4
+    xrank.export_model(torch.nn.Linear(40, 30), f"{place.url}/live")
+    assert load(place.read_all("live/")["live/model.safetensors"]).keys() == {"weight", "bias"}

@@ -23,7 +23,7 @@ from xrank.stores.settings import StoreSettings, check_https
 __all__ = ["CONDITION", "GENERATION", "GoogleConnection"]
 
 CONDITION = "x-goog-if-generation-match"
-"""A header: the object to be replaced has this generation; 0: there is none."""
+"""A header with the generation of the object to replace; 0 allows a new object only."""
 GENERATION = "x-goog-generation"
 """A header of answers."""
 _ENDPOINT = "https://storage.googleapis.com"

@@ -134,7 +134,7 @@ class GoogleUploads(Uploads):
             self._compose(key, known, {_MARK: mark, **condition})
 
         self._publish(key, send, mark, sum(part.nbytes for part in parts))
-        # Of other uploads too, which a damaged record has left: readers see the object now.
+        # A damaged record may have left parts of other uploads. Readers see the object, so nothing needs them.
         self._clear(key, f"{PARTS}/{key}/", names)
 
     def put_new(
