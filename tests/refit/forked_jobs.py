@@ -23,8 +23,12 @@ from tests.refit.jobs import SIZES, engine_of, same, shard, trainer_layouts, wai
 SIDES = {"trainer": 4, "engine": 2}
 RELAYED_SIDES = {"trainer": 4, "relay": 2, "taker": 2}
 """The relay takes each step from the trainer, and the taker copies it from the relay. Then the trainer goes on."""
-_EXTRA_STEPS = 3
-"""Steps that a trainer publishes after a taker of a relay was struck, which concerns the relay in no way."""
+_EXTRA_STEPS = {"taker": 3}
+"""Steps that a trainer publishes after a taker of a relay was struck, which concerns the relay in no way.
+
+After another rank was struck it publishes one: some trainer ranks may have seen all engine ranks take the step in which
+the others saw the rank struck, and wait for the others in the next step.
+"""
 
 
 @contextlib.contextmanager
@@ -59,7 +63,7 @@ def _train(job: dict[str, Any], rank: int, number: int) -> dict[str, Any]:
         except XrankError as error:
             if answer["error"] is None:
                 answer = {"error": str(error), "at": time.monotonic()}
-                _write_once(Path(job["address"], f"last-{number}"), step + (job["side"] == "taker") * _EXTRA_STEPS)
+                _write_once(Path(job["address"], f"last-{number}"), step + _EXTRA_STEPS.get(job["side"], 1))
         last = Path(job["address"], f"last-{number}")
         if last.exists() and step >= int(last.read_text()):
             break

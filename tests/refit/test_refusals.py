@@ -24,6 +24,8 @@ from xrank.errors import (
     RankTimeoutError,
     UsageError,
 )
+from xrank.refit.offer_card import find_trainer_ranks
+from xrank.refit.peer_rank import PeerRank, check_phase
 from xrank.refit.recording import record_loader
 
 pytestmark = pytest.mark.timeout(120)
@@ -120,6 +122,25 @@ def test_a_change_in_place_while_a_step_is_visible_is_found_on_both_sides(tmp_pa
         assert taken.update(timeout_seconds=30).step == 2
         thread.join()
     assert target["weight"].equal(held["weight"]) and (target["weight"] == 2).all()
+
+
+def test_a_trainer_that_closes_after_an_engine_has_failed_says_why(tmp_path: Path) -> None:
+    bad = {"weight": torch.zeros(9, 8)}
+    with xrank.offer_weights(weight(), tmp_path) as offer, xrank.take_weights(bad, tmp_path) as failing:
+        with pytest.raises(UsageError):
+            failing.update(timeout_seconds=5)
+        with xrank.take_weights(weight(0.0), tmp_path) as waiting, ThreadPoolExecutor(1) as pool:
+            published = pool.submit(offer.publish, 1, timeout_seconds=30)
+            waiting.update(timeout_seconds=30)
+            with pytest.raises(RankFailedError, match=r"engine rank 0 .* failed"):
+                published.result()
+        [(rank, description)] = find_trainer_ranks(offer._card)
+        peer = PeerRank(f"trainer rank {rank}", rank, description)
+        offer.close()
+        wanted = r"trainer rank 0 failed: it has closed its side after RankFailedError: engine rank 0 .* failed"
+        with pytest.raises(RankFailedError, match=wanted):
+            check_phase(peer, offer._block.value)
+        peer.close()
 
 
 def test_an_engine_gets_new_tensors_and_plans_anew(tmp_path: Path) -> None:

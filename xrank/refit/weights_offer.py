@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
-from xrank.errors import ContradictionError, RankTimeoutError, UsageError
+from xrank.errors import ContradictionError, RankTimeoutError, UsageError, XrankError
 from xrank.public_calls import names_own_arguments
 from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address, Card
@@ -96,7 +96,7 @@ class WeightsOffer:
                 found = self._publish_copy(step, deadline)
             else:
                 found = self._publish_in_place(step, deadline)
-            self._takers.raise_failures()
+            self._raise_failures()
         return PublishReport(step, tuple(found.taken), tuple(found.missed), monotonic() - started)
 
     @names_own_arguments
@@ -143,6 +143,14 @@ class WeightsOffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _raise_failures(self) -> None:
+        """Raise the failures of engine ranks; if the caller then closes, the other ranks see why."""
+        try:
+            self._takers.raise_failures()
+        except XrankError as error:
+            self._block.write(replace(self._block.value, cause=f"{type(error).__name__}: {error}"))
+            raise
 
     def _publish_in_place(self, step: int, deadline: Deadline) -> Survey:
         versions = self._part.count_versions()
