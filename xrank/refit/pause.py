@@ -7,9 +7,9 @@ from time import monotonic, sleep, thread_time
 __all__ = ["Pause"]
 
 _SHORTEST_SECONDS = 0.0005
-_LONGEST_SECONDS = 0.02
-_REST_SHARE = 30.0
-"""Seconds of a pause for each second of processor time that a look has taken: waiting takes 3 % of a core."""
+_LONGEST_SECONDS = 0.008
+_REST_SHARE = 50.0
+"""Seconds of a pause for each second of processor time that a look has taken: waiting takes 2 % of a core."""
 _WAITED_SHARE = 0.1
 """Longest pause as a share of the time waited so far, so that short waits end soon."""
 

@@ -49,6 +49,7 @@ class PeerRank:
         self._next_look = 0.0
         self._stopped_since: float | None = None
         self._content = bytearray(STATUS_NBYTES)
+        self._last: tuple[bytes, Status] | None = None
         self._lock = threading.Lock()
         self.may_return = False
         """Whether the last error was that the rank is stopped or silent, and not that it ended."""
@@ -72,7 +73,7 @@ class PeerRank:
             end = monotonic() + _DAMAGED_SECONDS
             while True:
                 self._bring()
-                status = Status.from_bytes(bytes(self._content))
+                status = self._decode()
                 self._look()
                 if status is not None:
                     return status
@@ -82,6 +83,15 @@ class PeerRank:
                     raise self.make_error("its process ended")
                 sleep(_PAUSE_SECONDS)
         raise self.make_error("its status is damaged")
+
+    def _decode(self) -> Status | None:
+        """Return the status that was read; most looks find the bytes of the last one."""
+        if self._last is not None and self._last[0] == self._content:
+            return self._last[1]
+        content = bytes(self._content)
+        status = Status.from_bytes(content)
+        self._last = None if status is None else (content, status)
+        return status
 
     def make_error(self, cause: str) -> RankFailedError:
         """Return the error that names this rank."""

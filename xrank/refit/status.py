@@ -32,6 +32,8 @@ class Phase(IntEnum):
     """Trainer: a snapshot has the weights of the step; it needs no checks."""
     READING = 3
     """Engine: the rank writes to its tensors."""
+    COPIED = 10
+    """Engine: the rank has copied all bytes of a step, and waits until each trainer rank confirms them."""
     DONE = 4
     """Engine: the rank has all weights of the step."""
     MISSED = 5

@@ -167,6 +167,7 @@ class TakenWeights:
             found, started = open_statuses[0].step, monotonic()
             moved = self._copy(link, open_statuses)
             copy_seconds = monotonic() - started
+            self._block.write(replace(self._block.value, phase=Phase.COPIED))
             check = partial(self._check, deadline, "the trainer's confirmation")
             if not link.wait_for_confirmation(open_statuses, check):
                 if step is not None:

@@ -28,7 +28,9 @@ class Survey:
     taken: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     reading: list[PeerRank] = field(default_factory=list)
-    """Those of `waiting` that write to their tensors."""
+    """Those of `waiting` that write to their tensors, or wait until what they wrote is confirmed."""
+    must_confirm: bool = False
+    """Whether one of them waits for that now: the others need no checks yet."""
 
 
 class Takers:
@@ -108,8 +110,9 @@ class Takers:
             (found.missed if status.phase is Phase.MISSED else found.taken).append(peer.role)
         else:
             found.waiting.append(peer)
-            if status.phase is Phase.READING:
+            if status.phase in (Phase.READING, Phase.COPIED):
                 found.reading.append(peer)
+            found.must_confirm |= status.phase is Phase.COPIED
 
     def _may_retry(self, name: str, round_: int) -> bool:
         """Return whether a rank that has failed may still repeat its call: in its first moment in this step."""

@@ -28,7 +28,7 @@ __all__ = ["Watch", "WeightsOffer"]
 
 _PAUSE_SECONDS = 0.0005
 _SIBLING_SECONDS = 0.05
-"""Time between two looks at the trainer's other ranks while engines read."""
+"""Time between two looks at the trainer's other ranks, and at the tensors, while no engine rank waits for checks."""
 _AHEAD_SECONDS = 1.0
 """Time for which another trainer rank may be a step ahead, until this one sees that all engine ranks are done."""
 
@@ -161,17 +161,16 @@ class WeightsOffer:
             self._wait_for_fills(step, deadline)
             pause, next_look = Pause(), 0.0
             while True:
-                found = self._takers.survey(step)
-                for _ in range(2):
-                    # An engine rank waits for the second check after its reads, as the first may have begun before
-                    # they ended. Two in a row spare it another pause.
-                    self._check_values(versions, step)
-                    self._block.write(replace(self._block.value, checks=self._block.value.checks + 1))
+                found, is_due = self._takers.survey(step), monotonic() >= next_look
+                if not found.waiting or found.must_confirm or is_due:
+                    self._confirm(versions, step)
                 if not found.waiting or deadline.has_passed:
                     break
-                if monotonic() >= next_look:
+                if is_due:
                     self._check_siblings(step)
                     next_look = monotonic() + _SIBLING_SECONDS
+                if found.must_confirm:
+                    pause = Pause()  # the rank goes on at once, and others come to the same point
                 pause()
         except BaseException as error:
             self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
@@ -180,6 +179,16 @@ class WeightsOffer:
         if found.waiting:
             raise self._late_error(found.waiting, f"taken step {step}", deadline)
         return found
+
+    def _confirm(self, versions: Sequence[int], step: int) -> None:
+        """Check the values, and count the checks for the engine ranks.
+
+        An engine rank waits for the second check after its reads, as the first may have begun before they ended. Two in
+        a row spare it another pause.
+        """
+        for _ in range(2):
+            self._check_values(versions, step)
+            self._block.write(replace(self._block.value, checks=self._block.value.checks + 1))
 
     def _publish_copy(self, step: int, deadline: Deadline) -> Survey:
         while (found := self._takers.survey(step)).reading:
