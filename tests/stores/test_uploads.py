@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,8 @@ from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.stores.client import open_store
 from xrank.stores.http_connection import encode_path, encode_query
 from xrank.stores.signature import Credentials, find_credentials, sign_request
-from xrank.stores.uploads import Uploads, open_uploads, part_nbytes_for
+from xrank.stores.uploads import Part, Uploads, open_uploads, part_nbytes_for
+from xrank.writers.store_files import PartPool
 
 MIB = 1 << 20
 
@@ -156,3 +158,22 @@ def test_parts_suffice() -> None:
         assert size % MIB == 0
         assert size >= 5 * MIB
         assert -(-nbytes // size) <= 10_000
+
+
+@pytest.mark.parametrize(("allowed_nbytes", "num_sent"), [(0, 3), (64 * MIB, 3), (256 * MIB, 16), (64 << 30, 16)])
+def test_more_memory_sends_more_parts_at_once(allowed_nbytes: int, num_sent: int) -> None:
+    pool, started, end = PartPool(allowed_nbytes), threading.Semaphore(0), threading.Event()
+
+    def send() -> Part:
+        started.release()
+        assert end.wait(30)
+        return Part(1, 1, "", 0)
+
+    sent = [pool.send(pool.take(MIB), send) for _ in range(num_sent + 1)]
+    for _ in range(num_sent):
+        assert started.acquire(timeout=30)
+    assert not started.acquire(blocking=False)
+    assert pool.nbytes >= (num_sent + 1) * 5 * MIB
+    end.set()
+    assert all(one.result(30).number == 1 for one in sent)
+    pool.close()

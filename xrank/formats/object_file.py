@@ -1,22 +1,26 @@
 """Read the structure of an object in a store like that of a file, by few requests.
 
 Structure lies at both ends of a file, so the first read of an end brings 64 KiB. Parts that were read are kept, because
-a checkpoint is recognised first and read then.
+a checkpoint is recognised first and read then. Readers go from file to file: from the third one of a folder on, the
+same end of the next ones is read at the same time.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 from xrank.formats.regular_file import Origin, RegularFile
 from xrank.stores import places
 from xrank.stores.backend import ObjectStatus
 from xrank.stores.client import Store, open_store
+from xrank.stores.url import can_list
 
 __all__ = ["ObjectFile", "open_object"]
 
@@ -27,6 +31,9 @@ _LEAST_NBYTES = 4 << 10
 _GAP_NBYTES = 16 << 10
 """Announced ranges that are closer than this are read together."""
 _KEPT_NBYTES = 16 << 20
+_FROM_FILE = 3
+_NUM_AHEAD = 16
+_MOST_FOLDERS = 64
 
 
 @dataclass(slots=True)
@@ -85,6 +92,12 @@ class _Kept:
 
 
 _kept = _Kept()
+_alone: OrderedDict[tuple[str, str, bool], int] = OrderedDict()
+"""(Folder, ending of the names, whether it is the files' last bytes) -> number of reads that found nothing kept."""
+_counting = threading.Lock()
+_AT_ONCE = threading.Event()
+"""Ends the repetitions of a request."""
+_AT_ONCE.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,29 +144,68 @@ class ObjectFile(RegularFile):
     def _identity(self) -> tuple[str, ObjectStatus]:
         return self.origin.path, self.status
 
+    def has_end(self, *, is_last: bool) -> bool:
+        """Return whether the object's first byte, or its last one, is kept."""
+        place = max(0, self.nbytes - 1) if is_last else 0
+        return not self.nbytes or _kept.find(self._identity, place, place + 1) is not None
+
+    def bring_end(self, *, is_last: bool) -> None:
+        """Read the object's beginning, or its end, by one request, and keep it."""
+        place = self.nbytes - 1 if is_last else 0
+        self._get(*self._widen(place, place + 1), stop=_AT_ONCE)
+
+    def _widen(self, start: int, end: int) -> tuple[int, int]:
+        """Return the range that one request reads for a wanted one."""
+        total = self.nbytes
+        if total <= _WHOLE_NBYTES:
+            return 0, total
+        if start < _END_NBYTES:
+            return 0, max(end, _END_NBYTES)
+        if end > total - _END_NBYTES:
+            return min(start, total - _END_NBYTES), total
+        return start, min(total, max(end, start + _LEAST_NBYTES))
+
     def _fetch(self, offset: int, end: int) -> memoryview:
         """Return the bytes from an offset on, at least up to `end`."""
-        total = self.nbytes
-        start = offset
-        if total <= _WHOLE_NBYTES:
-            start, end = 0, total
-        elif offset < _END_NBYTES:
-            start, end = 0, max(end, _END_NBYTES)
-        elif end > total - _END_NBYTES:
-            start, end = min(offset, total - _END_NBYTES), total
-        else:
-            end = min(total, max(end, offset + _LEAST_NBYTES))
+        start, end = self._widen(offset, end)
+        if start == 0 or end == self.nbytes:
+            _read_ahead(self.origin.path, is_last=start > 0)
         return self._get(start, end)[offset - start :]
 
-    def _get(self, start: int, end: int) -> memoryview:
+    def _get(self, start: int, end: int, *, stop: threading.Event | None = None) -> memoryview:
         try:
-            part = self.store.read(self.key, start, end - start, self.status)
+            part = self.store.read(self.key, start, end - start, self.status, stop=stop)
         except Exception as error:
             _name_rank(error, self.origin)
             raise
         if len(part) <= _KEPT_NBYTES // 4:
             _kept.add(self._identity, start, part)
         return part
+
+
+def _read_ahead(path: str, *, is_last: bool) -> None:
+    """Read the same end of the next files of a folder, once some were read one by one.
+
+    Failures are left to the reads of those files.
+    """
+    if not can_list(path):
+        return
+    folder, name = os.path.split(path)
+    ending = os.path.splitext(name)[1]
+    with _counting:
+        count = _alone[folder, ending, is_last] = _alone.pop((folder, ending, is_last), 0) + 1
+        while len(_alone) > _MOST_FOLDERS:
+            _alone.popitem(last=False)
+    if count < _FROM_FILE:
+        return
+    names = sorted(one for one in places.list_names(folder) if one.endswith(ending))
+    at = bisect_right(names, name)
+    paths = [f"{folder}/{one}" for one in [*names[at:], *names[: max(0, at - 1)]]]
+    files = (open_object(Origin(one)) for one in paths if places.is_file(one))
+    ahead = list(islice((file for file in files if not file.has_end(is_last=is_last)), _NUM_AHEAD))
+    with ThreadPoolExecutor(_NUM_AHEAD) as pool:
+        for one in [pool.submit(file.bring_end, is_last=is_last) for file in ahead]:
+            one.exception()
 
 
 def open_object(origin: Origin) -> ObjectFile:

@@ -26,7 +26,7 @@ from xrank.plan.planner import Plan
 from xrank.stores.uploads import Part, open_uploads
 from xrank.teams.team import Team
 from xrank.writers.output_stage import OutputStage
-from xrank.writers.store_files import PARTS_NBYTES, PartPool, UploadedFile
+from xrank.writers.store_files import PartPool, UploadedFile
 from xrank.writers.store_journal import Upload
 from xrank.writers.store_place import StorePlace
 from xrank.writers.store_stage import StoreStage
@@ -80,7 +80,6 @@ class _SharedUploads:
     """The parts of uploads that one rank sends; see `xrank.making.rounds.Outputs`."""
 
     writes_anywhere = False
-    parts_nbytes = PARTS_NBYTES
 
     def __init__(self, team: Team, plan: Plan, place: StorePlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
         self.target = self
@@ -94,6 +93,11 @@ class _SharedUploads:
         self._kept_nbytes = 0
         self._parts: dict[int, list[Part]] = {}
         self._lock = threading.Lock()
+
+    def share_memory(self, allowed_nbytes: int) -> int:
+        """Return how much of a budget the parts take; called before any file begins."""
+        self._pool = self._pool or PartPool(allowed_nbytes)
+        return self._pool.nbytes
 
     def unit_nbytes(self, index: int) -> int:
         """Return the bytes of a part; of a file whose ending depends on all of it, those of the file."""

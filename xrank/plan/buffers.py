@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
+
 from xrank import system
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
 from xrank.faces import AGAIN
@@ -25,6 +27,7 @@ __all__ = [
     "OpenSource",
     "Source",
     "Target",
+    "copy_bytes",
     "make_change_error",
 ]
 
@@ -34,6 +37,12 @@ _WRITEBACK_NBYTES = 8 << 20
 _WRITE_NBYTES = 128 << 10
 """Bytes of one write call to a disk. ext4 allocates a cache folio of that size. The largest folios (1 MiB) come from
 idle memory, which the host of a virtual machine has taken back and returns at four times the cost."""
+
+
+def copy_bytes(source: memoryview, into: memoryview) -> None:
+    """Copy bytes to a place of as many. Other threads run meanwhile, as they do not during an assignment."""
+    if into:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class Source(Protocol):

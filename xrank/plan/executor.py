@@ -130,7 +130,8 @@ def execute(
         plan: the whole plan.
         source: reads the plan's records.
         target: writes the output. One with a method ``write_late`` gets the parts of endings by it, each as soon as it
-            is known; windows have any bytes in their place. The attribute ``parts_nbytes`` is the memory it takes.
+            is known; windows have any bytes in their place. A method ``share_memory`` is asked first how much of the
+            budget it takes.
         budget: threads and buffers.
         files: indices of the output files to make, in this order; all if None.
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
@@ -151,8 +152,10 @@ def execute(
         CancelledError: `cancelled` returned True.
     """
     objects: ObjectSource | None = getattr(source, "objects", None)
+    share_memory: Callable[[int], int] = getattr(target, "share_memory", lambda _: 0)
+    parts_nbytes = share_memory(max(budget.allowed_nbytes, budget.nbytes))
     if objects is not None:
-        budget = budget.share_with(objects, getattr(target, "parts_nbytes", 0))
+        budget = budget.share_with(objects, parts_nbytes)
     state = _Execution(plan, source, target, replicas, begin, finish, finish_share, cancelled, progress)
     state.file_hashes = file_hashes
     if checksums is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from xrank.errors import CorruptError, XrankError
 from xrank.faces import AGAIN
-from xrank.plan.buffers import FileSource, make_change_error
+from xrank.plan.buffers import FileSource, copy_bytes, make_change_error
 from xrank.plan.source import StoredModel
 from xrank.stores.client import Store, open_store
 from xrank.stores.url import can_list
@@ -134,7 +134,7 @@ class ObjectSource:
         position = offset + start
         while into:
             part = self._take(record, position, len(into))
-            into[: len(part)] = part
+            copy_bytes(part, into[: len(part)])
             into, position = into[len(part) :], position + len(part)
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
@@ -145,7 +145,7 @@ class ObjectSource:
         part = self._take(record, offset + start, nbytes)
         if len(part) == nbytes:
             return part
-        staging[: len(part)] = part
+        copy_bytes(part, staging[: len(part)])
         self.read_into(record, start + len(part), staging[len(part) : nbytes])
         return staging[:nbytes]
 

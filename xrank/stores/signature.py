@@ -11,6 +11,7 @@ import hmac
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from xrank.errors import UsageError
@@ -61,6 +62,15 @@ def find_credentials(variables: Mapping[str, str], url: str) -> Callable[[], Cre
     return refresh
 
 
+@lru_cache(maxsize=8)
+def _derive_key(secret: str, scope: str) -> bytes:
+    """Return the key of a day, a region and a service."""
+    key = f"AWS4{secret}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key
+
+
 def sign_request(
     method: str,
     host: str,
@@ -97,10 +107,7 @@ def sign_request(
     canonical = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{payload}"
     scope = f"{stamp[:8]}/{region}/s3/aws4_request"
     text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
-    key = f"AWS4{credentials.secret}".encode()
-    for part in scope.split("/"):
-        key = hmac.digest(key, part.encode(), "sha256")
-    signature = hmac.new(key, text.encode(), "sha256").hexdigest()
+    signature = hmac.digest(_derive_key(credentials.secret, scope), text.encode(), "sha256").hex()
     full["Authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={credentials.key_id}/{scope}, SignedHeaders={names}, Signature={signature}"
     )

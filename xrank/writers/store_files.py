@@ -16,15 +16,15 @@ from mmap import mmap
 
 from isal import isal_zlib
 
+from xrank.plan.buffers import copy_bytes
 from xrank.stores.uploads import SMALLEST_PART_NBYTES, Part, Uploads
 
-__all__ = ["PARTS_NBYTES", "PartPool", "UploadedFile"]
+__all__ = ["PartPool", "UploadedFile"]
 
-_SENDERS = 3
-_BUFFERS = 4
+_LEAST_BUFFERS = 4
 """One is filled while the others are sent."""
-PARTS_NBYTES = _BUFFERS * SMALLEST_PART_NBYTES
-"""Memory of the parts of files up to 50 GB; reading gets the rest of the budget."""
+_MOST_BUFFERS = 17
+_LEAST_NBYTES = _LEAST_BUFFERS * SMALLEST_PART_NBYTES
 
 
 @dataclass(slots=True)
@@ -37,10 +37,17 @@ class _Filling:
 
 
 class PartPool:
-    """Buffers and threads that all files of one output share; close it at the end."""
+    """Buffers and threads that all files of one output share; close it at the end.
 
-    def __init__(self) -> None:
-        self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="xrank-upload")
+    Args:
+        allowed_nbytes: memory that the caller allows for all; a third of it is for parts, but never less than four.
+    """
+
+    def __init__(self, allowed_nbytes: int = 0) -> None:
+        self.nbytes = max(_LEAST_NBYTES, min(allowed_nbytes // 3, _MOST_BUFFERS * SMALLEST_PART_NBYTES))
+        """Memory of the parts of files up to 50 GB, whose parts are the smallest that a store takes."""
+        num_senders = self.nbytes // SMALLEST_PART_NBYTES - 1
+        self._senders = ThreadPoolExecutor(num_senders, thread_name_prefix="xrank-upload")
         self._changed = threading.Condition()
         self._free: list[mmap] = []
         self._num_buffers = 0
@@ -52,8 +59,9 @@ class PartPool:
         With all buffers half filled, waiting would be in vain, so that one more is made. Windows come nearly in order,
         and then at most one part waits for windows that no thread has begun.
         """
+        most = max(_LEAST_BUFFERS, self.nbytes // nbytes)
         with self._changed:
-            while not self._free and self._num_buffers >= _BUFFERS and self._num_sending:
+            while not self._free and self._num_buffers >= most and self._num_sending:
                 self._changed.wait()
             if self._free and len(self._free[-1]) >= nbytes:
                 return self._free.pop()
@@ -118,7 +126,8 @@ class UploadedFile:
     """Bytes of parts that were not sent again."""
     _filling: dict[int, _Filling] = field(default_factory=dict)
     _sent: list[Future[Part]] = field(default_factory=list)
-    _kept: list[Part] = field(default_factory=list)
+    _done: list[Part] = field(default_factory=list)
+    """Parts that the store has confirmed, or has had before."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _taking: threading.Lock = field(default_factory=threading.Lock)
 
@@ -144,7 +153,7 @@ class UploadedFile:
             number, start = divmod(offset, self.part_nbytes)
             piece = data[: self.part_nbytes - start]
             part = self._part(number)
-            part.buffer[start : start + len(piece)] = piece
+            copy_bytes(piece, memoryview(part.buffer)[start : start + len(piece)])
             with self._lock:
                 part.filled += len(piece)
                 is_full = part.filled == part.nbytes
@@ -163,9 +172,9 @@ class UploadedFile:
     def finish_parts(self) -> tuple[Part, ...]:
         """Return the parts that were written here, after the store has confirmed the last of them."""
         with self._lock:
-            sent = list(self._sent)
+            sent, done = list(self._sent), list(self._done)
         assert not self._filling, "bytes of a part were never written"
-        return tuple(sorted([*self._kept, *(one.result() for one in sent)], key=lambda part: part.number))
+        return tuple(sorted([*done, *(one.result() for one in sent)], key=lambda part: part.number))
 
     def _part(self, number: int) -> _Filling:
         # Two locks: a thread that waits for a buffer holds up those that need one, not those that fill one.
@@ -188,7 +197,7 @@ class UploadedFile:
             view.release()
             self.pool.give_back(part.buffer)
             with self._lock:
-                self._kept.append(kept)
+                self._done.append(kept)
                 self.kept_nbytes += kept.nbytes
             return
 
@@ -213,6 +222,6 @@ class UploadedFile:
 
     def _check_sent(self) -> None:
         with self._lock:
-            sent: Sequence[Future[Part]] = [one for one in self._sent if one.done()]
-        for one in sent:
-            one.result()
+            while self._sent and self._sent[0].done():
+                self._done.append(self._sent[0].result())
+                del self._sent[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xrank.writers.store_files import PARTS_NBYTES, PartPool, UploadedFile
+from xrank.writers.store_files import PartPool, UploadedFile
 
 if TYPE_CHECKING:
     from xrank.writers.store_stage import StoreStage
@@ -16,15 +16,20 @@ __all__ = ["UploadedFiles"]
 class UploadedFiles:
     """Uploads the files of a plan; see `xrank.writers.part_files.OutputFiles`."""
 
-    parts_nbytes = PARTS_NBYTES
-
     def __init__(self, stage: StoreStage) -> None:
         self.target = self
-        self._stage, self._pool = stage, PartPool()
+        self._stage = stage
+        self._pool: PartPool | None = None
         self._files: dict[int, UploadedFile] = {}
+
+    def share_memory(self, allowed_nbytes: int) -> int:
+        """Return how much of a budget the parts take; called before any file begins."""
+        self._pool = self._pool or PartPool(allowed_nbytes)
+        return self._pool.nbytes
 
     def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
         """Begin a file."""
+        self._pool = self._pool or PartPool()
         self._files[index] = self._stage.begin_file(name, nbytes, self._pool, late)
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
@@ -42,4 +47,5 @@ class UploadedFiles:
     def close(self) -> None:
         """Wait for the parts that are on their way."""
         self._files.clear()
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
