@@ -18,7 +18,7 @@ from xrank.stores.url import split_url
 
 __all__ = ["Clock", "Store", "Traffic", "add_traffic", "open_store", "take_traffic", "traffic"]
 
-_FIRST_PAUSE_SECONDS = {FaultKind.PASSING: 0.1, FaultKind.THROTTLED: 0.2}
+_FIRST_PAUSE_SECONDS = dict.fromkeys((FaultKind.PASSING, FaultKind.THROTTLED), 0.1)
 _LONGEST_PAUSE_SECONDS = 20.0
 _Result = TypeVar("_Result")
 
