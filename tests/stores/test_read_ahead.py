@@ -35,7 +35,7 @@ def test_next_files_are_read_at_once(small_bucket: Bucket, monkeypatch: pytest.M
             read = open_object(Origin(f"{folder}/{name}")).read(offset, 8)
             assert read == content(number)[offset : offset + 8]
             counts.append(len(proxy.requests))
-        assert counts == [1, 2, *[19] * 17, *[_NUM_FILES] * 5]
+        assert counts == [1, 2, *[18] * 16, *[_NUM_FILES] * 6]
 
 
 def test_a_file_that_cannot_be_read_ahead_fails_when_it_is_read(

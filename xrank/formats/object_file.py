@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -170,7 +170,8 @@ class ObjectFile(RegularFile):
         start, end = self._widen(offset, end)
         if start == 0 or end == self.nbytes:
             _read_ahead(self.origin.path, is_last=start > 0)
-        return self._get(start, end)[offset - start :]
+        part = _kept.find(self._identity, start, end)
+        return (self._get(start, end) if part is None else part)[offset - start :]
 
     def _get(self, start: int, end: int, *, stop: threading.Event | None = None) -> memoryview:
         try:
@@ -184,7 +185,7 @@ class ObjectFile(RegularFile):
 
 
 def _read_ahead(path: str, *, is_last: bool) -> None:
-    """Read the same end of the next files of a folder, once some were read one by one.
+    """Read the same end of a file and of the next ones in its folder, once some were read one by one.
 
     Failures are left to the reads of those files.
     """
@@ -199,8 +200,8 @@ def _read_ahead(path: str, *, is_last: bool) -> None:
     if count < _FROM_FILE:
         return
     names = sorted(one for one in places.list_names(folder) if one.endswith(ending))
-    at = bisect_right(names, name)
-    paths = [f"{folder}/{one}" for one in [*names[at:], *names[: max(0, at - 1)]]]
+    at = bisect_left(names, name)
+    paths = [f"{folder}/{one}" for one in [*names[at:], *names[:at]]]
     files = (open_object(Origin(one)) for one in paths if places.is_file(one))
     ahead = list(islice((file for file in files if not file.has_end(is_last=is_last)), _NUM_AHEAD))
     with ThreadPoolExecutor(_NUM_AHEAD) as pool:

@@ -72,18 +72,18 @@ class Budget:
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
 
     def share_with(self, objects: ObjectSource, parts_nbytes: int) -> Budget:
-        """Return the budget of a gather from stores: a quarter each for its buffers and its blocks.
+        """Return the budget of a gather from stores: a quarter for its buffers, a quarter or half for its blocks.
 
         Args:
             objects: reads the blocks.
             parts_nbytes: bytes of parts that wait to be sent; the rest is shared.
 
-        Answers on their way and what the allocator keeps take the other half.
+        Answers on their way and what the allocator keeps take what is left.
         """
         smallest = WINDOW_NBYTES + 2 * _SMALLEST_STAGING_NBYTES
         allowed = max(2 * smallest, max(self.allowed_nbytes, self.nbytes) - parts_nbytes)
         own = max(smallest, min(allowed // 4, ROOM_NBYTES))
-        objects.limit(min(allowed // 4, _MOST_BLOCKS_NBYTES))
+        objects.limit(min(allowed // (4 if parts_nbytes else 2), _MOST_BLOCKS_NBYTES))
         return Budget.from_memory(own, max(self.workers, _STORE_WORKERS))
 
     @property

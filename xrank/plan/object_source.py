@@ -26,6 +26,7 @@ from xrank.stores.url import can_list
 __all__ = ["ROOM_NBYTES", "ObjectSource", "count_requests", "holds_objects"]
 
 _BLOCK_NBYTES = 1 << 20
+_MOST_BLOCK_NBYTES = 4 << 20
 _LEAST_BLOCK_NBYTES = 64 << 10
 _SMALL_NBYTES = 256 << 10
 """Records up to this size share requests with their neighbours."""
@@ -41,7 +42,10 @@ def holds_objects(model: StoredModel) -> bool:
 
 
 def count_requests(model: StoredModel) -> tuple[int, int]:
-    """Return the number of requests for all blocks of a model in stores, and their bytes."""
+    """Return the number of requests for all blocks of a model in stores, and their bytes.
+
+    Where the budget has room for larger blocks, the requests are fewer.
+    """
     units = [unit for unit in _make_units(model)[0] if model.files[unit.file].in_store is not None]
     nbytes = [unit.end - unit.start for unit in units]
     return sum(-(-one // _BLOCK_NBYTES) for one in nbytes), sum(nbytes)
@@ -92,7 +96,7 @@ class ObjectSource:
         self._units, self._unit_of = _make_units(model)
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._held_nbytes = 0
-        self._room_nbytes = ROOM_NBYTES
+        self._room_nbytes, self._block_nbytes = ROOM_NBYTES, _BLOCK_NBYTES
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
@@ -105,6 +109,10 @@ class ObjectSource:
     def limit(self, nbytes: int) -> None:
         """Set the bytes that blocks may take."""
         self._room_nbytes = max(nbytes, 2 * _BLOCK_NBYTES)
+        # Larger blocks bring more for each wait, where the room still takes one for about each connection.
+        self._block_nbytes = _BLOCK_NBYTES
+        while self._block_nbytes < _MOST_BLOCK_NBYTES and self._block_nbytes * self.connections <= nbytes:
+            self._block_nbytes *= 2
 
     def announce(self, ranges: Iterable[tuple[int, int, int]]) -> bool:
         """Start to fetch (record, first byte, bytes) that will be read soon; return whether there was room for all."""
@@ -112,7 +120,7 @@ class ObjectSource:
         if not remote:
             return False  # nothing to fetch, so that looking further ahead brings nothing
         # A window across many pieces, as of a tensor cut by columns, leaves each piece less room.
-        step = _BLOCK_NBYTES
+        step = self._block_nbytes
         while step > _LEAST_BLOCK_NBYTES and step * 2 * len(remote) > self._room_nbytes:
             step //= 2
         for record, start, nbytes in remote:
@@ -183,7 +191,7 @@ class ObjectSource:
         """Return bytes of an object from a position on, up to the end of their block, and count them as used."""
         number = self._unit_of[record]
         unit = self._units[number]
-        unit.step = unit.step or _BLOCK_NBYTES
+        unit.step = unit.step or self._block_nbytes
         key = (number, (position - unit.start) // unit.step)
         block = self._bring(key)
         assert block.data is not None
