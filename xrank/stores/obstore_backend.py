@@ -117,6 +117,10 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
         from xrank.stores.google_backend import GoogleBackend
 
         return GoogleBackend(store, root, settings)
+    if scheme in ("az", "abfs"):
+        from xrank.stores.azure_backend import AzureBackend
+
+        return AzureBackend(store, root, settings)
     return ObstoreBackend(store)
 
 
