@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from xrank.environment import environ
 from xrank.stores.azure_connection import AzureConnection
-from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.obstore_backend import ObstoreBackend
 from xrank.stores.settings import StoreSettings
 from xrank.stores.uploads import make_condition
@@ -42,11 +41,7 @@ class AzureBackend(ObstoreBackend):
 
     def delete(self, key: str) -> None:
         """Delete an object; it may be absent."""
-        try:
-            self._connection.send("DELETE", key)
-        except FaultError as fault:
-            if fault.kind is not FaultKind.MISSING:
-                raise
+        self._connection.delete(key)
 
     @cached_property
     def _connection(self) -> AzureConnection:

@@ -71,6 +71,25 @@ class AzureConnection:
             raise make_fault(answer)
         return answer
 
+    def delete(self, key: str) -> None:
+        """Delete a blob; it may be absent. A 404 is believed when a second request finds nothing, too."""
+        try:
+            self.send("DELETE", key)
+        except FaultError as fault:
+            if fault.kind is not FaultKind.MISSING:
+                raise
+            if self._is_there(key):
+                raise FaultError(FaultKind.PASSING, fault.text) from None
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self.send("HEAD", key)
+        except FaultError as fault:
+            if fault.kind is not FaultKind.MISSING:
+                raise
+            return False
+        return True
+
     def put(self, key: str, data: bytes | memoryview, headers: Mapping[str, str]) -> Answer:
         """Write a small object; errors as `send_checked`."""
         return self.send_checked("PUT", key, {}, {"x-ms-blob-type": "BlockBlob", **headers}, data)
