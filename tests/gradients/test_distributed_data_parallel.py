@@ -55,7 +55,8 @@ def test_every_way_gives_the_gradient_of_the_whole_batch(rank: int, world_size: 
                 for name, wanted in expected.items():
                     part = _take_owned(ddp, name)
                     found = ddp.main_grad(name).flatten()[part]
-                    torch.testing.assert_close(found, wanted.flatten()[part], rtol=1e-6, atol=1e-7, msg=name)
+                    # Sums in another order: some processors' kernels differ by 1.6e-7 here.
+                    torch.testing.assert_close(found, wanted.flatten()[part], rtol=1e-5, atol=1e-6, msg=name)
                     assert module.get_parameter(name).grad is None
 
 
