@@ -26,7 +26,7 @@ def need_text(text: str, name: str) -> str:
     """Return the content of the first element of a name.
 
     Raises:
-        FaultError: there is none.
+        FaultError: the text has no such element, or an empty one.
     """
     found = find_text(text, name)
     if not found:
@@ -38,7 +38,7 @@ def need_number(text: str, name: str) -> int:
     """Return the number in the first element of a name.
 
     Raises:
-        FaultError: there is none.
+        FaultError: the text has no such element, or its content is no number.
     """
     found = need_text(text, name)
     if not re.fullmatch(r"[0-9]{1,19}", found):

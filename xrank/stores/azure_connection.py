@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -11,6 +9,7 @@ from urllib.parse import urlsplit
 from xrank.stores.azure_account import AzureAccount
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer, HttpConnection, encode_path, encode_query
+from xrank.stores.object_connection import ObjectConnection, md5_text
 from xrank.stores.settings import StoreSettings, check_https
 
 __all__ = ["AzureConnection"]
@@ -23,7 +22,7 @@ _MISSING = frozenset({"InvalidBlockList"})
 _CHANGED = frozenset({"BlobAlreadyExists", "ConditionNotMet", "TargetConditionNotMet"})
 
 
-class AzureConnection:
+class AzureConnection(ObjectConnection):
     """Sends requests to one container; any thread may call it. Idle connections are kept until `close`.
 
     Args:
@@ -44,10 +43,6 @@ class AzureConnection:
         self._path = f"{parts.path.rstrip('/')}/{container}"
         is_plain = parts.scheme == "http"
         self._http = HttpConnection(parts.netloc, is_plain=is_plain, timeout_seconds=settings.timeout_seconds)
-
-    def close(self) -> None:
-        """Close all connections; no request may be under way."""
-        self._http.close()
 
     def send(
         self,
@@ -71,34 +66,21 @@ class AzureConnection:
             raise make_fault(answer)
         return answer
 
-    def delete(self, key: str) -> None:
-        """Delete a blob; it may be absent. A 404 is believed when a second request finds nothing, too."""
-        try:
-            self.send("DELETE", key)
-        except FaultError as fault:
-            if fault.kind is not FaultKind.MISSING:
-                raise
-            if self._is_there(key):
-                raise FaultError(FaultKind.PASSING, fault.text) from None
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            self.send("HEAD", key)
-        except FaultError as fault:
-            if fault.kind is not FaultKind.MISSING:
-                raise
-            return False
-        return True
-
     def put(self, key: str, data: bytes | memoryview, headers: Mapping[str, str]) -> Answer:
         """Write a small object; errors as `send_checked`."""
         return self.send_checked("PUT", key, {}, {"x-ms-blob-type": "BlockBlob", **headers}, data)
 
     def send_checked(
-        self, method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str], body: bytes | memoryview
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: bytes | memoryview,
+        md5: str | None = None,
     ) -> Answer:
         """Send a body with its MD5, which the store compares; errors as `send`. Damage on the way may pass."""
-        md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+        md5 = md5 or md5_text(body)
         try:
             answer = self.send(method, key, query, {**headers, "Content-MD5": md5}, body)
         except FaultError as fault:

@@ -12,11 +12,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import secrets
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
-from email.utils import parsedate_to_datetime
 
 from isal import isal_zlib
 
@@ -25,7 +22,7 @@ from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_num
 from xrank.stores.azure_connection import AzureConnection
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
-from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, make_condition
+from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, make_condition, new_upload_id
 
 __all__ = ["AzureUploads"]
 
@@ -53,16 +50,16 @@ class AzureUploads(Uploads):
 
     def create(self, key: str, mark: str) -> str:
         """Return a new id; the upload begins with its first part."""
-        return f"{int(time.time()):010x}{secrets.token_hex(6)}"
+        return new_upload_id()
 
     def put_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> Part:
         """Upload a part; the store refuses it if its MD5 is another."""
-        etag = f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
-        part = Part(number, len(data), etag, isal_zlib.crc32(data))
+        md5 = hashlib.md5(data, usedforsecurity=False)
+        part = Part(number, len(data), f'"{md5.hexdigest()}"', isal_zlib.crc32(data))
         query = {"comp": "block", "blockid": _block_name(upload_id, part)}
 
         def send() -> Part:
-            self._connection.send_checked("PUT", key, query, {}, data)
+            self._connection.send_checked("PUT", key, query, {}, data, base64.b64encode(md5.digest()).decode())
             return part
 
         return self._repeat(key, f"written (part {number})", send, len(data))
@@ -112,16 +109,8 @@ class AzureUploads(Uploads):
         """Return an object as the store describes it; None if it is absent, or of uncommitted blocks only."""
 
         def send() -> UploadedObject | None:
-            try:
-                headers = self._connection.send("HEAD", key).headers
-            except FaultError as fault:
-                if fault.kind is FaultKind.MISSING:
-                    return None
-                raise
-            written, now = (headers.get(name) for name in ("last-modified", "date"))
-            age = parsedate_to_datetime(now) - parsedate_to_datetime(written) if written and now else timedelta()
-            nbytes = int(headers.get("content-length", -1))
-            return UploadedObject(nbytes, headers.get("etag", ""), headers.get(_MARK), age.total_seconds())
+            headers = self._connection.look_at(key)
+            return None if headers is None else UploadedObject.from_headers(headers, _MARK)
 
         return self._repeat(key, "looked at", send)
 

@@ -5,8 +5,6 @@ The variables are those that object_store takes for reading (its GoogleConfigKey
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 import threading
@@ -18,6 +16,7 @@ from xrank.errors import UsageError
 from xrank.stores.answer_xml import decode_text, find_text
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer, HttpConnection, encode_path, encode_query
+from xrank.stores.object_connection import ObjectConnection, md5_text
 from xrank.stores.settings import StoreSettings, check_https
 
 __all__ = ["CONDITION", "GENERATION", "GoogleConnection"]
@@ -31,7 +30,7 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _CODE = re.compile(r"\w{1,60}")
 
 
-class GoogleConnection:
+class GoogleConnection(ObjectConnection):
     """Sends requests to one bucket; any thread may call it. Idle connections are kept until `close`.
 
     Args:
@@ -54,10 +53,6 @@ class GoogleConnection:
         self._path = f"{parts.path.rstrip('/')}/{root.partition('://')[2]}"
         is_plain = parts.scheme == "http"
         self._http = HttpConnection(parts.netloc, is_plain=is_plain, timeout_seconds=settings.timeout_seconds)
-
-    def close(self) -> None:
-        """Close all connections; no request may be under way."""
-        self._http.close()
 
     def send(
         self,
@@ -83,31 +78,12 @@ class GoogleConnection:
         query: Mapping[str, str] | None = None,
     ) -> Answer:
         """Make an object; the store refuses a body whose MD5 is another."""
-        md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+        md5 = md5_text(body)
         answer = self.send("PUT", key, query, {**headers, "Content-MD5": md5}, body)
         found = re.search(r"md5=([\w+/=]+)", answer.headers.get("x-goog-hash", ""))
         if found is not None and found[1] != md5 and not query:  # composed objects have none
             raise FaultError(FaultKind.PASSING, "the store received other bytes")
         return answer
-
-    def look_at(self, key: str) -> Mapping[str, str] | None:
-        """Return what the store says of an object; None if it is absent."""
-        try:
-            return self.send("HEAD", key).headers
-        except FaultError as fault:
-            if fault.kind is FaultKind.MISSING:
-                return None
-            raise
-
-    def delete(self, key: str) -> None:
-        """Delete an object; it may be absent. A 404 is believed when a second request finds nothing, too."""
-        try:
-            self.send("DELETE", key)
-        except FaultError as fault:
-            if fault.kind is not FaultKind.MISSING:
-                raise
-            if self.look_at(key) is not None:
-                raise FaultError(FaultKind.PASSING, fault.text) from None
 
     def find_condition(self, key: str, *, replaces: bool, if_version: str | None) -> dict[str, str]:
         """Return the header that lets a request make an object only in the right place: a generation, not an etag."""

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
-from email.utils import parsedate_to_datetime
 from xml.sax.saxutils import escape
 
 from isal import isal_zlib
@@ -33,7 +30,7 @@ from xrank.stores.answer_xml import decode_text, find_text, list_texts, need_num
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.google_connection import CONDITION, GENERATION, GoogleConnection
-from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads
+from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, new_upload_id
 
 __all__ = ["PARTS", "GoogleUploads"]
 
@@ -78,7 +75,7 @@ class GoogleUploads(Uploads):
 
     def create(self, key: str, mark: str) -> str:
         """Return a new id; the upload begins with its first part."""
-        return f"{int(time.time()):010x}{secrets.token_hex(6)}"
+        return new_upload_id()
 
     def put_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> Part:
         """Upload a part; the store refuses it if its MD5 is another."""
@@ -159,12 +156,7 @@ class GoogleUploads(Uploads):
 
         def send() -> UploadedObject | None:
             headers = self._connection.look_at(key)
-            if headers is None:
-                return None
-            written, now = (headers.get(name) for name in ("last-modified", "date"))
-            age = parsedate_to_datetime(now) - parsedate_to_datetime(written) if written and now else timedelta()
-            nbytes = int(headers.get("content-length", -1))
-            return UploadedObject(nbytes, headers.get("etag", ""), headers.get(_MARK), age.total_seconds())
+            return None if headers is None else UploadedObject.from_headers(headers, _MARK)
 
         return self._repeat(key, "looked at", send)
 

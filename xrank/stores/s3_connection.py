@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
 from xrank.stores.http_connection import Answer, HttpConnection, encode_path, encode_query
+from xrank.stores.object_connection import ObjectConnection
 from xrank.stores.settings import StoreSettings, check_https
 from xrank.stores.signature import find_credentials, sign_request
 
@@ -18,7 +19,7 @@ __all__ = ["S3Connection", "crc32_text", "find_endpoint"]
 _CODE = re.compile(rb"<Code>(\w{1,60})</Code>")
 
 
-class S3Connection:
+class S3Connection(ObjectConnection):
     """Sends signed requests to one bucket; any thread may call it. Idle connections are kept until `close`.
 
     Args:
@@ -47,10 +48,6 @@ class S3Connection:
         host = f"{bucket}.{parts.netloc}" if in_host else parts.netloc
         self._path = parts.path.rstrip("/") + ("/" if in_host else f"/{bucket}/")
         self._http = HttpConnection(host, is_plain=is_plain, timeout_seconds=settings.timeout_seconds)
-
-    def close(self) -> None:
-        """Close all connections; no request may be under way."""
-        self._http.close()
 
     def send(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 from xml.sax.saxutils import escape
@@ -165,17 +165,8 @@ class S3Uploads(Uploads):
         """Return an object as the store describes it; None if it is absent."""
 
         def send() -> UploadedObject | None:
-            try:
-                headers = self._connection.send("HEAD", key).headers
-            except FaultError as fault:
-                if fault.kind is FaultKind.MISSING:
-                    return None
-                raise
-            nbytes = int(headers.get("content-length", -1))
-            written, now = (headers.get(name) for name in ("last-modified", "date"))
-            age = parsedate_to_datetime(now) - parsedate_to_datetime(written) if written and now else timedelta()
-            mark = headers.get(f"x-amz-meta-{MARK}")
-            return UploadedObject(nbytes, headers.get("etag", ""), mark, age.total_seconds())
+            headers = self._connection.look_at(key)
+            return None if headers is None else UploadedObject.from_headers(headers, f"x-amz-meta-{MARK}")
 
         return self._repeat(key, "looked at", send)
 

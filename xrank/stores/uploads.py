@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from typing import Self, TypeAlias, TypeVar
 
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
@@ -19,6 +23,7 @@ __all__ = [
     "Uploads",
     "count_parts",
     "make_condition",
+    "new_upload_id",
     "open_uploads",
     "part_nbytes_for",
 ]
@@ -58,6 +63,19 @@ class UploadedObject:
     """The stage that has written it."""
     age_seconds: float
     """By the store's clock."""
+
+    @classmethod
+    def from_headers(cls, headers: Mapping[str, str], mark_header: str) -> Self:
+        """Return the object of an answer, whose mark is in that header."""
+        written, now = (headers.get(name) for name in ("last-modified", "date"))
+        age = parsedate_to_datetime(now) - parsedate_to_datetime(written) if written and now else timedelta()
+        nbytes = int(headers.get("content-length", -1))
+        return cls(nbytes, headers.get("etag", ""), headers.get(mark_header), age.total_seconds())
+
+
+def new_upload_id() -> str:
+    """Return an id for stores that give none: when the upload began, in seconds since the epoch, and random bits."""
+    return f"{int(time.time()):010x}{secrets.token_hex(6)}"
 
 
 def part_nbytes_for(nbytes: int) -> int:
