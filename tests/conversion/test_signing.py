@@ -171,7 +171,9 @@ def test_files_of_an_earlier_run_are_hashed_from_the_stage(
 def test_windows_are_hashed_in_order_whichever_thread_is_first() -> None:
     windows = [bytes([i]) * (WINDOW_NBYTES if i < 3 else 10) for i in range(4)]
     hashes = FileHashes()
-    threads = [threading.Thread(target=hashes.add, args=(0, i, memoryview(windows[i]))) for i in (3, 2, 1, 0)]
+    threads = [
+        threading.Thread(target=hashes.add, args=(0, range(i, i + 1), memoryview(windows[i]))) for i in (3, 2, 1, 0)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -183,7 +185,7 @@ def test_windows_are_hashed_in_order_whichever_thread_is_first() -> None:
 
 def test_a_failure_lets_waiting_threads_go() -> None:
     hashes = FileHashes()
-    waiting = threading.Thread(target=hashes.add, args=(0, 1, memoryview(b"1")))
+    waiting = threading.Thread(target=hashes.add, args=(0, range(1, 2), memoryview(b"1")))
     waiting.start()
     hashes.abort()
     waiting.join(60)

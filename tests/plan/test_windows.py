@@ -40,7 +40,7 @@ def check_portions(file: FileWindows) -> None:
     seen: dict[int, int] = {}
     for window in range(file.count):
         last = 0
-        for portion in file.portions(window):
+        for portion in file.portions(range(window, window + 1)):
             tensor = output.tensors[portion.tensor]
             width = dtypes.dtype(tensor.dtype).nbytes
             assert 0 <= portion.start < portion.stop <= 64
@@ -63,7 +63,21 @@ def test_portions_are_every_tensor_once(small_windows):
 
 def test_a_tensor_without_bytes_hides_no_other(small_windows):
     file = file_of([("U8", (0,)), ("U8", (200,)), ("U8", (0,)), ("U8", (0, 4)), ("U8", (9,)), ("U8", (0,))], 64)
-    assert [[p.tensor for p in file.portions(w)] for w in range(file.count)] == [[], [1], [1], [1], [1, 4]]
+    each = file.runs(1, 1)
+    assert [[p.tensor for p in file.portions(one)] for one in each] == [[], [1], [1], [1], [1, 4]]
+
+
+def test_runs_are_all_windows_in_order_and_end_at_each_unit(small_windows):
+    rng = random.Random(20261126)
+    for _ in range(300):
+        count, unit = rng.randint(1, 40), rng.randint(1, 9)
+        cuts = sorted(rng.sample(range(count + 1), min(2 * rng.randint(1, 3), (count + 1) // 2 * 2)))
+        shares = [range(*pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]
+        stretch = rng.randint(1, unit)
+        plan = file_of([("U8", (64 * count - 16,))]).plan
+        runs = list(FileWindows(plan, 0, shares).runs(stretch, unit))
+        assert [window for run in runs for window in run] == [window for share in shares for window in share]
+        assert all(1 <= len(run) <= stretch and run[0] // unit == run[-1] // unit for run in runs)
 
 
 def test_a_file_of_a_header_alone_has_windows(small_windows):

@@ -86,7 +86,7 @@ class Failing:
     def __init__(self, *faults):
         self.faults = list(faults)
 
-    def read(self, key, start, end, status):
+    def read(self, key, start, end, status, into=None):
         if self.faults:
             fault = self.faults.pop(0)
             if isinstance(fault, FaultError):

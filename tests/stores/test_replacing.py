@@ -17,18 +17,19 @@ from tests.stores.servers import Bucket, open_proxy
 from tests.stores.small_s3 import SmallS3
 from tests.stores.written import leave_states, read_folder
 from xrank.errors import IncompleteError, OutputExistsError, UsageError, XrankError
+from xrank.plan.windows import WINDOW_NBYTES
 from xrank.writers import store_stage
 
-PART_NBYTES = 64 << 10
-FILE_NBYTES = "200KB"
-"""Two files of three parts and a rest each, and a small one."""
+PART_NBYTES = WINDOW_NBYTES
+FILE_NBYTES = "3300KB"
+"""Two files of three parts and a rest each, and a small one; parts are whole windows, as always."""
 Tensors = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("replacing")
-    return leave_states(folder / "old", rows=26), leave_states(folder / "new", seed=1, rows=26)
+    return leave_states(folder / "old", rows=416), leave_states(folder / "new", seed=1, rows=416)
 
 
 @pytest.fixture(autouse=True)

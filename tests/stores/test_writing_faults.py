@@ -18,11 +18,12 @@ from tests.stores.small_s3 import SmallS3
 from tests.stores.written import leave_states, read_folder, read_model
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import CorruptError, XrankError
+from xrank.plan.windows import WINDOW_NBYTES
 from xrank.writers import store_stage
 
-PART_NBYTES = 64 << 10
-FILE_NBYTES = "200KB"
-"""Two files of three parts and a rest each, and a small one."""
+PART_NBYTES = WINDOW_NBYTES
+FILE_NBYTES = "3300KB"
+"""Two files of three parts and a rest each, and a small one; parts are whole windows, as always."""
 _SEEDS_A_JOB = 25
 _RATES = (0.02, 0.05, 0.1, 0.3)
 
@@ -35,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return leave_states(tmp_path_factory.mktemp("faults") / "states", rows=26)
+    return leave_states(tmp_path_factory.mktemp("faults") / "states", rows=416)
 
 
 @pytest.fixture(scope="module")

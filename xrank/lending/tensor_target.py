@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
 from xrank.lending.local_bytes import locate_elements, runs_of
-from xrank.lending.peer_memory import address_of
+from xrank.lending.peer_memory import address_of, memory_at
 from xrank.plan.windows import WINDOW_NBYTES
 
 if TYPE_CHECKING:
@@ -51,11 +51,22 @@ class TensorTarget:
         tensors: detached tensors by index of the output file.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [_Fillable(tensor) for tensor in tensors]
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._tensors = {file: _Fillable(tensor) for file, tensor in tensors.items()}
         self._buffers = _PinnedBuffers()
         for device in self._devices():
             _synchronize(device)  # queued work may still read the old values
+
+    def part_nbytes(self, file: int) -> int:
+        """Return the bytes of a contiguous tensor in this process's memory; 0: of another one."""
+        return self._tensors[file].part_nbytes
+
+    def place(self, file: int, offset: int, nbytes: int) -> memoryview:
+        """Return memory of a contiguous tensor."""
+        return self._tensors[file].place(offset, nbytes)
+
+    def placed(self, file: int, offset: int, nbytes: int) -> None:
+        """Do nothing: the bytes are in the tensor."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write whole elements at a byte offset of a file; any thread may call this."""
@@ -67,7 +78,7 @@ class TensorTarget:
             _synchronize(device)
 
     def _devices(self) -> set[torch.device]:
-        return {tensor.device for tensor in self._tensors if tensor.device.type == "cuda"}
+        return {tensor.device for tensor in self._tensors.values() if tensor.device.type == "cuda"}
 
 
 class _Fillable:
@@ -76,6 +87,11 @@ class _Fillable:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
         self._address, self._elements = locate_elements(tensor)
+        self.part_nbytes = 0 if self._address is None else tensor.numel() * tensor.element_size()
+
+    def place(self, offset: int, nbytes: int) -> memoryview:
+        assert self._address is not None, "a tensor without a piece of memory has no parts"
+        return memory_at(self._address + offset, nbytes)
 
     def write(self, offset: int, data: memoryview, buffers: _PinnedBuffers) -> None:
         import torch

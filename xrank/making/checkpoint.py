@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from xrank.decisions.folder_plan import FolderPlan
@@ -17,7 +17,7 @@ from xrank.plan.buffers import MemoryTarget
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.decoding import DecodedSource, open_source
 from xrank.plan.executor import execute
-from xrank.plan.faults import checksum_error
+from xrank.plan.faults import raise_mismatch
 from xrank.plan.planner import TensorPlan, select_tensors
 from xrank.public_calls import errors_of
 
@@ -135,11 +135,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     def _make_checksums(self) -> RecordChecksums:
         """Return checksums with every record unread; the first tensor of a shared record reads it whole, once."""
-
-        def mismatch(record: int, crc32: int) -> None:
-            raise checksum_error(self._gather.plan, record, crc32)
-
-        return RecordChecksums(self._gather.source.records, mismatch)
+        return RecordChecksums(self._gather.source.records, partial(raise_mismatch, self._gather.plan))
 
     def _read(self, plan: TensorPlan, into: memoryview) -> None:
         options = self._gather.options

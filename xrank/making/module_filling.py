@@ -91,7 +91,7 @@ def fill_module(
     """
     views = [prepared.local.views[view] for view in prepared.load.views]
     plan = prepared.load.plan
-    target, source = TensorTarget(views), open_source(plan.source)
+    target, source = TensorTarget(dict(enumerate(views))), open_source(plan.source)
     done = 0
 
     def count(nbytes: int) -> None:

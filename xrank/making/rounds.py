@@ -12,6 +12,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 from xrank.making.partial_results import PartialResults
@@ -22,7 +23,7 @@ from xrank.plan.buffers import NullTarget, Target
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.division import Division, divide
 from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
-from xrank.plan.faults import checksum_error
+from xrank.plan.faults import raise_mismatch
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import prefer_own_copies
@@ -198,7 +199,9 @@ class _Share:
         self._team, self._work, self._division, self._outputs = team, work, division, outputs
         plan, holder = work.plan, work.holder
         self._plan = plan if holder is None else prefer_own_copies(plan, holder, team.position)
-        self._checksums = RecordChecksums(plan.source.records, _mismatch(plan), left_open=division.left_open)
+        self._checksums = RecordChecksums(
+            plan.source.records, partial(raise_mismatch, plan), left_open=division.left_open
+        )
 
     def make(self, number: int, count: Callable[[int], None]) -> PartialResults:
         """Make this rank's windows of a round, and flush them; call `count` with the bytes of each."""
@@ -236,7 +239,7 @@ class _Joining:
 
     def __init__(self, work: Work, division: Division, finish: Finish) -> None:
         self._work, self._plan, self._division, self._finish = work, work.plan, division, finish
-        self._checksums = RecordChecksums(work.plan.source.records, _mismatch(work.plan))
+        self._checksums = RecordChecksums(work.plan.source.records, partial(raise_mismatch, work.plan))
         self._joined: dict[int, JoinedFile] = {}  # files that later rounds continue to read
         self._outcome = Outcome()
         self._num_checked: Sequence[int] = ()
@@ -282,13 +285,6 @@ class _Joining:
 
 def _nbytes(plan: Plan, files: Iterable[int]) -> int:
     return sum(plan.files[index].output.nbytes for index in files)
-
-
-def _mismatch(plan: Plan) -> Callable[[int, int], None]:
-    def raise_(record: int, crc: int) -> None:
-        raise checksum_error(plan, record, crc)
-
-    return raise_
 
 
 def _staging(budget: Budget) -> memoryview:

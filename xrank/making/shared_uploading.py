@@ -30,6 +30,7 @@ from xrank.writers.store_files import PartPool, UploadedFile
 from xrank.writers.store_journal import Upload
 from xrank.writers.store_place import StorePlace
 from xrank.writers.store_stage import StoreStage
+from xrank.writers.uploaded_files import PartsTarget
 
 __all__ = ["help_to_upload", "upload_together"]
 
@@ -76,28 +77,22 @@ def help_to_upload(team: Team, work: Work, out: str) -> None:
         make_together(team, work, [*uploads], shares, what="the files")
 
 
-class _SharedUploads:
+class _SharedUploads(PartsTarget):
     """The parts of uploads that one rank sends; see `xrank.making.rounds.Outputs`."""
 
     writes_anywhere = False
 
     def __init__(self, team: Team, plan: Plan, place: StorePlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
+        super().__init__()
         self.target = self
         self.uploads = open_uploads(place.store, place.url)
         self.kept_nbytes = 0
         """On the first rank: bytes of parts that an interrupted run had sent."""
         self._rank, self._plan, self._place, self._begun = team.rank, plan, place, uploads
-        self._pool: PartPool | None = None
-        self._files: dict[int, UploadedFile] = {}
         self._sent: dict[int, list[list[Any]]] = {}
         self._kept_nbytes = 0
         self._parts: dict[int, list[Part]] = {}
         self._lock = threading.Lock()
-
-    def share_memory(self, allowed_nbytes: int) -> int:
-        """Return how much of a budget the parts take; called before any file begins."""
-        self._pool = self._pool or PartPool(allowed_nbytes)
-        return self._pool.nbytes
 
     def unit_nbytes(self, index: int) -> int:
         """Return the bytes of a part; of a file whose ending depends on all of it, those of the file."""
@@ -123,14 +118,6 @@ class _SharedUploads:
             known or {},
             output.late_places,
         )
-
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Put bytes at `offset` of that output file."""
-        self._files[file].write(offset, data)
-
-    def write_late(self, file: int, offset: int, data: memoryview) -> None:
-        """Put bytes of the file's ending at `offset`."""
-        self._files[file].write_late(offset, data)
 
     def finish_share(self, part: FilePart) -> None:
         """Wait for this rank's parts of a file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xrank import dtypes
-from xrank.lending.peer_memory import address_of
+from xrank.lending.tensor_target import TensorTarget
 from xrank.plan.buffers import Source
 from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.planner import Plan, TensorPlan
@@ -69,7 +68,7 @@ class WholeTensors:
         execute(
             self._plan,
             self._source,
-            _Target({number: tensor.data_ptr() for number, tensor in made.items()}),
+            TensorTarget(made),
             budget=self._budget,
             files=numbers,
             cancelled=cancelled,
@@ -86,17 +85,6 @@ def _empty(tensor: TensorPlan) -> torch.Tensor:
         return torch.empty(output.shape, dtype=dtype, device="cpu")
     # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
     return torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
-
-
-class _Target:
-    """Writes to tensors, by their addresses; the caller of the executor keeps them alive."""
-
-    def __init__(self, addresses: dict[int, int]) -> None:
-        self._addresses = addresses
-
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Copy bytes to `offset` of a tensor."""
-        ctypes.memmove(self._addresses[file] + offset, address_of(data), len(data))  # other threads run meanwhile
 
 
 @dataclass(slots=True)

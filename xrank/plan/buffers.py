@@ -25,6 +25,7 @@ __all__ = [
     "MemoryTarget",
     "NullTarget",
     "OpenSource",
+    "PlacingTarget",
     "Source",
     "Target",
     "copy_bytes",
@@ -70,6 +71,19 @@ class Target(Protocol):
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""
+
+
+class PlacingTarget(Target, Protocol):
+    """A target that has memory of its own for some files, in which windows are made: nothing is copied to it."""
+
+    def part_nbytes(self, file: int) -> int:
+        """Return the bytes of each piece of the file's memory; 0: it has none."""
+
+    def place(self, file: int, offset: int, nbytes: int) -> memoryview:
+        """Return the memory for these bytes, which lie in one piece; wait until some is free."""
+
+    def placed(self, file: int, offset: int, nbytes: int) -> None:
+        """Take what was put in the memory for these bytes."""
 
 
 class FileSource:
@@ -239,10 +253,21 @@ class MemorySource:
 
 
 class MemoryTarget:
-    """Writes to views of memory, one for each output file."""
+    """Writes to views of memory, one for each output file; see `PlacingTarget`."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = [view.cast("B") for view in views]
+
+    def part_nbytes(self, file: int) -> int:
+        """Return the bytes of a view."""
+        return len(self._views[file])
+
+    def place(self, file: int, offset: int, nbytes: int) -> memoryview:
+        """Return memory of a view."""
+        return self._views[file][offset : offset + nbytes]
+
+    def placed(self, file: int, offset: int, nbytes: int) -> None:
+        """Do nothing: the bytes are in the view."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, cast
 
 from xrank.errors import UsageError
 from xrank.faces import option
-from xrank.plan.buffers import Source, Target
+from xrank.plan.buffers import PlacingTarget, Source, Target
 from xrank.plan.checksums import RecordChecksums
-from xrank.plan.faults import checksum_error
+from xrank.plan.faults import raise_mismatch
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.file_parts import FilePart, FinishedFile, make_finished_file
 from xrank.plan.merging import MergedTensors
@@ -25,7 +25,7 @@ from xrank.plan.object_source import ROOM_NBYTES, ObjectSource
 from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Plan
 from xrank.plan.sharing import SharedExtents
-from xrank.plan.windows import WINDOW_NBYTES, FileWindows
+from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Job, Read
 from xrank.plan.worker import Worker
 
 __all__ = ["Budget", "CancelledError", "FinishedFile", "Outcome", "execute"]
@@ -36,6 +36,12 @@ _SIGNAL_LOOK_SECONDS = 0.2
 _MOST_BLOCKS_NBYTES = 64 << 20
 _STORE_WORKERS = 4
 """Workers of a gather from stores: requests are made by threads of the source, ahead of the workers."""
+_MEMORY_PLACES = 9
+"""Runs of windows that are made at once, and one more, where the target is memory."""
+_LONGEST_RUN = 8
+"""Windows that are made at once in a target's own memory."""
+_OWN_RUN = 4
+"""Windows of a store's bytes that a worker makes at once in its own memory: each needs few requests."""
 
 
 class CancelledError(Exception):
@@ -50,15 +56,17 @@ class Budget:
     staging_nbytes: int
     allowed_nbytes: int = field(default=0, compare=False)
     """Memory that the caller allows; buffers may take less."""
+    num_windows: int = 1
+    """Windows that a worker makes at once in its own memory."""
 
     @classmethod
-    def from_memory(cls, max_memory_nbytes: int, workers: int) -> Budget:
-        """Return the largest budget whose buffers fit that many bytes.
+    def from_memory(cls, max_memory_nbytes: int, workers: int, *, window_nbytes: int = WINDOW_NBYTES) -> Budget:
+        """Return the largest budget whose buffers fit that many bytes, with that many for each worker's window.
 
         Raises:
             UsageError: not even one worker with the smallest buffers fits.
         """
-        smallest = WINDOW_NBYTES + 2 * _SMALLEST_STAGING_NBYTES
+        smallest = window_nbytes + 2 * _SMALLEST_STAGING_NBYTES
         if workers < 1 or max_memory_nbytes < smallest:
             raise UsageError(
                 "the memory budget or the number of workers is too small",
@@ -67,29 +75,40 @@ class Budget:
                 next_step=f"give a larger {option('max_memory')}; 64MB is the default",
             )
         workers = min(workers, max_memory_nbytes // smallest)
-        room = (max_memory_nbytes // workers - WINDOW_NBYTES) // 2
+        room = (max_memory_nbytes // workers - window_nbytes) // 2
         # Whole pages, as the buffers are maps.
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
 
-    def share_with(self, objects: ObjectSource, parts_nbytes: int) -> Budget:
-        """Return the budget of a gather from stores: a quarter for its buffers, a quarter or half for its blocks.
+    def share_with(self, objects: ObjectSource, places: tuple[int, int]) -> Budget:
+        """Return the budget of a gather from stores: places for runs of windows, blocks, and staging buffers.
 
         Args:
             objects: reads the blocks.
-            parts_nbytes: bytes of parts that wait to be sent; the rest is shared.
+            places: of the target's own memory, the bytes and the number of runs that have a place at once; of none,
+                workers have windows of their own.
 
-        Answers on their way and what the allocator keeps take what is left.
+        Blocks take half of what the places leave, staging buffers a quarter; answers on their way and what the
+        allocator keeps take the rest.
         """
-        smallest = WINDOW_NBYTES + 2 * _SMALLEST_STAGING_NBYTES
-        allowed = max(2 * smallest, max(self.allowed_nbytes, self.nbytes) - parts_nbytes)
-        own = max(smallest, min(allowed // 4, ROOM_NBYTES))
-        objects.limit(min(allowed // (4 if parts_nbytes else 2), _MOST_BLOCKS_NBYTES))
-        return Budget.from_memory(own, max(self.workers, _STORE_WORKERS))
+        allowed, num_windows = max(self.allowed_nbytes, self.nbytes), 1
+        nbytes, num_places = places
+        if not num_places:
+            num_places = min(_MEMORY_PLACES, allowed * 5 // 8 // (_OWN_RUN * WINDOW_NBYTES))
+            num_windows = _OWN_RUN if num_places >= _STORE_WORKERS else 1
+            num_places = max(_STORE_WORKERS, num_places)
+            nbytes = num_places * num_windows * WINDOW_NBYTES
+        smallest = 2 * _SMALLEST_STAGING_NBYTES
+        rest = max(4 * smallest, allowed - nbytes)
+        objects.limit(min(rest // 2, _MOST_BLOCKS_NBYTES))
+        own = max(smallest, min(rest // 4, ROOM_NBYTES))
+        # Each worker fills one place at most, and one part is on its way.
+        budget = Budget.from_memory(own, max(self.workers, _STORE_WORKERS, num_places - 1), window_nbytes=0)
+        return replace(budget, num_windows=num_windows)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, those of casts included."""
-        return self.workers * (WINDOW_NBYTES + 2 * self.staging_nbytes)
+        return self.workers * (self.num_windows * WINDOW_NBYTES + 2 * self.staging_nbytes)
 
 
 @dataclass(slots=True)
@@ -131,7 +150,7 @@ def execute(
         source: reads the plan's records.
         target: writes the output. One with a method ``write_late`` gets the parts of endings by it, each as soon as it
             is known; windows have any bytes in their place. A method ``share_memory`` is asked first how much of the
-            budget it takes.
+            budget it takes, and in how many parts. In a `PlacingTarget` windows are made in its own memory.
         budget: threads and buffers.
         files: indices of the output files to make, in this order; all if None.
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
@@ -152,17 +171,20 @@ def execute(
         CancelledError: `cancelled` returned True.
     """
     objects: ObjectSource | None = getattr(source, "objects", None)
-    share_memory: Callable[[int], int] = getattr(target, "share_memory", lambda _: 0)
-    parts_nbytes = share_memory(max(budget.allowed_nbytes, budget.nbytes))
+    in_memory = (0, _MEMORY_PLACES if hasattr(target, "place") else 0)
+    share_memory: Callable[[int], tuple[int, int]] = getattr(target, "share_memory", lambda _: in_memory)
+    places = share_memory(max(budget.allowed_nbytes, budget.nbytes))
     if objects is not None:
-        budget = budget.share_with(objects, parts_nbytes)
-    state = _Execution(plan, source, target, replicas, begin, finish, finish_share, cancelled, progress)
+        budget = budget.share_with(objects, places)
+    state = _Execution(
+        plan, source, target, replicas, begin, finish, finish_share, cancelled, progress, budget.num_windows
+    )
     state.file_hashes = file_hashes
     if checksums is not None:
         state.checksums = checksums
     whole = range(len(plan.files)) if files is None else files
     state.queue = state.windows([(index, None) for index in whole] if shares is None else shares.items())
-    workers = [Worker(state, budget.staging_nbytes) for _ in range(budget.workers)]
+    workers = [Worker(state, budget.staging_nbytes, budget.num_windows) for _ in range(budget.workers)]
     threads = [threading.Thread(target=worker.work, name=f"xrank-worker-{i}") for i, worker in enumerate(workers)]
     try:
         for thread in threads:
@@ -192,7 +214,10 @@ def _wait(threads: Sequence[threading.Thread], workers: Sequence[Worker]) -> Non
 
 
 class _Execution:
-    """State that all workers share; any thread may call its methods."""
+    """State that all workers share; any thread may call its methods.
+
+    Nothing refers back to it, so that the target's memory is free as soon as the call is over.
+    """
 
     def __init__(
         self,
@@ -205,37 +230,44 @@ class _Execution:
         finish_share: Callable[[FilePart], None],
         cancelled: Callable[[], bool],
         progress: Callable[[int], None],
+        num_windows: int,
     ) -> None:
         self.plan, self.source, self.target, self.replicas = plan, source, target, replicas
         self._begin, self._finish, self._finish_share = begin, finish, finish_share
-        self._cancelled, self._progress = cancelled, progress
-        self.queue: Iterator[tuple[FileWindows, int]] = iter(())
+        self._cancelled, self._progress, self._num_windows = cancelled, progress, num_windows
+        self.queue: Iterator[Job] = iter(())
         self.outcome = Outcome()
         self.failure: BaseException | None = None
         self.extents = SharedExtents(source, target)
-        self.checksums = RecordChecksums(plan.source.records, self._mismatch)
+        self.checksums = RecordChecksums(plan.source.records, partial(raise_mismatch, plan))
         self.merging = MergedTensors()
         self.file_hashes: FileHashes | None = None
-        self._ahead: deque[tuple[FileWindows, int]] = deque()
+        self._ahead: deque[Job] = deque()
         """Windows that come next; the source has begun to fetch the first `_num_announced`."""
         self._num_announced = 0
         self._announce: Callable[[Iterable[tuple[int, int, int]]], bool] | None = getattr(source, "announce", None)
         self._late: Callable[[int, int, memoryview], None] | None = getattr(target, "write_late", None)
+        self.placing = cast("PlacingTarget", target) if hasattr(target, "place") else None
+        self.straight = source if isinstance(source, ObjectSource) else None
         self._lock = threading.Lock()
 
-    def _mismatch(self, record: int, crc: int) -> None:
-        raise checksum_error(self.plan, record, crc)
-
-    def windows(self, files: Iterable[tuple[int, Sequence[range] | None]]) -> Iterator[tuple[FileWindows, int]]:
+    def windows(self, files: Iterable[tuple[int, Sequence[range] | None]]) -> Iterator[Job]:
         """Yield all windows of these files, or of the shares of them, in order; begin each file before its first."""
         for index, share in files:
             self._begin(index)
             file = FileWindows(self.plan.files[index], index, share)
-            for window in chain(*file.share):
-                yield file, window
+            unit = -(-self.placing.part_nbytes(index) // WINDOW_NBYTES) if self.placing else 0
+            # Bytes of a disk are digested while they are in cache, so that more windows at once bring nothing.
+            longest = min(unit or self._num_windows, _LONGEST_RUN) if self.straight else 1
+            for windows in file.runs(longest, unit or longest):
+                yield Job(file, windows, is_placed=unit > 0)
 
-    def next_window(self) -> tuple[FileWindows, int] | None:
-        """Return the next window; None when none is left or a worker failed."""
+    def is_early(self, read: Read) -> bool:
+        """Return whether bytes are read straight to their place, before the windows are made there."""
+        return self.straight is not None and read.place is not None and self.straight.is_large(read.record)
+
+    def next_job(self) -> Job | None:
+        """Return the next run of windows; None when none is left or a worker failed."""
         # The lock orders `cancelled`, `begin` and the queue: each runs on one thread at a time.
         with self._lock:
             if self.failure is not None:
@@ -256,17 +288,19 @@ class _Execution:
                 if job is None:
                     return
                 self._ahead.append(job)
-            file, window = self._ahead[self._num_announced]
-            if not announce(file.ranges(window)):
+            job = self._ahead[self._num_announced]
+            reads = [read[:3] for read in job.file.reads(job.windows) if not self.is_early(read)]
+            # What workers read early needs no announcement, but windows behind it may.
+            if not (announce(reads) if reads else len(self._ahead) < _MEMORY_PLACES):
                 return
             self._num_announced += 1
 
-    def window_done(self, file: FileWindows, nbytes: int) -> bool:
-        """Count a written window; return whether it was the file's last."""
+    def job_done(self, job: Job, nbytes: int) -> bool:
+        """Count a written run of windows; return whether it was the file's last."""
         with self._lock:
             self._progress(nbytes)
-            file.remaining -= 1
-            return file.remaining == 0
+            job.file.remaining -= len(job.windows)
+            return job.file.remaining == 0
 
     def file_done(self, file: FileWindows) -> None:
         """Report a file, or a share of one, whose windows are all written and whose records are checked."""

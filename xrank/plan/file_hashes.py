@@ -28,16 +28,16 @@ class FileHashes:
         self._turn = threading.Condition()
         self._is_aborted = False
 
-    def add(self, file: int, window: int, data: memoryview) -> None:
-        """Add a window of a file, as it is written; wait until all before it are added, or another thread failed."""
+    def add(self, file: int, windows: range, data: memoryview) -> None:
+        """Add windows of a file, as they are written; wait until all before are added, or another thread failed."""
         with self._turn:
-            self._turn.wait_for(lambda: self._is_aborted or self._next.get(file, 0) == window)
+            self._turn.wait_for(lambda: self._is_aborted or self._next.get(file, 0) == windows.start)
             if self._is_aborted:
                 return
             state = self._states.setdefault(file, hashlib.sha256())
         state.update(data)  # outside of both locks: the next window's thread still waits, others work
         with self._turn:
-            self._next[file] = window + 1
+            self._next[file] = windows.stop
             self._turn.notify_all()
 
     def abort(self) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,6 +94,8 @@ class ObjectSource:
         ]
         self.connections = max(store.settings.connections for store, _ in filter(None, self._stores))
         self._units, self._unit_of = _make_units(model)
+        self._is_joint = [unit.step > 0 for unit in self._units]
+        """Of each unit, whether it is made of small records."""
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._held_nbytes = 0
         self._room_nbytes, self._block_nbytes = ROOM_NBYTES, _BLOCK_NBYTES
@@ -132,6 +134,21 @@ class ObjectSource:
                 if not self._start(number, index):
                     return False
         return True
+
+    def is_large(self, record: int) -> bool:
+        """Return whether a record's bytes come by requests of their own, not by those of its neighbours."""
+        return not self._is_local[self._records[record][0]] and not self._is_joint[self._unit_of[record]]
+
+    def read_all(self, reads: Sequence[tuple[int, int, memoryview]]) -> None:
+        """Fill each buffer with a large record's bytes from an offset on, by one request for each, all at once."""
+        others = [self._submit(self._read_straight, *read) for read in reads[1:]]
+        try:
+            for read in reads[:1]:
+                self._read_straight(*read)
+        finally:
+            wait(others)  # no thread may write to a buffer that its owner uses again
+        for one in others:
+            one.result()
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
@@ -227,11 +244,15 @@ class ObjectSource:
             if self._held_nbytes + self._units[number].step > self._room_nbytes:
                 return False
             block = self._add(key)
+        self._submit(self._load, key, block)
+        return True
+
+    def _submit(self, work: Callable[..., None], *arguments: object) -> Future[None]:
+        with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.connections, "xrank-store")
             pool = self._pool
-        pool.submit(self._load, key, block)
-        return True
+        return pool.submit(work, *arguments)
 
     def _add(self, key: tuple[int, int]) -> _Block:
         """Add a block that is not fetched yet, and drop the ones used longest ago; the caller has the lock."""
@@ -253,23 +274,33 @@ class ObjectSource:
             del self._blocks[key]
             self._held_nbytes -= block.nbytes
 
+    def _read_straight(self, record: int, start: int, into: memoryview) -> None:
+        file, offset = self._records[record]
+        self._read(file, offset + start, len(into), into)
+
+    def _read(self, number: int, start: int, nbytes: int, into: memoryview | None = None) -> memoryview:
+        """Return bytes of a file by one request, in `into` if it is given."""
+        file, opened = self._model.files[number], self._stores[number]
+        assert opened is not None
+        store, name = opened
+        if start + nbytes > file.nbytes:
+            raise CorruptError(
+                f"{file.path} ends before byte {start + nbytes:,}",
+                file=file.path,
+                got=f"{file.nbytes:,} bytes",
+                want=f"at least {start + nbytes:,} bytes",
+                next_step="copy the object again from where it was written",
+            )
+        data = store.read(name, start, nbytes, file.in_store, into=into, stop=self._stop)
+        if into is not None and data is not into:
+            copy_bytes(data, into)
+        return data
+
     def _load(self, key: tuple[int, int], block: _Block) -> None:
         unit = self._units[key[0]]
         file = self._model.files[unit.file]
-        opened = self._stores[unit.file]
-        assert opened is not None
-        store, name = opened
-        start = unit.start + key[1] * unit.step
         try:
-            if start + block.nbytes > file.nbytes:
-                raise CorruptError(
-                    f"{file.path} ends before byte {start + block.nbytes:,}",
-                    file=file.path,
-                    got=f"{file.nbytes:,} bytes",
-                    want=f"at least {start + block.nbytes:,} bytes",
-                    next_step="copy the object again from where it was written",
-                )
-            block.data = store.read(name, start, block.nbytes, file.in_store, stop=self._stop)
+            block.data = self._read(unit.file, unit.start + key[1] * unit.step, block.nbytes)
         except Exception as error:
             block.error = error if isinstance(error, XrankError) else _make_error(file.path, str(error))
             with self._lock:

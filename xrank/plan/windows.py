@@ -22,7 +22,7 @@ from xrank.plan.file_parts import FilePart
 from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
 
-__all__ = ["WINDOW_NBYTES", "FileWindows", "Portion", "PreparedCopies", "PreparedTensor", "share_all"]
+__all__ = ["WINDOW_NBYTES", "FileWindows", "Job", "Portion", "PreparedCopies", "PreparedTensor", "Read", "share_all"]
 
 WINDOW_NBYTES = 1 << 20
 
@@ -30,7 +30,7 @@ _PREPARED_TENSORS = 32
 
 
 class Portion(NamedTuple):
-    """The part of one tensor that lies in a window."""
+    """The part of one tensor that lies in a run of windows."""
 
     tensor: int
     """Index in the file's tensors."""
@@ -39,7 +39,18 @@ class Portion(NamedTuple):
     """Elements [low, high) of the tensor."""
     start: int
     stop: int
-    """Bytes [start, stop) of the window."""
+    """Bytes [start, stop) of the run."""
+
+
+class Read(NamedTuple):
+    """Bytes of a record that a run of windows needs."""
+
+    record: int
+    start: int
+    """First byte of the record."""
+    nbytes: int
+    place: int | None
+    """Byte of the run that they begin at; None where they do not get there as they are, side by side."""
 
 
 class PreparedCopies:
@@ -71,6 +82,14 @@ class PreparedTensor:
         self.plan = plan
         self.copies = PreparedCopies(plan.copies)
         self.replicas = PreparedCopies(plan.replicas)
+        self.is_read_early = plan.update is None and not plan.output.is_padded
+        """Whether bytes that go to their place unchanged may be read before it is cleared."""
+
+    def goes_straight(self, record: int, nest: Nest) -> bool:
+        """Return whether a copy's elements go to their places unchanged and side by side."""
+        if self.plan.source_dtype != self.plan.output.dtype or record in self.plan.changed:
+            return False
+        return not nest.loops or (len(nest.loops) == 1 and nest.loops[0][1:] == (1, 1))
 
 
 def share_all(plan: Plan) -> dict[int, tuple[range]]:
@@ -104,11 +123,28 @@ class FileWindows:
         self._fragment_offsets = [offset for offset, _ in plan.output.fragments]
         self._prepared: dict[int, PreparedTensor] = {}
 
-    def portions(self, window: int) -> Iterator[Portion]:
-        """Yield the parts of tensors in a window, in the file's order."""
-        first = window * WINDOW_NBYTES
-        last = min(first + WINDOW_NBYTES, self.plan.output.nbytes)
-        # The tensor before the first one that begins here may reach into the window.
+    def runs(self, stretch: int, unit: int) -> Iterator[range]:
+        """Yield the windows in order, in runs.
+
+        Args:
+            stretch: most windows of a run.
+            unit: no run goes beyond a multiple of it.
+        """
+        for share in self.share:
+            low = share.start
+            while low < share.stop:
+                high = min(low + stretch, share.stop, (low // unit + 1) * unit)
+                yield range(low, high)
+                low = high
+
+    def span(self, windows: range) -> tuple[int, int]:
+        """Return the first byte of a run of windows, and the one after its last."""
+        return windows.start * WINDOW_NBYTES, min(windows.stop * WINDOW_NBYTES, self.plan.output.nbytes)
+
+    def portions(self, windows: range) -> Iterator[Portion]:
+        """Yield the parts of tensors in a run of windows, in the file's order."""
+        first, last = self.span(windows)
+        # The tensor before the first one that begins here may reach into the run.
         for index in range(max(0, bisect_left(self._offsets, first) - 1), len(self._offsets)):
             output = self.plan.tensors[index].output
             if output.offset >= last:
@@ -119,10 +155,9 @@ class FileWindows:
                 low, high = (start - output.offset) // width, (stop - output.offset) // width
                 yield Portion(index, low, high, start - first, stop - first)
 
-    def fragments(self, window: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (first byte in the window, bytes) of the fragments between tensors."""
-        first = window * WINDOW_NBYTES
-        last = min(first + WINDOW_NBYTES, self.plan.output.nbytes)
+    def fragments(self, windows: range) -> Iterator[tuple[int, bytes]]:
+        """Yield (first byte in the run, bytes) of the fragments between tensors."""
+        first, last = self.span(windows)
         for index in range(max(0, bisect_left(self._fragment_offsets, first) - 1), len(self._fragment_offsets)):
             offset, data = self.plan.output.fragments[index]
             if offset >= last:
@@ -176,15 +211,18 @@ class FileWindows:
             self._prepared[tensor] = ready
         return ready
 
-    def ranges(self, window: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (record, first byte, bytes) of everything that a window reads."""
-        for portion in self.portions(window):
+    def reads(self, windows: range) -> Iterator[Read]:
+        """Yield everything that a run of windows reads."""
+        for portion in self.portions(windows):
             tensor = self.prepare(portion.tensor)
             width = dtypes.dtype(tensor.plan.source_dtype).nbytes
             for copies in (tensor.copies, tensor.replicas):
+                may_be_early = copies is tensor.copies and tensor.is_read_early
                 for _, record, nest in copies.cut(portion.low, portion.high):
                     elements = 1 + sum((count - 1) * step for count, step, _ in nest.loops)
-                    yield record, nest.x * width, elements * width
+                    is_early = may_be_early and tensor.goes_straight(record, nest)
+                    place = portion.start + nest.y * width if is_early else None
+                    yield Read(record, nest.x * width, elements * width, place)
 
     @property
     def records(self) -> list[int]:
@@ -192,3 +230,12 @@ class FileWindows:
         return sorted(
             {record for tensor in self.plan.tensors for copies in tensor.read for record in copies.record.tolist()}
         )
+
+
+class Job(NamedTuple):
+    """A run of windows to make."""
+
+    file: FileWindows
+    windows: range
+    is_placed: bool
+    """Whether they are made in memory of the target."""

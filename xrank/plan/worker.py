@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Literal, Protocol
 
 from xrank import dtypes
 from xrank.layout.nests import Nest
-from xrank.plan.buffers import Source, Target
+from xrank.plan.buffers import PlacingTarget, Source, Target
 from xrank.plan.casts import (
     CastOverflowError,
     change_elements,
@@ -23,11 +23,12 @@ from xrank.plan.faults import difference_error, overflow_error
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.low_rank import add_low_rank
 from xrank.plan.merging import MergedTensor, MergedTensors
+from xrank.plan.object_source import ObjectSource
 from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.sharing import SharedExtents, SharedRun
 from xrank.plan.tiles import Tile, cut_tiles
-from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Portion, PreparedTensor
+from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Job, Portion, PreparedTensor, Read
 
 __all__ = ["Worker"]
 
@@ -43,9 +44,12 @@ class _Shared(Protocol):
     extents: SharedExtents
     merging: MergedTensors
     file_hashes: FileHashes | None
+    placing: PlacingTarget | None
+    straight: ObjectSource | None
 
-    def next_window(self) -> tuple[FileWindows, int] | None: ...
-    def window_done(self, file: FileWindows, nbytes: int) -> bool: ...
+    def next_job(self) -> Job | None: ...
+    def is_early(self, read: Read) -> bool: ...
+    def job_done(self, job: Job, nbytes: int) -> bool: ...
     def file_done(self, file: FileWindows) -> None: ...
     def write_late(self, file: FileWindows, placed: PlacedBytes) -> None: ...
     def differs(self, tensor: str, rank: int, num_elements: int) -> None: ...
@@ -55,11 +59,13 @@ class _Shared(Protocol):
 class Worker:
     """Makes windows until none is left; reports an exception to the execution."""
 
-    def __init__(self, shared: _Shared, staging_nbytes: int) -> None:
+    def __init__(self, shared: _Shared, staging_nbytes: int, num_windows: int) -> None:
         self._shared = shared
         self.ended = threading.Event()
         # Anonymous maps are page-aligned and are returned to the system as soon as the worker is freed.
-        self._window = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
+        self._window = memoryview(b"")
+        """The run of windows that is being made: the worker's own memory, or the target's."""
+        self._own_windows = memoryview(mmap.mmap(-1, num_windows * WINDOW_NBYTES))
         self._staging = memoryview(mmap.mmap(-1, staging_nbytes))
         self._stored: memoryview | None = None
         """Stored elements of a tensor with an update, as many as fit a window."""
@@ -68,22 +74,24 @@ class Worker:
     def work(self) -> None:
         """Run until no window is left or some worker has failed."""
         try:
-            while (job := self._shared.next_window()) is not None:
-                self._make(*job)
+            while (job := self._shared.next_job()) is not None:
+                self._make(job)
         except BaseException as error:  # raised again by the caller of `execute`
             self._shared.fail(error)
         finally:
             self.ended.set()
 
-    def _make(self, file: FileWindows, window: int) -> None:
-        output = file.plan.output
-        first = window * WINDOW_NBYTES
-        nbytes = min(WINDOW_NBYTES, output.nbytes - first)
-        header = output.header[first : first + nbytes]
+    def _make(self, job: Job) -> None:
+        file, windows = job.file, job.windows
+        first, last = file.span(windows)
+        nbytes = last - first
+        self._window = self._find_memory(job, first, nbytes)
+        early = self._read_early(job)
+        header = file.plan.output.header[first:last]
         self._window[: len(header)] = header
         done = len(header)
         runs: list[SharedRun] = []
-        for portion in file.portions(window):
+        for portion in file.portions(windows):
             tensor = file.prepare(portion.tensor)
             part = self._window[portion.start : portion.stop]
             # No copy fills padding, so a padded tensor is cleared before its elements are copied.
@@ -92,39 +100,75 @@ class Worker:
             if tensor.plan.update is not None:
                 self._merge(self._shared.merging.get(file.index, portion.tensor, tensor.plan), portion, part)
             else:
-                straight = self._bring(tensor, portion.low, portion.high, part)
+                there = {place - portion.start for place in early}
+                straight = self._bring(tensor, portion.low, portion.high, part, there)
                 runs += (run._replace(start=portion.start + run.start) for run in straight)
             width = dtypes.dtype(tensor.plan.output.dtype).nbytes
             trailer = file.add(portion.tensor, portion.low * width, part)
             if trailer is not None:
                 self._shared.write_late(file, trailer)
         self._clear(done, nbytes)
-        for start, data in file.fragments(window):
+        for start, data in file.fragments(windows):
             self._window[start : start + len(data)] = data
-        # The window was read and digested in any case; only the writing of shared blocks is left out.
-        for start, stop in self._shared.extents.share(file.index, first, nbytes, sorted(runs)):
-            self._shared.target.write(file.index, first + start, self._window[start:stop])
         if self._shared.file_hashes is not None:
-            self._shared.file_hashes.add(file.index, window, self._window[:nbytes])
+            self._shared.file_hashes.add(file.index, windows, self._window[:nbytes])
+        if job.is_placed:
+            assert self._shared.placing is not None
+            self._shared.placing.placed(file.index, first, nbytes)
+        else:
+            # The window was read and digested in any case; only the writing of shared blocks is left out.
+            for start, stop in self._shared.extents.share(file.index, first, nbytes, sorted(runs)):
+                self._shared.target.write(file.index, first + start, self._window[start:stop])
         # The last worker to finish a window of the file reads the rest of its records: all checksums are then compared
         # before the file is reported as finished.
-        if self._shared.window_done(file, nbytes):
+        if self._shared.job_done(job, nbytes):
             if file.is_whole:
                 read_rest(self._shared.checksums, self._shared.source, file.records, self._staging)
             self._shared.file_done(file)
+
+    def _find_memory(self, job: Job, first: int, nbytes: int) -> memoryview:
+        if not job.is_placed:
+            return self._own_windows
+        assert self._shared.placing is not None
+        memory = self._shared.placing.place(job.file.index, first, nbytes)
+        assert len(memory) == nbytes, "a run of windows is longer than a piece of the target's memory"
+        return memory
+
+    def _read_early(self, job: Job) -> list[int]:
+        """Read what goes straight to its place, many requests at once; return the first bytes of these places."""
+        if self._shared.straight is None:
+            return []
+        reads = [read for read in job.file.reads(job.windows) if self._shared.is_early(read)]
+        places = [read.place for read in reads if read.place is not None]
+        self._shared.straight.read_all(
+            [
+                (read.record, read.start, self._window[place : place + read.nbytes])
+                for read, place in zip(reads, places, strict=True)
+            ]
+        )
+        return places
 
     def _clear(self, start: int, stop: int) -> None:
         """Zero bytes of an earlier window that this one does not fill."""
         if start < stop:
             self._window[start:stop] = bytes(stop - start)
 
-    def _bring(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[SharedRun]:
+    def _bring(
+        self, tensor: PreparedTensor, low: int, high: int, part: memoryview, there: Container[int] = ()
+    ) -> list[SharedRun]:
         """Copy elements [low, high) of a tensor to `part`, and compare them with every replica of them.
+
+        Args:
+            tensor: the tensor.
+            low: first element.
+            high: one past the last.
+            part: their bytes.
+            there: first bytes of pieces of `part` that are read already.
 
         Returns:
             The bytes of `part` that the source contains unchanged.
         """
-        runs = self._fill(tensor, low, high, part)
+        runs = self._fill(tensor, low, high, part, there)
         if len(tensor.plan.replicas):
             self._compare(tensor, low, high, part)
         return runs
@@ -155,17 +199,20 @@ class Worker:
         self._bring(tensor, 0, tensor.plan.output.num_elements, memory)
         return memory
 
-    def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[SharedRun]:
+    def _fill(
+        self, tensor: PreparedTensor, low: int, high: int, part: memoryview, there: Container[int]
+    ) -> list[SharedRun]:
         """Copy elements [low, high) of a tensor to `part`; return the runs of bytes that were read unchanged."""
         runs = []
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.copies.cut(low, high):
             cast = plan.source_dtype != plan.output.dtype or record in plan.changed
-            if not cast and (not nest.loops or (len(nest.loops) == 1 and nest.loops[0][1:] == (1, 1))):
+            if tensor.goes_straight(record, nest):
                 length = nest.loops[0][0] if nest.loops else 1
                 into = part[nest.y * width : (nest.y + length) * width]
-                self._shared.source.read_into(record, nest.x * width, into)
+                if nest.y * width not in there:
+                    self._shared.source.read_into(record, nest.x * width, into)
                 self._shared.checksums.add(record, nest.x * width, into)
                 runs.append(SharedRun(nest.y * width, len(into), record, nest.x * width))
                 continue

@@ -105,7 +105,7 @@ class Transfer:
     def _run_buffered(self, check: Callable[[], object]) -> int:
         if self.buffered is None:
             return 0
-        source, target = _CountedSource(self.source), TensorTarget(self.buffered_tensors)
+        source, target = _CountedSource(self.source), TensorTarget(dict(enumerate(self.buffered_tensors)))
 
         def cancelled() -> bool:
             check()

@@ -113,7 +113,7 @@ class _ChecksumCoverage:
 def _reads(file: FileWindows, ranges: Sequence[range], staging_nbytes: int) -> Iterator[_Read]:
     """Yield the reads of a worker for windows of a file."""
     for window in chain(*ranges):
-        for portion in file.portions(window):
+        for portion in file.portions(range(window, window + 1)):
             tensor = file.prepare(portion.tensor)
             width = dtypes.dtype(tensor.plan.source_dtype).nbytes
             is_cast = tensor.plan.source_dtype != tensor.plan.output.dtype

@@ -45,8 +45,18 @@ class Backend(Protocol):
     def head(self, key: str) -> ObjectStatus:
         """Return the status of an object."""
 
-    def read(self, key: str, start: int, end: int, status: ObjectStatus | None) -> tuple[memoryview, ObjectStatus]:
-        """Return bytes [start, end) of an object, and its status with this answer; `status` is the wanted version."""
+    def read(
+        self, key: str, start: int, end: int, status: ObjectStatus | None, into: memoryview | None = None
+    ) -> tuple[memoryview, ObjectStatus]:
+        """Return bytes [start, end) of an object, and its status with this answer.
+
+        Args:
+            key: the object.
+            start: first byte.
+            end: one past the last.
+            status: the wanted version; None: any.
+            into: a buffer of that size, which the backend may fill and return instead of new memory.
+        """
 
     def list_folder(self, key: str) -> Folder:
         """Return what lies directly below a key; an empty folder if nothing does."""

@@ -123,6 +123,7 @@ class Store:
         nbytes: int,
         status: ObjectStatus | None = None,
         *,
+        into: memoryview | None = None,
         stop: threading.Event | None = None,
     ) -> memoryview:
         """Return exactly these bytes of an object.
@@ -132,11 +133,12 @@ class Store:
             offset: its first wanted byte.
             nbytes: their number; the range must lie in the object.
             status: the version to read; None: whichever is there.
+            into: a buffer of `nbytes`, which the store may fill and return instead of new memory.
             stop: ends the repetitions when it is set.
         """
 
         def read() -> memoryview:
-            view, found = self._backend.read(key, offset, offset + nbytes, status)
+            view, found = self._backend.read(key, offset, offset + nbytes, status, into)
             _counter.add(read=len(view))
             if status is not None and (found.nbytes, found.version) != (status.nbytes, status.version):
                 raise FaultError(

@@ -37,7 +37,9 @@ class FsspecBackend:
             raise FaultError(FaultKind.MISSING, "a folder")
         return _status(found)
 
-    def read(self, key: str, start: int, end: int, status: ObjectStatus | None) -> tuple[memoryview, ObjectStatus]:
+    def read(
+        self, key: str, start: int, end: int, status: ObjectStatus | None, into: memoryview | None = None
+    ) -> tuple[memoryview, ObjectStatus]:
         """Return bytes [start, end) of an object; its version is looked at when the gather ends."""
         with _Faults():
             data = self._files.cat_file(self._path(key), start=start, end=end)

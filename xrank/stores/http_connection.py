@@ -28,6 +28,8 @@ class Answer:
     body: bytes
     status: int = 200
     reason: str = ""
+    is_in_place: bool = False
+    """Whether the body is in the caller's buffer; `body` is empty then."""
 
 
 class HttpConnection:
@@ -53,8 +55,17 @@ class HttpConnection:
         while self._idle:
             self._idle.pop().close()
 
-    def exchange(self, method: str, target: str, headers: Mapping[str, str], body: bytes | memoryview) -> Answer:
+    def exchange(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | memoryview,
+        into: memoryview | None = None,
+    ) -> Answer:
         """Send one request and return its answer, whatever its status is.
+
+        The body of a good answer that has as many bytes as `into` is received there.
 
         Raises:
             FaultError: no whole answer came.
@@ -63,7 +74,8 @@ class HttpConnection:
         try:
             connection.request(method, target, body or None, {**headers, "Content-Length": str(len(body))})
             response = connection.getresponse()
-            content = response.read()
+            is_in_place = _receive_into(response, into)
+            content = b"" if is_in_place else response.read()
         except (OSError, http.client.HTTPException) as error:
             # The next request connects again: this connection may still carry the rest of an answer.
             connection.close()
@@ -76,7 +88,7 @@ class HttpConnection:
         else:
             self._idle.append(connection)
         found = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(found, content, response.status, response.reason)
+        return Answer(found, content, response.status, response.reason, is_in_place)
 
     def _connect(self) -> http.client.HTTPConnection:
         with suppress(IndexError):
@@ -84,6 +96,14 @@ class HttpConnection:
         if self._tls is None:
             return http.client.HTTPConnection(self.host, timeout=self._timeout_seconds)
         return http.client.HTTPSConnection(self.host, timeout=self._timeout_seconds, context=self._tls)
+
+
+def _receive_into(response: http.client.HTTPResponse, into: memoryview | None) -> bool:
+    if into is None or response.status not in (200, 206) or response.length != len(into):
+        return False
+    if response.readinto(into) != len(into):
+        raise http.client.IncompleteRead(b"")
+    return True
 
 
 def encode_path(path: str) -> str:

@@ -58,7 +58,9 @@ class ObstoreBackend:
         with _Faults():
             return _status(self._obstore.head(self._store, key))
 
-    def read(self, key: str, start: int, end: int, status: ObjectStatus | None) -> tuple[memoryview, ObjectStatus]:
+    def read(
+        self, key: str, start: int, end: int, status: ObjectStatus | None, into: memoryview | None = None
+    ) -> tuple[memoryview, ObjectStatus]:
         """Return bytes [start, end) of an object, and its status with this answer."""
         options: dict[str, Any] = {"range": (start, end)}
         if status is not None and status.is_etag and status.version:

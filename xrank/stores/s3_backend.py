@@ -32,14 +32,17 @@ class S3Backend:
         answer = self._connection.send("HEAD", key)
         return _status(answer, answer.headers.get("content-length", ""))
 
-    def read(self, key: str, start: int, end: int, status: ObjectStatus | None) -> tuple[memoryview, ObjectStatus]:
-        """Return bytes [start, end) of an object, and its status with this answer."""
+    def read(
+        self, key: str, start: int, end: int, status: ObjectStatus | None, into: memoryview | None = None
+    ) -> tuple[memoryview, ObjectStatus]:
+        """Return bytes [start, end) of an object, in `into` if it is given, and its status with this answer."""
         headers = {"Range": f"bytes={start}-{end - 1}"}
         if status is not None and status.is_etag and status.version:
             headers["If-Match"] = status.version
-        answer = self._connection.send("GET", key, headers=headers)
+        answer = self._connection.send("GET", key, headers=headers, into=into)
         nbytes = answer.headers.get("content-range", "").rpartition("/")[2]
-        return memoryview(answer.body), _status(answer, nbytes)
+        view = into if into is not None and answer.is_in_place else memoryview(answer.body)
+        return view, _status(answer, nbytes)
 
     def list_folder(self, key: str) -> Folder:
         """Return what lies directly below a key."""

@@ -56,8 +56,9 @@ class S3Connection(ObjectConnection):
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         body: bytes | memoryview = b"",
+        into: memoryview | None = None,
     ) -> Answer:
-        """Send one request and return its answer.
+        """Send one request and return its answer; see `HttpConnection.exchange`.
 
         Raises:
             FaultError: the request failed.
@@ -75,7 +76,7 @@ class S3Connection(ObjectConnection):
             region=self._region,
             payload_sha256=payload_sha256,
         )
-        answer = self._http.exchange(method, f"{path}?{text}" if text else path, signed, body)
+        answer = self._http.exchange(method, f"{path}?{text}" if text else path, signed, body, into)
         code = _CODE.search(answer.body[:4096])
         # A completion may fail after the store has begun a good answer (S3 API reference, CompleteMultipartUpload).
         is_error = method == "POST" and code is not None and b"<Error>" in answer.body[:4096]

@@ -24,7 +24,6 @@ __all__ = ["PartPool", "UploadedFile"]
 _LEAST_BUFFERS = 4
 """One is filled while the others are sent."""
 _MOST_BUFFERS = 17
-_LEAST_NBYTES = _LEAST_BUFFERS * SMALLEST_PART_NBYTES
 
 
 @dataclass(slots=True)
@@ -40,14 +39,15 @@ class PartPool:
     """Buffers and threads that all files of one output share; close it at the end.
 
     Args:
-        allowed_nbytes: memory that the caller allows for all; a third of it is for parts, but never less than four.
+        allowed_nbytes: memory that the caller allows for all; five eighths of it are for parts, but at least four.
     """
 
     def __init__(self, allowed_nbytes: int = 0) -> None:
-        self.nbytes = max(_LEAST_NBYTES, min(allowed_nbytes // 3, _MOST_BUFFERS * SMALLEST_PART_NBYTES))
-        """Memory of the parts of files up to 50 GB, whose parts are the smallest that a store takes."""
-        num_senders = self.nbytes // SMALLEST_PART_NBYTES - 1
-        self._senders = ThreadPoolExecutor(num_senders, thread_name_prefix="xrank-upload")
+        room = allowed_nbytes * 5 // 8 // SMALLEST_PART_NBYTES
+        self.num_parts = max(_LEAST_BUFFERS, min(room, _MOST_BUFFERS))
+        """Parts of files up to 50 GB, which are the smallest that a store takes; of larger files there are fewer."""
+        self.nbytes = self.num_parts * SMALLEST_PART_NBYTES
+        self._senders = ThreadPoolExecutor(self.num_parts - 1, thread_name_prefix="xrank-upload")
         self._changed = threading.Condition()
         self._free: list[mmap] = []
         self._num_buffers = 0
@@ -66,7 +66,7 @@ class PartPool:
             if self._free and len(self._free[-1]) >= nbytes:
                 return self._free.pop()
             if self._free:  # parts of larger files are larger
-                self._free.pop().close()
+                self._free.pop()
                 self._num_buffers -= 1
             self._num_buffers += 1
         return mmap(-1, nbytes)
@@ -94,8 +94,6 @@ class PartPool:
     def close(self) -> None:
         """Wait for the parts on their way, drop the others, and free the memory."""
         self._senders.shutdown(wait=True, cancel_futures=True)
-        for buffer in self._free:
-            buffer.close()
         self._free.clear()
 
 
@@ -154,14 +152,31 @@ class UploadedFile:
             piece = data[: self.part_nbytes - start]
             part = self._part(number)
             copy_bytes(piece, memoryview(part.buffer)[start : start + len(piece)])
-            with self._lock:
-                part.filled += len(piece)
-                is_full = part.filled == part.nbytes
-                if is_full:
-                    del self._filling[number]
-            if is_full:
-                self._send(number + 1, part)
+            self._count(number, part, len(piece))
             data, offset = data[len(piece) :], offset + len(piece)
+
+    def place(self, offset: int, nbytes: int) -> memoryview:
+        """Return the memory of bytes of one part, which has no late ones; wait while all parts are on their way.
+
+        Errors as `write`.
+        """
+        self._check_sent()
+        number, start = divmod(offset, self.part_nbytes)
+        return memoryview(self._part(number).buffer)[start : start + nbytes]
+
+    def placed(self, offset: int, nbytes: int) -> None:
+        """Take bytes that were put into their place, and send the part if it is full."""
+        number = offset // self.part_nbytes
+        self._count(number, self._filling[number], nbytes)
+
+    def _count(self, number: int, part: _Filling, nbytes: int) -> None:
+        with self._lock:
+            part.filled += nbytes
+            is_full = part.filled == part.nbytes
+            if is_full:
+                del self._filling[number]
+        if is_full:
+            self._send(number + 1, part)
 
     def finish(self) -> tuple[Part, ...]:
         """Return all parts after the store has confirmed the last of them."""

@@ -1,4 +1,4 @@
-"""Uploads the files of a plan to the stage of an output in a store."""
+"""Uploads the files of a plan to a store, and to the stage of an output there."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ from xrank.writers.store_files import PartPool, UploadedFile
 if TYPE_CHECKING:
     from xrank.writers.store_stage import StoreStage
 
-__all__ = ["UploadedFiles"]
+__all__ = ["PartsTarget", "UploadedFiles"]
 
 
-class UploadedFiles:
-    """Uploads the files of a plan; see `xrank.writers.part_files.OutputFiles`."""
+class PartsTarget:
+    """Files in parts as the executor's target; see `xrank.plan.buffers.PlacingTarget`."""
 
-    def __init__(self, stage: StoreStage) -> None:
-        self.target = self
-        self._stage = stage
+    def __init__(self) -> None:
         self._pool: PartPool | None = None
         self._files: dict[int, UploadedFile] = {}
 
-    def share_memory(self, allowed_nbytes: int) -> int:
-        """Return how much of a budget the parts take; called before any file begins."""
+    def share_memory(self, allowed_nbytes: int) -> tuple[int, int]:
+        """Return how much of a budget the parts take, and their number; called before any file begins."""
         self._pool = self._pool or PartPool(allowed_nbytes)
-        return self._pool.nbytes
+        return self._pool.nbytes, self._pool.num_parts
 
-    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
-        """Begin a file."""
-        self._pool = self._pool or PartPool()
-        self._files[index] = self._stage.begin_file(name, nbytes, self._pool, late)
+    def part_nbytes(self, file: int) -> int:
+        """Return the bytes of each part of a file; 0 where bytes that are written late lie among others."""
+        return 0 if self._files[file].late else self._files[file].part_nbytes
+
+    def place(self, file: int, offset: int, nbytes: int) -> memoryview:
+        """Return the memory for bytes of one part; wait while all parts are on their way."""
+        return self._files[file].place(offset, nbytes)
+
+    def placed(self, file: int, offset: int, nbytes: int) -> None:
+        """Take bytes that were put into their place."""
+        self._files[file].placed(offset, nbytes)
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""
@@ -39,6 +44,20 @@ class UploadedFiles:
     def write_late(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes of the file's ending at `offset`."""
         self._files[file].write_late(offset, data)
+
+
+class UploadedFiles(PartsTarget):
+    """Uploads the files of a plan to a stage; see `xrank.writers.part_files.OutputFiles`."""
+
+    def __init__(self, stage: StoreStage) -> None:
+        super().__init__()
+        self.target = self
+        self._stage = stage
+
+    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
+        """Begin a file."""
+        self._pool = self._pool or PartPool()
+        self._files[index] = self._stage.begin_file(name, nbytes, self._pool, late)
 
     def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
         """Finish a file."""
