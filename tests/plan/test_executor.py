@@ -405,6 +405,28 @@ def test_a_budget_that_is_too_small_is_refused(max_memory, workers):
     assert "1,572,864 bytes" in caught.value.want
 
 
+class Objects:
+    """Takes the room of a source's blocks."""
+
+    def limit(self, nbytes):
+        self.room_nbytes = nbytes
+
+
+@pytest.mark.parametrize("max_memory", [12 * MIB, 64_000_000, 256_000_000, 1 << 30])
+@pytest.mark.parametrize("workers", [1, 2, 16])
+@pytest.mark.parametrize("target", ["file", "memory", "parts"])
+def test_a_budget_is_shared_with_a_store(max_memory, workers, target):
+    objects, num_parts = Objects(), max(4, min(17, max_memory * 5 // 8 // (5 * MIB)))
+    parts = (num_parts * 5 * MIB, num_parts) if target == "parts" else None
+    given = Budget.from_memory(max_memory, workers)
+    budget = given.share_with(objects, parts, in_memory=target == "memory")
+    windows_nbytes = parts[0] if parts else budget.workers * budget.num_windows * MIB * (target == "file")
+    staging_nbytes = budget.workers * 2 * budget.staging_nbytes
+    assert windows_nbytes + objects.room_nbytes + staging_nbytes <= max(max_memory, 24 * MIB)
+    assert 1 <= budget.workers <= (num_parts - 1 if parts else 16)
+    assert (budget.num_windows == 4) == (target == "file" and max_memory > 32 * MIB)
+
+
 def test_the_smallest_budget_moves_everything(tmp_path):
     made = MadeModel()
     add_random(made, random.Random(9).randint, "a", (900, 1000), dtype="F64", num_cuts=6)

@@ -26,6 +26,7 @@ from xrank.plan.buffers import FileSource, OpenSource
 from xrank.plan.faults import find_owner
 from xrank.plan.object_source import ObjectSource, holds_objects
 from xrank.plan.source import PLAIN, StoredModel
+from xrank.plan.windows import Read
 from xrank.system import read_at, write_at
 
 if TYPE_CHECKING:
@@ -150,11 +151,11 @@ class DecodedSource:
         """The objects in stores that it reads, if there are any."""
         return self._files if isinstance(self._files, ObjectSource) else None
 
-    def announce(self, ranges: Iterable[tuple[int, int, int]]) -> bool:
-        """Start to fetch ranges of plain records; see `ObjectSource.announce`."""
+    def announce(self, reads: Iterable[Read]) -> bool:
+        """Start to fetch bytes of plain records; see `ObjectSource.announce`."""
         if self.objects is None:
             return False
-        plain = (one for one in ranges if one[0] not in self._inline and self._encoded[one[0]] == PLAIN)
+        plain = (one for one in reads if one.record not in self._inline and self._encoded[one.record] == PLAIN)
         return self.objects.announce(plain)
 
     def close_files(self) -> None:

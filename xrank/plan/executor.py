@@ -34,10 +34,8 @@ _STAGING_NBYTES = 2 << 20
 _SMALLEST_STAGING_NBYTES = 256 << 10
 _SIGNAL_LOOK_SECONDS = 0.2
 _MOST_BLOCKS_NBYTES = 64 << 20
-_STORE_WORKERS = 4
-"""Workers of a gather from stores: requests are made by threads of the source, ahead of the workers."""
-_MEMORY_PLACES = 9
-"""Runs of windows that are made at once, and one more, where the target is memory."""
+_STORE_WORKERS = 8
+"""Fewest workers of a gather from stores: most of the time they wait for answers."""
 _LONGEST_RUN = 8
 """Windows that are made at once in a target's own memory."""
 _OWN_RUN = 4
@@ -79,31 +77,31 @@ class Budget:
         # Whole pages, as the buffers are maps.
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
 
-    def share_with(self, objects: ObjectSource, places: tuple[int, int]) -> Budget:
-        """Return the budget of a gather from stores: places for runs of windows, blocks, and staging buffers.
+    def share_with(self, objects: ObjectSource, parts: tuple[int, int] | None, *, in_memory: bool) -> Budget:
+        """Return the budget of a gather from stores: memory for runs of windows, blocks, and staging buffers.
 
         Args:
             objects: reads the blocks.
-            places: of the target's own memory, the bytes and the number of runs that have a place at once; of none,
-                workers have windows of their own.
+            parts: bytes and number of the target's parts, in which windows are made.
+            in_memory: whether windows are made in memory that the caller gives.
 
-        Blocks take half of what the places leave, staging buffers a quarter; answers on their way and what the
+        Blocks take half of what the windows leave, staging buffers a quarter; answers on their way and what the
         allocator keeps take the rest.
         """
-        allowed, num_windows = max(self.allowed_nbytes, self.nbytes), 1
-        nbytes, num_places = places
-        if not num_places:
-            num_places = min(_MEMORY_PLACES, allowed * 5 // 8 // (_OWN_RUN * WINDOW_NBYTES))
-            num_windows = _OWN_RUN if num_places >= _STORE_WORKERS else 1
-            num_places = max(_STORE_WORKERS, num_places)
-            nbytes = num_places * num_windows * WINDOW_NBYTES
+        allowed = max(self.allowed_nbytes, self.nbytes)
+        workers, num_windows, nbytes = max(self.workers, _STORE_WORKERS), 1, 0
+        if parts is not None:
+            nbytes, workers = parts[0], parts[1] - 1  # each worker fills a part, and one is on its way
+        elif not in_memory:
+            fitting = allowed * 5 // 8 // WINDOW_NBYTES
+            num_windows = _OWN_RUN if fitting >= 4 * _OWN_RUN else 1
+            workers = max(1, min(workers, fitting // num_windows))
+            nbytes = workers * num_windows * WINDOW_NBYTES
         smallest = 2 * _SMALLEST_STAGING_NBYTES
         rest = max(4 * smallest, allowed - nbytes)
         objects.limit(min(rest // 2, _MOST_BLOCKS_NBYTES))
         own = max(smallest, min(rest // 4, ROOM_NBYTES))
-        # Each worker fills one place at most, and one part is on its way.
-        budget = Budget.from_memory(own, max(self.workers, _STORE_WORKERS, num_places - 1), window_nbytes=0)
-        return replace(budget, num_windows=num_windows)
+        return replace(Budget.from_memory(own, workers, window_nbytes=0), num_windows=num_windows)
 
     @property
     def nbytes(self) -> int:
@@ -171,11 +169,10 @@ def execute(
         CancelledError: `cancelled` returned True.
     """
     objects: ObjectSource | None = getattr(source, "objects", None)
-    in_memory = (0, _MEMORY_PLACES if hasattr(target, "place") else 0)
-    share_memory: Callable[[int], tuple[int, int]] = getattr(target, "share_memory", lambda _: in_memory)
-    places = share_memory(max(budget.allowed_nbytes, budget.nbytes))
+    share_memory: Callable[[int], tuple[int, int] | None] = getattr(target, "share_memory", lambda _: None)
+    parts = share_memory(max(budget.allowed_nbytes, budget.nbytes))
     if objects is not None:
-        budget = budget.share_with(objects, places)
+        budget = budget.share_with(objects, parts, in_memory=hasattr(target, "place"))
     state = _Execution(
         plan, source, target, replicas, begin, finish, finish_share, cancelled, progress, budget.num_windows
     )
@@ -245,7 +242,7 @@ class _Execution:
         self._ahead: deque[Job] = deque()
         """Windows that come next; the source has begun to fetch the first `_num_announced`."""
         self._num_announced = 0
-        self._announce: Callable[[Iterable[tuple[int, int, int]]], bool] | None = getattr(source, "announce", None)
+        self._announce: Callable[[Sequence[Read]], bool] | None = getattr(source, "announce", None)
         self._late: Callable[[int, int, memoryview], None] | None = getattr(target, "write_late", None)
         self.placing = cast("PlacingTarget", target) if hasattr(target, "place") else None
         self.straight = source if isinstance(source, ObjectSource) else None
@@ -260,11 +257,21 @@ class _Execution:
             # Bytes of a disk are digested while they are in cache, so that more windows at once bring nothing.
             longest = min(unit or self._num_windows, _LONGEST_RUN) if self.straight else 1
             for windows in file.runs(longest, unit or longest):
-                yield Job(file, windows, is_placed=unit > 0)
+                yield from self._make_jobs(file, windows, is_placed=unit > 0)
 
-    def is_early(self, read: Read) -> bool:
-        """Return whether bytes are read straight to their place, before the windows are made there."""
-        return self.straight is not None and read.place is not None and self.straight.is_large(read.record)
+    def _make_jobs(self, file: FileWindows, windows: range, *, is_placed: bool) -> Iterator[Job]:
+        """Yield a run of windows as one job, or as one for each if it needs many blocks at once."""
+        early: list[Read] = []
+        others: list[Read] = []
+        for read in file.reads(windows) if self._announce else ():
+            is_early = self.straight is not None and read.place is not None and self.straight.is_large(read.record)
+            (early if is_early else others).append(read)
+        is_short = len(windows) == 1 or sum(read.nbytes for read in others) <= WINDOW_NBYTES
+        if is_short:
+            yield Job(file, windows, is_placed, early, others)
+        else:
+            for window in windows:
+                yield from self._make_jobs(file, range(window, window + 1), is_placed=is_placed)
 
     def next_job(self) -> Job | None:
         """Return the next run of windows; None when none is left or a worker failed."""
@@ -280,7 +287,7 @@ class _Execution:
             self._num_announced = max(0, self._num_announced - 1)
             return self._ahead.popleft() if self._ahead else None
 
-    def _look_ahead(self, announce: Callable[[Iterable[tuple[int, int, int]]], bool]) -> None:
+    def _look_ahead(self, announce: Callable[[Sequence[Read]], bool]) -> None:
         """Let the source fetch what the next windows read, as far as it has room; the caller has the lock."""
         while True:
             if self._num_announced == len(self._ahead):
@@ -289,9 +296,8 @@ class _Execution:
                     return
                 self._ahead.append(job)
             job = self._ahead[self._num_announced]
-            reads = [read[:3] for read in job.file.reads(job.windows) if not self.is_early(read)]
             # What workers read early needs no announcement, but windows behind it may.
-            if not (announce(reads) if reads else len(self._ahead) < _MEMORY_PLACES):
+            if not (announce(job.others) if job.others else len(self._ahead) < _STORE_WORKERS):
                 return
             self._num_announced += 1
 

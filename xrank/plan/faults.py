@@ -19,7 +19,7 @@ from xrank.plan.planner import Copies, Plan, TensorPlan
 from xrank.plan.source import StoredModel
 from xrank.plan.tiles import cut_tiles
 
-__all__ = ["Owner", "difference_error", "find_owner", "overflow_error", "raise_mismatch"]
+__all__ = ["Owner", "checksum_error", "difference_error", "find_owner", "overflow_error", "raise_mismatch"]
 
 _CHUNK_NBYTES = 1 << 20
 
@@ -29,11 +29,12 @@ def _file_of(plan: Plan, record: int) -> str:
 
 
 def raise_mismatch(plan: Plan, record: int, crc: int) -> NoReturn:
-    """Raise the error for a record whose bytes do not have the CRC-32 that its format recorded."""
-    raise _checksum_error(plan, record, crc)
+    """Raise `checksum_error`."""
+    raise checksum_error(plan, record, crc)
 
 
-def _checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
+def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
+    """Return the error for a record whose bytes do not have the CRC-32 that its format recorded."""
     path, offset = _file_of(plan, record), int(plan.source.records.offset[record])
     got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
     want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
@@ -184,7 +185,7 @@ def _check_records(
         for position in range(0, nbytes, _CHUNK_NBYTES):
             crc = isal_zlib.crc32(source.fetch(record, position, min(_CHUNK_NBYTES, nbytes - position), staging), crc)
         if crc != expected:
-            return _checksum_error(plan, record, crc)
+            return checksum_error(plan, record, crc)
     return None
 
 

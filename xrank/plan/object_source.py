@@ -20,6 +20,7 @@ from xrank.errors import CorruptError, XrankError
 from xrank.faces import AGAIN
 from xrank.plan.buffers import FileSource, copy_bytes, make_change_error
 from xrank.plan.source import StoredModel
+from xrank.plan.windows import Read
 from xrank.stores.client import Store, open_store
 from xrank.stores.url import can_list
 
@@ -116,16 +117,16 @@ class ObjectSource:
         while self._block_nbytes < _MOST_BLOCK_NBYTES and self._block_nbytes * self.connections <= nbytes:
             self._block_nbytes *= 2
 
-    def announce(self, ranges: Iterable[tuple[int, int, int]]) -> bool:
-        """Start to fetch (record, first byte, bytes) that will be read soon; return whether there was room for all."""
-        remote = [one for one in ranges if not self._is_local[self._records[one[0]][0]]]
+    def announce(self, reads: Iterable[Read]) -> bool:
+        """Start to fetch bytes that will be read soon; return whether there was room for all."""
+        remote = [one for one in reads if not self._is_local[self._records[one.record][0]]]
         if not remote:
             return False  # nothing to fetch, so that looking further ahead brings nothing
         # A window across many pieces, as of a tensor cut by columns, leaves each piece less room.
         step = self._block_nbytes
         while step > _LEAST_BLOCK_NBYTES and step * 2 * len(remote) > self._room_nbytes:
             step //= 2
-        for record, start, nbytes in remote:
+        for record, start, nbytes, _ in remote:
             number = self._unit_of[record]
             unit = self._units[number]
             unit.step = unit.step or step
@@ -139,14 +140,14 @@ class ObjectSource:
         """Return whether a record's bytes come by requests of their own, not by those of its neighbours."""
         return not self._is_local[self._records[record][0]] and not self._is_joint[self._unit_of[record]]
 
-    def read_all(self, reads: Sequence[tuple[int, int, memoryview]]) -> None:
-        """Fill each buffer with a large record's bytes from an offset on, by one request for each, all at once."""
-        others = [self._submit(self._read_straight, *read) for read in reads[1:]]
+    def read_all(self, reads: Sequence[Read], memory: memoryview) -> None:
+        """Read bytes of large records to their places in memory, by one request for each, all at once."""
+        others = [self._submit(self._read_straight, read, memory) for read in reads[1:]]
         try:
             for read in reads[:1]:
-                self._read_straight(*read)
+                self._read_straight(read, memory)
         finally:
-            wait(others)  # no thread may write to a buffer that its owner uses again
+            wait(others)  # no thread may write to memory that its owner uses again
         for one in others:
             one.result()
 
@@ -274,9 +275,10 @@ class ObjectSource:
             del self._blocks[key]
             self._held_nbytes -= block.nbytes
 
-    def _read_straight(self, record: int, start: int, into: memoryview) -> None:
-        file, offset = self._records[record]
-        self._read(file, offset + start, len(into), into)
+    def _read_straight(self, read: Read, memory: memoryview) -> None:
+        assert read.place is not None, "only bytes with a place are read straight"
+        file, offset = self._records[read.record]
+        self._read(file, offset + read.start, read.nbytes, memory[read.place : read.place + read.nbytes])
 
     def _read(self, number: int, start: int, nbytes: int, into: memoryview | None = None) -> memoryview:
         """Return bytes of a file by one request, in `into` if it is given."""

@@ -237,5 +237,9 @@ class Job(NamedTuple):
 
     file: FileWindows
     windows: range
-    is_placed: bool
+    is_placed: bool = False
     """Whether they are made in memory of the target."""
+    early: Sequence[Read] = ()
+    """What is read straight to its place, before the windows are made there."""
+    others: Sequence[Read] = ()
+    """What else is read, of a source that fetches it ahead."""

@@ -28,7 +28,7 @@ from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.sharing import SharedExtents, SharedRun
 from xrank.plan.tiles import Tile, cut_tiles
-from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Job, Portion, PreparedTensor, Read
+from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Job, Portion, PreparedTensor
 
 __all__ = ["Worker"]
 
@@ -48,7 +48,6 @@ class _Shared(Protocol):
     straight: ObjectSource | None
 
     def next_job(self) -> Job | None: ...
-    def is_early(self, read: Read) -> bool: ...
     def job_done(self, job: Job, nbytes: int) -> bool: ...
     def file_done(self, file: FileWindows) -> None: ...
     def write_late(self, file: FileWindows, placed: PlacedBytes) -> None: ...
@@ -86,7 +85,8 @@ class Worker:
         first, last = file.span(windows)
         nbytes = last - first
         self._window = self._find_memory(job, first, nbytes)
-        early = self._read_early(job)
+        if self._shared.straight is not None:
+            self._shared.straight.read_all(job.early, self._window)
         header = file.plan.output.header[first:last]
         self._window[: len(header)] = header
         done = len(header)
@@ -100,7 +100,7 @@ class Worker:
             if tensor.plan.update is not None:
                 self._merge(self._shared.merging.get(file.index, portion.tensor, tensor.plan), portion, part)
             else:
-                there = {place - portion.start for place in early}
+                there = {read.place - portion.start for read in job.early if read.place is not None}
                 straight = self._bring(tensor, portion.low, portion.high, part, there)
                 runs += (run._replace(start=portion.start + run.start) for run in straight)
             width = dtypes.dtype(tensor.plan.output.dtype).nbytes
@@ -133,20 +133,6 @@ class Worker:
         memory = self._shared.placing.place(job.file.index, first, nbytes)
         assert len(memory) == nbytes, "a run of windows is longer than a piece of the target's memory"
         return memory
-
-    def _read_early(self, job: Job) -> list[int]:
-        """Read what goes straight to its place, many requests at once; return the first bytes of these places."""
-        if self._shared.straight is None:
-            return []
-        reads = [read for read in job.file.reads(job.windows) if self._shared.is_early(read)]
-        places = [read.place for read in reads if read.place is not None]
-        self._shared.straight.read_all(
-            [
-                (read.record, read.start, self._window[place : place + read.nbytes])
-                for read, place in zip(reads, places, strict=True)
-            ]
-        )
-        return places
 
     def _clear(self, start: int, stop: int) -> None:
         """Zero bytes of an earlier window that this one does not fill."""
