@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import xxhash
 
 from xrank import dtypes
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
+from xrank.plan import object_source
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.stores.backend import ObjectStatus
+from xrank.stores.settings import StoreSettings
 
 Integer = Callable[[int, int], int]
 """Draws from low to high, both included: ``random.Random.randint``, or hypothesis."""
@@ -137,6 +143,12 @@ class MadeModel:
         numbers = {rank: i for i, rank in enumerate(content)}
         return self._model(tuple(files), [numbers[rank] for rank in self.ranks], offsets)
 
+    def in_store(self, folder: Path) -> StoredModel:
+        """Write the records as `on_disk` does; the files are objects of a store."""
+        model = self.on_disk(folder)
+        files = [replace(file, in_store=ObjectStatus(file.nbytes, "v")) for file in model.files]
+        return replace(model, files=tuple(files))
+
     def _model(self, files: tuple[SourceFile, ...], file: list[int], offset: list[int]) -> StoredModel:
         nbytes = [len(record) for record in self.records]
         records = RecordTable(*(int_array(values) for values in (file, offset, nbytes, self.crc32)))
@@ -204,3 +216,37 @@ def by_torch(bits: np.ndarray, source: str, target: str) -> np.ndarray:
     tensor = torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, dtypes.dtype(source).torch_name))
     cast = tensor.to(getattr(torch, dtypes.dtype(target).torch_name))
     return cast.view(getattr(torch, f"int{width * 8}")).numpy().view(f"u{width}")
+
+
+class FolderStore:
+    """A folder as a store; every other answer is in the caller's memory."""
+
+    settings = StoreSettings(connections=3)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_reads = itertools.count()
+
+    def read(
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        status: ObjectStatus | None = None,
+        *,
+        into: memoryview | None = None,
+        stop: threading.Event | None = None,
+    ) -> memoryview:
+        data = memoryview((self._folder / key).read_bytes()[offset : offset + nbytes])
+        if into is None or next(self._num_reads) % 2:
+            return data
+        into[:] = data
+        return into
+
+
+def use_as_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let objects be files of a folder, of whose records those above 64 bytes are large."""
+    store = FolderStore(folder)
+    monkeypatch.setattr(object_source, "open_store", lambda path: (store, os.path.basename(path)))
+    monkeypatch.setattr(object_source, "_SMALL_NBYTES", 64)
+    monkeypatch.setattr(object_source, "_GAP_NBYTES", 8)

@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 
 import numpy as np
@@ -20,6 +20,7 @@ from tests.plan.engine_cases import (
     lay_out,
     outputs_of,
     plain_digest,
+    use_as_store,
 )
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, UsageError
@@ -28,7 +29,11 @@ from xrank.plan import executor, windows, worker
 from xrank.plan.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
 from xrank.plan.digests import digest_of_file
 from xrank.plan.executor import Budget, CancelledError, execute
+from xrank.plan.object_source import ObjectSource
 from xrank.plan.planner import make_plan
+from xrank.stores.uploads import Part
+from xrank.writers.store_files import PartPool, UploadedFile
+from xrank.writers.uploaded_files import PartsTarget
 
 pytestmark = pytest.mark.quick
 
@@ -46,8 +51,25 @@ def no_thread_outlives_a_test():
 @pytest.fixture
 def small_windows(monkeypatch):
     """Make windows of 512 bytes, so that small tensors cross many."""
-    for module in (windows, worker):
+    for module in (windows, worker, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 512)
+
+
+class KeptParts:
+    """Keeps the parts that are uploaded."""
+
+    def __init__(self):
+        self.parts = {}
+
+    def put_part(self, key, upload_id, number, data):
+        assert (key, number) not in self.parts, "a part was sent twice"
+        self.parts[key, number] = bytes(data)
+        return Part(number, len(data), "", 0)
+
+
+@pytest.fixture
+def folder_store(tmp_path, monkeypatch):
+    use_as_store(tmp_path, monkeypatch)
 
 
 def random_model(rng: random.Random) -> MadeModel:
@@ -62,24 +84,48 @@ def random_model(rng: random.Random) -> MadeModel:
 @contextmanager
 def opened(made: MadeModel, folder, files, source_kind: str, target_kind: str):
     """Yield the model, its source, a target, and a function that returns the output files' bytes."""
-    model = made.on_disk(folder) if source_kind == "file" else made.in_memory()
-    source = FileSource(model) if source_kind == "file" else MemorySource(made.views)
-    room = [bytearray(file.nbytes) for file in files]
-    fds = {}
-    if target_kind == "file":
-        fds = {i: os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for i, file in enumerate(files)}
-    target = FileTarget(fds) if fds else MemoryTarget([memoryview(view) for view in room])
-    try:
-        yield model, source, target, lambda: [os.pread(fds[i], 1 << 26, 0) for i in fds] or [bytes(r) for r in room]
-    finally:
+    models = {"memory": made.in_memory, "file": lambda: made.on_disk(folder), "object": lambda: made.in_store(folder)}
+    model = models[source_kind]()
+    sources = {"memory": lambda: MemorySource(made.views), "file": lambda: FileSource(model)}
+    source = sources.get(source_kind, lambda: ObjectSource(model))()
+    with ExitStack() as stack:
+        if source_kind != "memory":
+            stack.callback(source.close)
+        if target_kind == "parts":
+            yield model, source, *stack.enter_context(uploading(files, random.Random(len(made.records))))
+            return
+        room = [bytearray(file.nbytes) for file in files]
+        fds = {}
+        if target_kind == "file":
+            fds = {i: os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for i, file in enumerate(files)}
         for fd in fds.values():
-            os.close(fd)
-        if source_kind == "file":
-            source.close()
+            stack.callback(os.close, fd)
+        target = FileTarget(fds) if fds else MemoryTarget([memoryview(view) for view in room])
+        yield model, source, target, lambda: [os.pread(fds[i], 1 << 26, 0) for i in fds] or [bytes(r) for r in room]
 
 
-@pytest.mark.parametrize("target_kind", ["memory", "file"])
-@pytest.mark.parametrize("source_kind", ["memory", "file"])
+@contextmanager
+def uploading(files, rng: random.Random):
+    """Yield a target that uploads files in parts of one to twelve windows, and a function that returns their bytes."""
+    uploads, pool, target = KeptParts(), PartPool(), PartsTarget()
+    target._pool = pool
+    for i, file in enumerate(files):
+        part_nbytes = rng.choice([1, 2, 5, 9, 12]) * 512
+        target._files[i] = UploadedFile(uploads, pool, str(i), "", file.nbytes, part_nbytes)
+
+    def written():
+        numbers = [[part.number for part in target._files[i].finish()] for i in range(len(files))]
+        return [b"".join(uploads.parts[str(i), number] for number in each) for i, each in enumerate(numbers)]
+
+    try:
+        yield target, written
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("target_kind", ["memory", "file", "parts"])
+@pytest.mark.parametrize("source_kind", ["memory", "file", "object"])
+@pytest.mark.usefixtures("folder_store")
 def test_random_models_become_their_bytes(tmp_path, small_windows, source_kind, target_kind):
     rng = random.Random(f"{source_kind}{target_kind}")
     for _ in range(100 if source_kind == target_kind == "memory" else 40):

@@ -11,17 +11,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.plan.engine_cases import MadeModel, add_random, box_nest, cut_boxes, pairs_of, plain_digest
+from tests.plan.engine_cases import MadeModel, add_random, box_nest, cut_boxes, pairs_of, plain_digest, use_as_store
 from xrank import dtypes
 from xrank.errors import ContradictionError
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest
-from xrank.plan import planner, windows, worker
+from xrank.plan import executor, planner, windows, worker
 from xrank.plan.buffers import MemorySource, MemoryTarget
 from xrank.plan.composition import compose
 from xrank.plan.coverage import find_fault
 from xrank.plan.digests import digest_of_file
 from xrank.plan.executor import Budget, execute
+from xrank.plan.object_source import ObjectSource
 from xrank.plan.output import OutputFile, OutputTensor, TensorPart
 from xrank.plan.planner import make_plan
 
@@ -87,10 +88,12 @@ def padded_part(rng: random.Random, shape: Sequence[int]) -> tuple[tuple[int, ..
     return (before + high - low + rng.randint(0, 3), *shape[1:]), TensorPart(tuple(shape), nests, nests)
 
 
+@pytest.mark.parametrize("in_store", [False, True], ids=["memory", "store"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_files_of_parts_with_bytes_between_them(monkeypatch, workers):
-    for module in (windows, worker):
+def test_files_of_parts_with_bytes_between_them(monkeypatch, tmp_path, workers, in_store):
+    for module in (windows, worker, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 512)
+    use_as_store(tmp_path, monkeypatch)
     rng = random.Random(workers)
     for _ in range(40):
         made = MadeModel()
@@ -125,10 +128,11 @@ def test_files_of_parts_with_bytes_between_them(monkeypatch, workers):
         last = ending([zlib.crc32(content) for content in contents])[0][1]
         want += bytes(5) + last
         room = bytearray(b"\xff" * nbytes)
-        plan = make_plan(made.in_memory(), [file])
-        outcome = execute(
-            plan, MemorySource(made.views), MemoryTarget([memoryview(room)]), budget=Budget(workers, 4096)
-        )
+        plan = make_plan(made.in_store(tmp_path) if in_store else made.in_memory(), [file])
+        source = ObjectSource(plan.source) if in_store else MemorySource(made.views)
+        outcome = execute(plan, source, MemoryTarget([memoryview(room)]), budget=Budget(workers, 4096))
+        if in_store:
+            source.close()
         assert room == want
         around = b"".join((header, *(data for _, data in fragments), last))
         assert outcome.files[0].digest == digest_of_file(around, [plain_digest(bytes(c)) for c in contents])
