@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,33 @@ def copy_down(store: Any, prefix: str, folder: Path) -> None:
         list(pool.map(fetch, rows))
 
 
-def go_around(store: Any) -> int:
-    """Download, gather and upload with the same clients, by way of a disk; return the gather's peak memory."""
+def boto_down(bucket: Bucket, prefix: str, folder: Path) -> None:
+    """Download a prefix's objects with boto3's transfers, each by ten threads."""
+    import boto3
+
+    folder.mkdir()
+    client = boto3.client("s3")
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket.name, Prefix=f"{prefix}/"):
+        for one in page["Contents"]:
+            client.download_file(bucket.name, one["Key"], str(folder / one["Key"].rpartition("/")[2]))
+
+
+def boto_up(bucket: Bucket, folder: Path, prefix: str) -> None:
+    """Upload a folder's files with boto3's transfers, each by ten threads."""
+    import boto3
+
+    client = boto3.client("s3")
+    for path in sorted(folder.iterdir()):
+        client.upload_file(str(path), bucket.name, f"{prefix}/{path.name}")
+
+
+def go_around(down: Callable[[str, Path], None], up: Callable[[Path, str], None]) -> int:
+    """Download, gather and upload with the same client, by way of a disk; return the gather's peak memory."""
     with tempfile.TemporaryDirectory() as name:
         room = Path(name)
-        copy_down(store, "states", room / "states")
+        down("states", room / "states")
         peak = gather(room / "states", room / "model")
-        copy_up(store, room / "model", "out")
+        up(room / "model", "out")
     return peak
 
 
@@ -152,7 +173,12 @@ def choose_runs(bucket: Bucket, store: Any, peers: str) -> dict[str, Callable[[]
     states, model, out = (f"{bucket.url}/{name}" for name in ("states", "model", "out"))
     return {
         "xrank, straight": lambda: measure(lambda: gather(states, out)),
-        "xrank, by way of a disk": lambda: measure(lambda: go_around(store)),
+        "by way of a disk, obstore": lambda: measure(
+            lambda: go_around(partial(copy_down, store), partial(copy_up, store))
+        ),
+        "by way of a disk, boto3": lambda: measure(
+            lambda: go_around(partial(boto_down, bucket), partial(boto_up, bucket))
+        ),
         "s3fs and torch's consolidator": lambda: run_peer(peers, "consolidate", states, out),
         "xrank reads": lambda: run_peer(sys.executable, "xrank", model),
         "s3torchconnector reads": lambda: run_peer(peers, "connector", model),

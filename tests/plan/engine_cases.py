@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import random
@@ -20,7 +19,7 @@ import xxhash
 from xrank import dtypes
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
-from xrank.plan import object_source
+from xrank.plan import object_source, object_units, windows
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.stores.backend import ObjectStatus
@@ -219,13 +218,13 @@ def by_torch(bits: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 class FolderStore:
-    """A folder as a store; every other answer is in the caller's memory."""
+    """A folder as a store."""
 
     settings = StoreSettings(connections=3)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, fills_memory: bool = True) -> None:
         self._folder = folder
-        self._num_reads = itertools.count()
+        self.fills_memory = fills_memory
 
     def read(
         self,
@@ -238,15 +237,17 @@ class FolderStore:
         stop: threading.Event | None = None,
     ) -> memoryview:
         data = memoryview((self._folder / key).read_bytes()[offset : offset + nbytes])
-        if into is None or next(self._num_reads) % 2:
+        assert into is None or self.fills_memory, "this store leaves the caller's memory"
+        if into is None:
             return data
         into[:] = data
         return into
 
 
-def use_as_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_as_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fills_memory: bool = True) -> None:
     """Let objects be files of a folder, of whose records those above 64 bytes are large."""
-    store = FolderStore(folder)
+    store = FolderStore(folder, fills_memory=fills_memory)
     monkeypatch.setattr(object_source, "open_store", lambda path: (store, os.path.basename(path)))
-    monkeypatch.setattr(object_source, "_SMALL_NBYTES", 64)
-    monkeypatch.setattr(object_source, "_GAP_NBYTES", 8)
+    monkeypatch.setattr(object_units, "_SMALL_NBYTES", 64)
+    monkeypatch.setattr(object_units, "_GAP_NBYTES", 8)
+    monkeypatch.setattr(windows, "_STRAIGHT_NBYTES", 64)

@@ -8,10 +8,11 @@ import pytest
 
 from tests.plan.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of
 from xrank.plan import digests, windows, worker
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import MemorySource, MemoryTarget
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.division import divide
-from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.executor import Outcome, execute
 from xrank.plan.file_parts import JoinedFile
 from xrank.plan.planner import Plan, make_plan
 

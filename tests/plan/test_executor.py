@@ -26,9 +26,10 @@ from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.layout.nests import Nest
 from xrank.plan import executor, windows, worker
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
 from xrank.plan.digests import digest_of_file
-from xrank.plan.executor import Budget, CancelledError, execute
+from xrank.plan.executor import CancelledError, execute
 from xrank.plan.object_source import ObjectSource
 from xrank.plan.planner import make_plan
 from xrank.stores.uploads import Part
@@ -67,11 +68,6 @@ class KeptParts:
         return Part(number, len(data), "", 0)
 
 
-@pytest.fixture
-def folder_store(tmp_path, monkeypatch):
-    use_as_store(tmp_path, monkeypatch)
-
-
 def random_model(rng: random.Random) -> MadeModel:
     made = MadeModel()
     for i in range(rng.randint(1, 6)):
@@ -84,8 +80,8 @@ def random_model(rng: random.Random) -> MadeModel:
 @contextmanager
 def opened(made: MadeModel, folder, files, source_kind: str, target_kind: str):
     """Yield the model, its source, a target, and a function that returns the output files' bytes."""
-    models = {"memory": made.in_memory, "file": lambda: made.on_disk(folder), "object": lambda: made.in_store(folder)}
-    model = models[source_kind]()
+    models = {"memory": made.in_memory, "file": lambda: made.on_disk(folder)}
+    model = models.get(source_kind, lambda: made.in_store(folder))()
     sources = {"memory": lambda: MemorySource(made.views), "file": lambda: FileSource(model)}
     source = sources.get(source_kind, lambda: ObjectSource(model))()
     with ExitStack() as stack:
@@ -124,9 +120,9 @@ def uploading(files, rng: random.Random):
 
 
 @pytest.mark.parametrize("target_kind", ["memory", "file", "parts"])
-@pytest.mark.parametrize("source_kind", ["memory", "file", "object"])
-@pytest.mark.usefixtures("folder_store")
-def test_random_models_become_their_bytes(tmp_path, small_windows, source_kind, target_kind):
+@pytest.mark.parametrize("source_kind", ["memory", "file", "object", "copied object"])
+def test_random_models_become_their_bytes(tmp_path, small_windows, monkeypatch, source_kind, target_kind):
+    use_as_store(tmp_path, monkeypatch, fills_memory=source_kind == "object")
     rng = random.Random(f"{source_kind}{target_kind}")
     for _ in range(100 if source_kind == target_kind == "memory" else 40):
         made = random_model(rng)
@@ -461,16 +457,18 @@ class Objects:
 @pytest.mark.parametrize("max_memory", [12 * MIB, 64_000_000, 256_000_000, 1 << 30])
 @pytest.mark.parametrize("workers", [1, 2, 16])
 @pytest.mark.parametrize("target", ["file", "memory", "parts"])
-def test_a_budget_is_shared_with_a_store(max_memory, workers, target):
+@pytest.mark.parametrize("is_straight", [True, False])
+def test_a_budget_is_shared_with_a_store(max_memory, workers, target, is_straight):
     objects, num_parts = Objects(), max(4, min(17, max_memory * 5 // 8 // (5 * MIB)))
     parts = (num_parts * 5 * MIB, num_parts) if target == "parts" else None
     given = Budget.from_memory(max_memory, workers)
-    budget = given.share_with(objects, parts, in_memory=target == "memory")
-    windows_nbytes = parts[0] if parts else budget.workers * budget.num_windows * MIB * (target == "file")
+    budget = given.share_with(objects, parts, in_memory=target == "memory", is_straight=is_straight)
+    windows_nbytes = parts[0] if parts else budget.workers * budget.num_windows * MIB
     staging_nbytes = budget.workers * 2 * budget.staging_nbytes
     assert windows_nbytes + objects.room_nbytes + staging_nbytes <= max(max_memory, 24 * MIB)
     assert 1 <= budget.workers <= (num_parts - 1 if parts else 16)
-    assert (budget.num_windows == 4) == (target == "file" and max_memory > 32 * MIB)
+    assert (budget.num_windows == 4) == (target == "file" and is_straight and max_memory > 32 * MIB)
+    assert parts or objects.room_nbytes >= max_memory * 3 // 16 or objects.room_nbytes == 64 * MIB
 
 
 def test_the_smallest_budget_moves_everything(tmp_path):

@@ -17,11 +17,12 @@ from xrank.errors import ContradictionError
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest
 from xrank.plan import executor, planner, windows, worker
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import MemorySource, MemoryTarget
 from xrank.plan.composition import compose
 from xrank.plan.coverage import find_fault
 from xrank.plan.digests import digest_of_file
-from xrank.plan.executor import Budget, execute
+from xrank.plan.executor import execute
 from xrank.plan.object_source import ObjectSource
 from xrank.plan.output import OutputFile, OutputTensor, TensorPart
 from xrank.plan.planner import make_plan

@@ -16,8 +16,9 @@ from xrank.errors import ContradictionError, UsageError, XrankError
 from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, Verdict
+from xrank.plan.budget import Budget
 from xrank.plan.coverage import range_text
-from xrank.plan.executor import Budget, Outcome
+from xrank.plan.executor import Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.report_facts import ProofFacts, SourceFacts

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from xrank import dtypes
+from xrank.plan.budget import Budget
 from xrank.plan.decoding import open_source
 from xrank.plan.differences import Differences
-from xrank.plan.executor import Budget, execute
+from xrank.plan.executor import execute
 from xrank.plan.planner import Plan, TensorPlan, select_tensors
 from xrank.plan.windows import WINDOW_NBYTES
 

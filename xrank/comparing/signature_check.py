@@ -12,7 +12,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.formats.signed_files import SignedFiles, Stretch, read_files_statement
 from xrank.formats.signed_statement import read_public_key, read_signed_statement
 from xrank.making.check import run_check
-from xrank.plan.executor import Budget
+from xrank.plan.budget import Budget
 from xrank.plan.file_hashes import hash_file
 from xrank.stores import places
 from xrank.stores.url import is_url

@@ -14,7 +14,7 @@ from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.options import default_workers, parse_size
 from xrank.extras import require_torch
 from xrank.making.module_filling import fill_module, prepare_load
-from xrank.plan.executor import Budget
+from xrank.plan.budget import Budget
 from xrank.plan.report import Report
 from xrank.plan.report_facts import OutputFacts, ProofFacts
 from xrank.public_calls import names_own_arguments

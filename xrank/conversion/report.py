@@ -16,7 +16,8 @@ from xrank.errors import LayoutError
 from xrank.plan.digests import digest_text
 from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
 from xrank.plan.merging import factors_nbytes
-from xrank.plan.object_source import count_requests, holds_objects
+from xrank.plan.object_source import holds_objects
+from xrank.plan.object_units import count_requests
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
 from xrank.plan.report import Report

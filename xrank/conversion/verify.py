@@ -19,7 +19,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.faces import Face, option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, Verdict, run_check
-from xrank.plan.executor import Budget
+from xrank.plan.budget import Budget
 from xrank.plan.report import Report
 from xrank.plan.report_facts import OutputFacts, ProofFacts, SourceFacts
 from xrank.public_calls import names_own_arguments

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout.name_pattern import compile_pattern
-from xrank.plan.executor import Budget
+from xrank.plan.budget import Budget
 from xrank.system import count_cores
 from xrank.words import clip
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from xrank.errors import XrankError
 from xrank.making.rereading import read_through
+from xrank.plan.budget import Budget
 from xrank.plan.decoding import open_source
-from xrank.plan.executor import Budget, Outcome
+from xrank.plan.executor import Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
 from xrank.plan.report_facts import ProofFacts, SourceFacts

@@ -14,9 +14,10 @@ from xrank.faces import AGAIN
 from xrank.making.rereading import FileDigests, reread
 from xrank.making.rounds import LocalOutputs
 from xrank.making.work import Work
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import NullTarget
 from xrank.plan.digests import digest_text
-from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
+from xrank.plan.executor import FinishedFile, Outcome, execute
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.teams.team import Team

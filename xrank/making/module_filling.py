@@ -15,8 +15,9 @@ from xrank.decisions.load_plan import Load, plan_load
 from xrank.layout import LayoutMap
 from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.making.manifest_digests import ManifestDigests
+from xrank.plan.budget import Budget
 from xrank.plan.decoding import open_source
-from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.executor import Outcome, execute
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import share_all
 from xrank.readers.live.local_model import LocalModel, local_model

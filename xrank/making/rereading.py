@@ -11,9 +11,10 @@ from xrank.formats.regular_file import open_regular
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import NullTarget
 from xrank.plan.decoding import open_source
-from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.executor import Outcome, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard

@@ -19,10 +19,11 @@ from xrank.making.partial_results import PartialResults
 from xrank.making.rank_traffic import add_traffic, take_traffic
 from xrank.making.work import Work
 from xrank.plan import windows
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import NullTarget, Target
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.division import Division, divide
-from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
+from xrank.plan.executor import FinishedFile, Outcome, execute
 from xrank.plan.faults import raise_mismatch
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan

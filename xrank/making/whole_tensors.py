@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from xrank import dtypes
 from xrank.lending.tensor_target import TensorTarget
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import Source
-from xrank.plan.executor import Budget, CancelledError, execute
+from xrank.plan.executor import CancelledError, execute
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.system import anonymous_memory
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from xrank.decisions.options import ReplicaChoice
 from xrank.layout.nest_table import IntArray
+from xrank.plan.budget import Budget
 from xrank.plan.buffers import OpenSource
-from xrank.plan.executor import Budget
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.planner import Plan
 

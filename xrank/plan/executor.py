@@ -9,104 +9,33 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, cast
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.plan.budget import STORE_WORKERS, Budget, is_mostly_straight
 from xrank.plan.buffers import PlacingTarget, Source, Target
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.faults import raise_mismatch
 from xrank.plan.file_hashes import FileHashes
 from xrank.plan.file_parts import FilePart, FinishedFile, make_finished_file
 from xrank.plan.merging import MergedTensors
-from xrank.plan.object_source import ROOM_NBYTES, ObjectSource
+from xrank.plan.object_source import ObjectSource
 from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Plan
 from xrank.plan.sharing import SharedExtents
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Job, Read
 from xrank.plan.worker import Worker
 
-__all__ = ["Budget", "CancelledError", "FinishedFile", "Outcome", "execute"]
+__all__ = ["CancelledError", "FinishedFile", "Outcome", "execute"]
 
-_STAGING_NBYTES = 2 << 20
-_SMALLEST_STAGING_NBYTES = 256 << 10
 _SIGNAL_LOOK_SECONDS = 0.2
-_MOST_BLOCKS_NBYTES = 64 << 20
-_STORE_WORKERS = 8
-"""Fewest workers of a gather from stores: most of the time they wait for answers."""
 _LONGEST_RUN = 8
 """Windows that are made at once in a target's own memory."""
-_OWN_RUN = 4
-"""Windows of a store's bytes that a worker makes at once in its own memory: each needs few requests."""
 
 
 class CancelledError(Exception):
     """`cancelled()` returned True; finished files stay finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Number of worker threads, and bytes of each one's staging buffer beside its window; casts need as much again."""
-
-    workers: int
-    staging_nbytes: int
-    allowed_nbytes: int = field(default=0, compare=False)
-    """Memory that the caller allows; buffers may take less."""
-    num_windows: int = 1
-    """Windows that a worker makes at once in its own memory."""
-
-    @classmethod
-    def from_memory(cls, max_memory_nbytes: int, workers: int, *, window_nbytes: int = WINDOW_NBYTES) -> Budget:
-        """Return the largest budget whose buffers fit that many bytes, with that many for each worker's window.
-
-        Raises:
-            UsageError: not even one worker with the smallest buffers fits.
-        """
-        smallest = window_nbytes + 2 * _SMALLEST_STAGING_NBYTES
-        if workers < 1 or max_memory_nbytes < smallest:
-            raise UsageError(
-                "the memory budget or the number of workers is too small",
-                got=f"{max_memory_nbytes:,} bytes, {workers} workers",
-                want=f"at least {smallest:,} bytes and one worker",
-                next_step=f"give a larger {option('max_memory')}; 64MB is the default",
-            )
-        workers = min(workers, max_memory_nbytes // smallest)
-        room = (max_memory_nbytes // workers - window_nbytes) // 2
-        # Whole pages, as the buffers are maps.
-        return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
-
-    def share_with(self, objects: ObjectSource, parts: tuple[int, int] | None, *, in_memory: bool) -> Budget:
-        """Return the budget of a gather from stores: memory for runs of windows, blocks, and staging buffers.
-
-        Args:
-            objects: reads the blocks.
-            parts: bytes and number of the target's parts, in which windows are made.
-            in_memory: whether windows are made in memory that the caller gives.
-
-        Blocks take half of what the windows leave, staging buffers a quarter; answers on their way and what the
-        allocator keeps take the rest.
-        """
-        allowed = max(self.allowed_nbytes, self.nbytes)
-        workers, num_windows, nbytes = max(self.workers, _STORE_WORKERS), 1, 0
-        if parts is not None:
-            nbytes, workers = parts[0], parts[1] - 1  # each worker fills a part, and one is on its way
-        elif not in_memory:
-            fitting = allowed * 5 // 8 // WINDOW_NBYTES
-            num_windows = _OWN_RUN if fitting >= 4 * _OWN_RUN else 1
-            workers = max(1, min(workers, fitting // num_windows))
-            nbytes = workers * num_windows * WINDOW_NBYTES
-        smallest = 2 * _SMALLEST_STAGING_NBYTES
-        rest = max(4 * smallest, allowed - nbytes)
-        objects.limit(min(rest // 2, _MOST_BLOCKS_NBYTES))
-        own = max(smallest, min(rest // 4, ROOM_NBYTES))
-        return replace(Budget.from_memory(own, workers, window_nbytes=0), num_windows=num_windows)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers, those of casts included."""
-        return self.workers * (self.num_windows * WINDOW_NBYTES + 2 * self.staging_nbytes)
 
 
 @dataclass(slots=True)
@@ -147,8 +76,9 @@ def execute(
         plan: the whole plan.
         source: reads the plan's records.
         target: writes the output. One with a method ``write_late`` gets the parts of endings by it, each as soon as it
-            is known; windows have any bytes in their place. A method ``share_memory`` is asked first how much of the
-            budget it takes, and in how many parts. In a `PlacingTarget` windows are made in its own memory.
+            is known; windows have any bytes in their place. A method ``share_memory`` is given first a share of the
+            budget and the bytes of the largest file, and returns how much memory it takes, in how many parts. In a
+            `PlacingTarget` windows are made in its own memory.
         budget: threads and buffers.
         files: indices of the output files to make, in this order; all if None.
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
@@ -169,10 +99,13 @@ def execute(
         CancelledError: `cancelled` returned True.
     """
     objects: ObjectSource | None = getattr(source, "objects", None)
-    share_memory: Callable[[int], tuple[int, int] | None] = getattr(target, "share_memory", lambda _: None)
-    parts = share_memory(max(budget.allowed_nbytes, budget.nbytes))
+    share_memory: Callable[[int, int], tuple[int, int] | None] = getattr(target, "share_memory", lambda *_: None)
+    is_straight = is_mostly_straight(plan, objects)
+    largest_nbytes = max((file.output.nbytes for file in plan.files), default=0)
+    parts = share_memory(budget.parts_room(is_straight=is_straight), largest_nbytes)
     if objects is not None:
-        budget = budget.share_with(objects, parts, in_memory=hasattr(target, "place"))
+        in_memory = hasattr(target, "place")
+        budget = budget.share_with(objects, parts, in_memory=in_memory, is_straight=is_straight)
     state = _Execution(
         plan, source, target, replicas, begin, finish, finish_share, cancelled, progress, budget.num_windows
     )
@@ -245,7 +178,7 @@ class _Execution:
         self._announce: Callable[[Sequence[Read]], bool] | None = getattr(source, "announce", None)
         self._late: Callable[[int, int, memoryview], None] | None = getattr(target, "write_late", None)
         self.placing = cast("PlacingTarget", target) if hasattr(target, "place") else None
-        self.straight = source if isinstance(source, ObjectSource) else None
+        self.straight = source if isinstance(source, ObjectSource) and source.fills_memory else None
         self._lock = threading.Lock()
 
     def windows(self, files: Iterable[tuple[int, Sequence[range] | None]]) -> Iterator[Job]:
@@ -256,22 +189,25 @@ class _Execution:
             unit = -(-self.placing.part_nbytes(index) // WINDOW_NBYTES) if self.placing else 0
             # Bytes of a disk are digested while they are in cache, so that more windows at once bring nothing.
             longest = min(unit or self._num_windows, _LONGEST_RUN) if self.straight else 1
+            straight = self.straight if longest > 1 else None  # single windows share blocks
             for windows in file.runs(longest, unit or longest):
-                yield from self._make_jobs(file, windows, is_placed=unit > 0)
+                yield from self._make_jobs(file, windows, straight, is_placed=unit > 0)
 
-    def _make_jobs(self, file: FileWindows, windows: range, *, is_placed: bool) -> Iterator[Job]:
+    def _make_jobs(
+        self, file: FileWindows, windows: range, straight: ObjectSource | None, *, is_placed: bool
+    ) -> Iterator[Job]:
         """Yield a run of windows as one job, or as one for each if it needs many blocks at once."""
         early: list[Read] = []
         others: list[Read] = []
         for read in file.reads(windows) if self._announce else ():
-            is_early = self.straight is not None and read.place is not None and self.straight.is_large(read.record)
+            is_early = straight is not None and read.place is not None and straight.is_large(read.record)
             (early if is_early else others).append(read)
         is_short = len(windows) == 1 or sum(read.nbytes for read in others) <= WINDOW_NBYTES
         if is_short:
             yield Job(file, windows, is_placed, early, others)
         else:
             for window in windows:
-                yield from self._make_jobs(file, range(window, window + 1), is_placed=is_placed)
+                yield from self._make_jobs(file, range(window, window + 1), straight, is_placed=is_placed)
 
     def next_job(self) -> Job | None:
         """Return the next run of windows; None when none is left or a worker failed."""
@@ -297,7 +233,7 @@ class _Execution:
                 self._ahead.append(job)
             job = self._ahead[self._num_announced]
             # What workers read early needs no announcement, but windows behind it may.
-            if not (announce(job.others) if job.others else len(self._ahead) < _STORE_WORKERS):
+            if not (announce(job.others) if job.others else len(self._ahead) < STORE_WORKERS):
                 return
             self._num_announced += 1
 

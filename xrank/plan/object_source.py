@@ -14,55 +14,23 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from xrank.errors import CorruptError, XrankError
 from xrank.faces import AGAIN
 from xrank.plan.buffers import FileSource, copy_bytes, make_change_error
+from xrank.plan.object_units import BLOCK_NBYTES, LEAST_BLOCK_NBYTES, ROOM_NBYTES, make_units
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import Read
 from xrank.stores.client import Store, open_store
 from xrank.stores.url import can_list
 
-__all__ = ["ROOM_NBYTES", "ObjectSource", "count_requests", "holds_objects"]
+__all__ = ["ObjectSource", "holds_objects"]
 
-_BLOCK_NBYTES = 1 << 20
 _MOST_BLOCK_NBYTES = 4 << 20
-_LEAST_BLOCK_NBYTES = 64 << 10
-_SMALL_NBYTES = 256 << 10
-"""Records up to this size share requests with their neighbours."""
-_GAP_NBYTES = 16 << 10
-"""Gaps up to this size between small records are read through."""
-ROOM_NBYTES = 16 << 20
-"""Bytes of all blocks, unless the budget says otherwise."""
 
 
 def holds_objects(model: StoredModel) -> bool:
     """Return whether any file of a model is an object in a store."""
     return any(file.in_store is not None for file in model.files)
-
-
-def count_requests(model: StoredModel) -> tuple[int, int]:
-    """Return the number of requests for all blocks of a model in stores, and their bytes.
-
-    Where the budget has room for larger blocks, the requests are fewer.
-    """
-    units = [unit for unit in _make_units(model)[0] if model.files[unit.file].in_store is not None]
-    nbytes = [unit.end - unit.start for unit in units]
-    return sum(-(-one // _BLOCK_NBYTES) for one in nbytes), sum(nbytes)
-
-
-@dataclass(slots=True)
-class _Unit:
-    """A large record, or small neighbours, in one object."""
-
-    file: int
-    start: int
-    end: int
-    used_nbytes: int
-    """Bytes of its records."""
-    step: int = 0
-    """Bytes of a block; 0: not decided yet."""
 
 
 @dataclass(slots=True)
@@ -94,12 +62,12 @@ class ObjectSource:
             None if file.in_store is None else open_store(file.path) for file in model.files
         ]
         self.connections = max(store.settings.connections for store, _ in filter(None, self._stores))
-        self._units, self._unit_of = _make_units(model)
+        self._units, self._unit_of = make_units(model)
         self._is_joint = [unit.step > 0 for unit in self._units]
         """Of each unit, whether it is made of small records."""
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._held_nbytes = 0
-        self._room_nbytes, self._block_nbytes = ROOM_NBYTES, _BLOCK_NBYTES
+        self._room_nbytes, self._block_nbytes = ROOM_NBYTES, BLOCK_NBYTES
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._stop = threading.Event()
@@ -111,9 +79,9 @@ class ObjectSource:
 
     def limit(self, nbytes: int) -> None:
         """Set the bytes that blocks may take."""
-        self._room_nbytes = max(nbytes, 2 * _BLOCK_NBYTES)
+        self._room_nbytes = max(nbytes, 2 * BLOCK_NBYTES)
         # Larger blocks bring more for each wait, where the room still takes one for about each connection.
-        self._block_nbytes = _BLOCK_NBYTES
+        self._block_nbytes = BLOCK_NBYTES
         while self._block_nbytes < _MOST_BLOCK_NBYTES and self._block_nbytes * self.connections <= nbytes:
             self._block_nbytes *= 2
 
@@ -124,7 +92,7 @@ class ObjectSource:
             return False  # nothing to fetch, so that looking further ahead brings nothing
         # A window across many pieces, as of a tensor cut by columns, leaves each piece less room.
         step = self._block_nbytes
-        while step > _LEAST_BLOCK_NBYTES and step * 2 * len(remote) > self._room_nbytes:
+        while step > LEAST_BLOCK_NBYTES and step * 2 * len(remote) > self._room_nbytes:
             step //= 2
         for record, start, nbytes, _ in remote:
             number = self._unit_of[record]
@@ -136,14 +104,20 @@ class ObjectSource:
                     return False
         return True
 
+    @property
+    def fills_memory(self) -> bool:
+        """Whether all stores receive bytes where they are to stay; others would hold them twice."""
+        return all(opened is None or opened[0].fills_memory for opened in self._stores)
+
     def is_large(self, record: int) -> bool:
         """Return whether a record's bytes come by requests of their own, not by those of its neighbours."""
         return not self._is_local[self._records[record][0]] and not self._is_joint[self._unit_of[record]]
 
     def read_all(self, reads: Sequence[Read], memory: memoryview) -> None:
         """Read bytes of large records to their places in memory, by one request for each, all at once."""
-        others = [self._submit(self._read_straight, read, memory) for read in reads[1:]]
+        others: list[Future[None]] = []
         try:
+            others.extend(self._submit(self._read_straight, read, memory) for read in reads[1:])
             for read in reads[:1]:
                 self._read_straight(read, memory)
         finally:
@@ -278,7 +252,10 @@ class ObjectSource:
     def _read_straight(self, read: Read, memory: memoryview) -> None:
         assert read.place is not None, "only bytes with a place are read straight"
         file, offset = self._records[read.record]
-        self._read(file, offset + read.start, read.nbytes, memory[read.place : read.place + read.nbytes])
+        try:
+            self._read(file, offset + read.start, read.nbytes, memory[read.place : read.place + read.nbytes])
+        except Exception as error:
+            raise _named(error, self._model.files[file].path) from error
 
     def _read(self, number: int, start: int, nbytes: int, into: memoryview | None = None) -> memoryview:
         """Return bytes of a file by one request, in `into` if it is given."""
@@ -293,10 +270,7 @@ class ObjectSource:
                 want=f"at least {start + nbytes:,} bytes",
                 next_step="copy the object again from where it was written",
             )
-        data = store.read(name, start, nbytes, file.in_store, into=into, stop=self._stop)
-        if into is not None and data is not into:
-            copy_bytes(data, into)
-        return data
+        return store.read(name, start, nbytes, file.in_store, into=into, stop=self._stop)
 
     def _load(self, key: tuple[int, int], block: _Block) -> None:
         unit = self._units[key[0]]
@@ -304,7 +278,7 @@ class ObjectSource:
         try:
             block.data = self._read(unit.file, unit.start + key[1] * unit.step, block.nbytes)
         except Exception as error:
-            block.error = error if isinstance(error, XrankError) else _make_error(file.path, str(error))
+            block.error = _named(error, file.path)
             with self._lock:
                 self._drop(key, block)
         except BaseException:
@@ -314,37 +288,9 @@ class ObjectSource:
             block.done.set()
 
 
+def _named(error: Exception, url: str) -> XrankError:
+    return error if isinstance(error, XrankError) else _make_error(url, str(error))
+
+
 def _make_error(url: str, problem: str) -> XrankError:
     return XrankError(f"{url}: {problem}", file=url, next_step=AGAIN)
-
-
-def _make_units(model: StoredModel) -> tuple[list[_Unit], list[int]]:
-    """Return the units of all objects, and each record's index into them."""
-    records = model.records
-    files, offsets, sizes = (column.tolist() for column in (records.file, records.offset, records.stored_nbytes))
-    # Many files are read at the same time, and their blocks have to fit the room.
-    most = max(_LEAST_BLOCK_NBYTES, min(_BLOCK_NBYTES, ROOM_NBYTES // (2 * max(1, len(model.files)))))
-    small = min(_SMALL_NBYTES, most)
-    units: list[_Unit] = []
-    unit_of = [0] * len(records)
-    for record in np.lexsort((records.offset, records.file)).tolist():
-        file, start, end = files[record], offsets[record], offsets[record] + sizes[record]
-        last = units[-1] if units else None
-        if last is not None and last.file == file and start >= last.start and end <= last.end:
-            pass  # tied tensors share a record
-        elif (
-            last is not None
-            and last.file == file
-            and last.step
-            and sizes[record] <= small
-            and start - last.end <= _GAP_NBYTES
-            and end - last.start <= most
-        ):
-            last.used_nbytes += end - max(start, last.end)
-            last.end = end
-            last.step = end - last.start
-        else:
-            # A unit of small records is one block.
-            units.append(_Unit(file, start, end, end - start, max(1, end - start) if end - start <= small else 0))
-        unit_of[record] = len(units) - 1
-    return units, unit_of

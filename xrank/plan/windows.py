@@ -15,7 +15,7 @@ import numpy as np
 from isal import isal_zlib
 
 from xrank import dtypes
-from xrank.layout.nests import Nest, restrict, swap
+from xrank.layout.nests import Nest, restrict, size, swap
 from xrank.plan.checksums import JoinedCrc32
 from xrank.plan.digests import TensorDigest
 from xrank.plan.file_parts import FilePart
@@ -27,6 +27,8 @@ __all__ = ["WINDOW_NBYTES", "FileWindows", "Job", "Portion", "PreparedCopies", "
 WINDOW_NBYTES = 1 << 20
 
 _PREPARED_TENSORS = 32
+_STRAIGHT_NBYTES = 64 << 10
+"""Fewest bytes of a copy that is worth a request of its own."""
 
 
 class Portion(NamedTuple):
@@ -50,7 +52,7 @@ class Read(NamedTuple):
     """First byte of the record."""
     nbytes: int
     place: int | None
-    """Byte of the run that they begin at; None where they do not get there as they are, side by side."""
+    """Byte of the run that they begin at; None where the copy that they belong to is not one stretch of bytes."""
 
 
 class PreparedCopies:
@@ -63,14 +65,18 @@ class PreparedCopies:
         self._nests: list[Nest | None] = [None] * len(copies)
         self._records: list[int] = copies.record.tolist()
 
+    def nest(self, row: int) -> Nest:
+        """Return a copy's nest; x = target, y = source."""
+        nest = self._nests[row]
+        # Two threads may both make it; the results are equal, so no lock is needed.
+        if nest is None:
+            nest = self._nests[row] = swap(self.copies.nests[row])
+        return nest
+
     def cut(self, low: int, high: int) -> Iterator[tuple[int, int, Nest]]:
         """Yield (row, record, nest) of all copies of elements [low, high); x = source, y = target - low."""
         for row in np.flatnonzero((self._starts < high) & (self._ends > low)).tolist():
-            nest = self._nests[row]
-            # Two threads may both make it; the results are equal, so no lock is needed.
-            if nest is None:
-                nest = self._nests[row] = swap(self.copies.nests[row])
-            for part in restrict(nest, low, high):
+            for part in restrict(self.nest(row), low, high):
                 loops = tuple((n, ys, xs) for n, xs, ys in part.loops)
                 yield row, self._records[row], Nest(part.y, part.x - low, loops)
 
@@ -84,6 +90,16 @@ class PreparedTensor:
         self.replicas = PreparedCopies(plan.replicas)
         self.is_read_early = plan.update is None and not plan.output.is_padded
         """Whether bytes that go to their place unchanged may be read before it is cleared."""
+
+    def find_place(self, row: int, record: int, nest: Nest) -> int | None:
+        """Return the first byte that elements of a copy have in the tensor; None unless all of the copy is one stretch.
+
+        Elements of other copies share blocks with their neighbours, also where these lie side by side.
+        """
+        whole = self.copies.nest(row)
+        width = dtypes.dtype(self.plan.source_dtype).nbytes
+        is_one = self.is_read_early and self.goes_straight(record, whole)
+        return nest.y * width if is_one and size(whole) * width >= _STRAIGHT_NBYTES else None
 
     def goes_straight(self, record: int, nest: Nest) -> bool:
         """Return whether a copy's elements go to their places unchanged and side by side."""
@@ -217,12 +233,15 @@ class FileWindows:
             tensor = self.prepare(portion.tensor)
             width = dtypes.dtype(tensor.plan.source_dtype).nbytes
             for copies in (tensor.copies, tensor.replicas):
-                may_be_early = copies is tensor.copies and tensor.is_read_early
-                for _, record, nest in copies.cut(portion.low, portion.high):
+                for row, record, nest in copies.cut(portion.low, portion.high):
                     elements = 1 + sum((count - 1) * step for count, step, _ in nest.loops)
-                    is_early = may_be_early and tensor.goes_straight(record, nest)
-                    place = portion.start + nest.y * width if is_early else None
-                    yield Read(record, nest.x * width, elements * width, place)
+                    place = tensor.find_place(row, record, nest) if copies is tensor.copies else None
+                    yield Read(
+                        record,
+                        nest.x * width,
+                        elements * width,
+                        None if place is None else portion.start + place,
+                    )
 
     @property
     def records(self) -> list[int]:

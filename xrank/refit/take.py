@@ -17,7 +17,7 @@ from xrank.extras import require_torch
 from xrank.faces import option
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.mooncake_memory import is_mooncake
-from xrank.plan.executor import Budget
+from xrank.plan.budget import Budget
 from xrank.public_calls import names_own_arguments
 from xrank.readers.live.module_tensors import FilledModule
 from xrank.refit.card import Address

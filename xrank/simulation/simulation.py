@@ -10,8 +10,8 @@ import numpy as np
 
 from xrank.decisions.options import GatherOptions
 from xrank.layout.nest_table import IntArray
+from xrank.plan.budget import Budget
 from xrank.plan.division import divide
-from xrank.plan.executor import Budget
 from xrank.public_calls import names_own_arguments
 from xrank.simulation.counted_reads import count_compared_nbytes, count_rounds, num_places
 from xrank.simulation.planned_work import PlannedWork, plan_work

@@ -42,6 +42,9 @@ class Backend(Protocol):
         FaultError: the request failed.
     """
 
+    fills_memory: bool
+    """Whether `read` receives bytes in the caller's memory."""
+
     def head(self, key: str) -> ObjectStatus:
         """Return the status of an object."""
 
@@ -55,7 +58,7 @@ class Backend(Protocol):
             start: first byte.
             end: one past the last.
             status: the wanted version; None: any.
-            into: a buffer of that size, which the backend may fill and return instead of new memory.
+            into: a buffer of that size, which a backend that fills memory fills and returns; others leave it.
         """
 
     def list_folder(self, key: str) -> Folder:

@@ -112,6 +112,11 @@ class Store:
         self._clock = clock or _clock
         self._slots = threading.BoundedSemaphore(settings.connections)
 
+    @property
+    def fills_memory(self) -> bool:
+        """Whether `read` receives bytes in the caller's memory."""
+        return self._backend.fills_memory
+
     def head(self, key: str) -> ObjectStatus:
         """Return the size and the version of an object."""
         return self._request(key, "looked at", lambda: self._backend.head(key))
@@ -133,7 +138,7 @@ class Store:
             offset: its first wanted byte.
             nbytes: their number; the range must lie in the object.
             status: the version to read; None: whichever is there.
-            into: a buffer of `nbytes`, which the store may fill and return instead of new memory.
+            into: a buffer of `nbytes`, which is filled and returned if the store fills memory.
             stop: ends the repetitions when it is set.
         """
 

@@ -22,6 +22,8 @@ _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "mtime", "LastModified", "la
 class FsspecBackend:
     """A folder of a file system of fsspec; see `Backend`."""
 
+    fills_memory = False
+
     def __init__(self, files: Any, root: str) -> None:
         self._files = files
         self._root = root

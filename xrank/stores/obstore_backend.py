@@ -47,6 +47,8 @@ class ObstoreBackend:
         store: the store.
     """
 
+    fills_memory = False
+
     def __init__(self, store: ObjectStore) -> None:
         import obstore
 

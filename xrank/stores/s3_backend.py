@@ -24,6 +24,8 @@ class S3Backend:
         connection: sends the requests.
     """
 
+    fills_memory = True
+
     def __init__(self, connection: S3Connection) -> None:
         self._connection = connection
 

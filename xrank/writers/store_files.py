@@ -39,14 +39,13 @@ class PartPool:
     """Buffers and threads that all files of one output share; close it at the end.
 
     Args:
-        allowed_nbytes: memory that the caller allows for all; five eighths of it are for parts, but at least four.
+        room_nbytes: memory for parts; there are four at least.
+        part_nbytes: bytes of the largest part.
     """
 
-    def __init__(self, allowed_nbytes: int = 0) -> None:
-        room = allowed_nbytes * 5 // 8 // SMALLEST_PART_NBYTES
-        self.num_parts = max(_LEAST_BUFFERS, min(room, _MOST_BUFFERS))
-        """Parts of files up to 50 GB, which are the smallest that a store takes; of larger files there are fewer."""
-        self.nbytes = self.num_parts * SMALLEST_PART_NBYTES
+    def __init__(self, room_nbytes: int = 0, part_nbytes: int = SMALLEST_PART_NBYTES) -> None:
+        self.num_parts = max(_LEAST_BUFFERS, min(room_nbytes // part_nbytes, _MOST_BUFFERS))
+        self.nbytes = self.num_parts * part_nbytes
         self._senders = ThreadPoolExecutor(self.num_parts - 1, thread_name_prefix="xrank-upload")
         self._changed = threading.Condition()
         self._free: list[mmap] = []
@@ -59,9 +58,8 @@ class PartPool:
         With all buffers half filled, waiting would be in vain, so that one more is made. Windows come nearly in order,
         and then at most one part waits for windows that no thread has begun.
         """
-        most = max(_LEAST_BUFFERS, self.nbytes // nbytes)
         with self._changed:
-            while not self._free and self._num_buffers >= most and self._num_sending:
+            while not self._free and self._num_buffers >= self.num_parts and self._num_sending:
                 self._changed.wait()
             if self._free and len(self._free[-1]) >= nbytes:
                 return self._free.pop()

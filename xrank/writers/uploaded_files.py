@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from xrank.stores.uploads import part_nbytes_for
 from xrank.writers.store_files import PartPool, UploadedFile
 
 if TYPE_CHECKING:
@@ -20,9 +21,14 @@ class PartsTarget:
         self._pool: PartPool | None = None
         self._files: dict[int, UploadedFile] = {}
 
-    def share_memory(self, allowed_nbytes: int) -> tuple[int, int]:
-        """Return how much of a budget the parts take, and their number; called before any file begins."""
-        self._pool = self._pool or PartPool(allowed_nbytes)
+    def share_memory(self, room_nbytes: int, largest_nbytes: int) -> tuple[int, int]:
+        """Return the memory that parts take, and their number; called before any file begins.
+
+        Args:
+            room_nbytes: memory that they may take.
+            largest_nbytes: bytes of the largest file.
+        """
+        self._pool = self._pool or PartPool(room_nbytes, part_nbytes_for(largest_nbytes))
         return self._pool.nbytes, self._pool.num_parts
 
     def part_nbytes(self, file: int) -> int:
