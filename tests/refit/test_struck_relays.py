@@ -11,14 +11,15 @@ import pytest
 from tests.conversion.forker import Forker
 from tests.refit.forked_jobs import RELAYED_SIDES, forked_jobs
 from tests.refit.test_struck import NOTICED_SECONDS
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the seeds: two, in `make soak` all 100."""
+    """Give the seeds: one, by `make test-all` two, in `make soak` all 100."""
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(0, 100, 1 if metafunc.config.getoption("soak") else 75))
+        metafunc.parametrize("seed", range(100) if metafunc.config.getoption("soak") else sampled([75, 0], 2))
 
 
 @pytest.fixture(scope="module")
