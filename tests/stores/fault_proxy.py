@@ -132,7 +132,7 @@ class FaultProxy(ClosingServer):
         """Forget all requests, count from 1 again, and choose faults by another chooser."""
         with self._lock:
             self._count, self._kill, self.choose, self._storm_until = 0, None, choose, 0.0
-            self.requests.clear()
+            self.requests = []  # a request of an earlier program that ends now is not counted
 
     def close(self) -> None:
         """Stop serving, and end all waits."""
@@ -151,9 +151,9 @@ class FaultProxy(ClosingServer):
                 fault = "storm"
         return number, fault
 
-    def record(self, request: Request) -> None:
+    def record(self, request: Request, requests: list[Request]) -> None:
         with self._lock:
-            self.requests.append(request)
+            requests.append(request)
 
     def kill_at(self, number: int, when: str) -> bool:
         """Kill the process if this is its moment; return whether it was."""
@@ -190,6 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         body = self._read_body()
         proxy = self.server
+        self._requests = proxy.requests
         number, fault = proxy.begin(self.command, self.path)
         if proxy.kill_at(number, "before"):
             self.close_connection = True
@@ -226,7 +227,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            nbytes = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(nbytes)
+            if len(body) != nbytes:
+                raise ConnectionError("the client broke off")
+            return body
         chunks = []
         while size := int(self.rfile.readline().partition(b";")[0], 16):
             chunks.append(self.rfile.read(size))
@@ -279,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _record(self, number: int, body: bytes, status: int, nbytes: int, fault: FaultKind | None) -> None:
         request = Request(number, self.command, self.path, dict(self.headers), len(body), status, nbytes, fault)
-        self.server.record(request)
+        self.server.record(request, self._requests)
 
     def finish(self) -> None:
         if self._upstream is not None:

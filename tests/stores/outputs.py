@@ -115,8 +115,8 @@ class StoreOutput:
         return child.returncode
 
     def run_on(self, *arguments: object) -> tuple[int, str]:
-        there = self.place.list_parts()
         self.proxy.restart()
+        there = self.place.list_parts()
         done = _finish(self.start(*arguments))
         sent = {part for request in self.proxy.requests if (part := part_of(self.place, request))}
         assert not there & sent

@@ -76,7 +76,10 @@ class _Handler(BaseHTTPRequestHandler):
         assert account == ACCOUNT
         self.container, _, key = place.partition("/")
         self.key = unquote(key)
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        nbytes = int(self.headers.get("Content-Length") or 0)
+        self.body = self.rfile.read(nbytes)
+        if len(self.body) != nbytes:
+            raise ConnectionError("the client broke off")
         md5 = self.headers.get("Content-MD5")
         try:
             if md5 is not None and base64.b64decode(md5) != hashlib.md5(self.body).digest():

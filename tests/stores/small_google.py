@@ -72,7 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         self.bucket, _, key = parts.path.lstrip("/").partition("/")
         self.key = unquote(key)
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        nbytes = int(self.headers.get("Content-Length") or 0)
+        self.body = self.rfile.read(nbytes)
+        if len(self.body) != nbytes:
+            raise ConnectionError("the client broke off")
         md5 = self.headers.get("Content-MD5")
         try:
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
