@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from xrank.errors import UsageError
@@ -98,17 +99,16 @@ class Budget:
         return self.workers * (self.num_windows * WINDOW_NBYTES + 2 * self.staging_nbytes)
 
 
-def is_mostly_straight(plan: Plan, objects: ObjectSource | None) -> bool:
-    """Return whether most bytes need no memory beside their windows: those of disks, and of stores that fill memory.
+def is_mostly_straight(plan: Plan, files: Sequence[int], objects: ObjectSource) -> bool:
+    """Return whether most bytes of stores need no memory beside their windows.
 
     Args:
-        plan: the plan; some tensors tell of all.
-        objects: the stores that are read, if any.
+        plan: the plan.
+        files: indices of the output files that are made; some of their tensors tell of all.
+        objects: the stores that are read.
     """
-    if objects is None:
-        return True
     straight = total = 0
-    tensors = list(plan.tensors)
+    tensors = [tensor for index in files for tensor in plan.files[index].tensors]
     for tensor in tensors[:: len(tensors) // _SAMPLE + 1]:
         nests = tensor.copies.nests
         sizes = nests.sizes

@@ -99,10 +99,14 @@ def execute(
         CancelledError: `cancelled` returned True.
     """
     objects: ObjectSource | None = getattr(source, "objects", None)
-    share_memory: Callable[[int, int], tuple[int, int] | None] = getattr(target, "share_memory", lambda *_: None)
-    is_straight = is_mostly_straight(plan, objects)
-    largest_nbytes = max((file.output.nbytes for file in plan.files), default=0)
-    parts = share_memory(budget.parts_room(is_straight=is_straight), largest_nbytes)
+    share_memory: Callable[[int, int], tuple[int, int]] | None = getattr(target, "share_memory", None)
+    whole = range(len(plan.files)) if files is None else files
+    # Only what is made here is looked at: a caller that takes tensors one by one calls this for each.
+    is_straight = objects is None or is_mostly_straight(plan, whole if shares is None else [*shares], objects)
+    parts = None
+    if share_memory is not None:
+        largest_nbytes = max((file.output.nbytes for file in plan.files), default=0)
+        parts = share_memory(budget.parts_room(is_straight=is_straight), largest_nbytes)
     if objects is not None:
         in_memory = hasattr(target, "place")
         budget = budget.share_with(objects, parts, in_memory=in_memory, is_straight=is_straight)
@@ -112,7 +116,6 @@ def execute(
     state.file_hashes = file_hashes
     if checksums is not None:
         state.checksums = checksums
-    whole = range(len(plan.files)) if files is None else files
     state.queue = state.windows([(index, None) for index in whole] if shares is None else shares.items())
     workers = [Worker(state, budget.staging_nbytes, budget.num_windows) for _ in range(budget.workers)]
     threads = [threading.Thread(target=worker.work, name=f"xrank-worker-{i}") for i, worker in enumerate(workers)]
@@ -232,7 +235,7 @@ class _Execution:
                     return
                 self._ahead.append(job)
             job = self._ahead[self._num_announced]
-            # What workers read early needs no announcement, but windows behind it may.
+            # Early reads need no announcement; those of the windows behind them may.
             if not (announce(job.others) if job.others else len(self._ahead) < STORE_WORKERS):
                 return
             self._num_announced += 1

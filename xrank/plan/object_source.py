@@ -64,7 +64,7 @@ class ObjectSource:
         self.connections = max(store.settings.connections for store, _ in filter(None, self._stores))
         self._units, self._unit_of = make_units(model)
         self._is_joint = [unit.step > 0 for unit in self._units]
-        """Of each unit, whether it is made of small records."""
+        """Whether each unit is made of small records."""
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         self._held_nbytes = 0
         self._room_nbytes, self._block_nbytes = ROOM_NBYTES, BLOCK_NBYTES

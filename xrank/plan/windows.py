@@ -259,6 +259,6 @@ class Job(NamedTuple):
     is_placed: bool = False
     """Whether they are made in memory of the target."""
     early: Sequence[Read] = ()
-    """What is read straight to its place, before the windows are made there."""
+    """Reads that go straight to their places, before the windows are made there."""
     others: Sequence[Read] = ()
-    """What else is read, of a source that fetches it ahead."""
+    """All other reads, where the source fetches ahead."""

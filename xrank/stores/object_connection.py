@@ -1,4 +1,4 @@
-"""What the connections to all stores have in common: single objects, looked at and deleted."""
+"""Requests for single objects that connections to all stores share: to look at one, and to delete one."""
 
 from __future__ import annotations
 
