@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
+import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,24 +13,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+import xrank
 from tests.cli.bench import refusal, run
-from xrank.conversion import clean as clean_module
 from xrank.conversion.clean import clean
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import IncompleteError
-from xrank.workspace.abandoned_memory import find_abandoned_segments
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.writers import cleaning, stage_inspection
 from xrank.writers.journal import JOURNAL_NAME, encode_journal
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
-
-
-@pytest.fixture(autouse=True)
-def machines_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let nothing be looked for, nor removed, in this machine's shared memory: other programs have theirs there."""
-    monkeypatch.setitem(clean_module.clean.__wrapped__.__kwdefaults__, "memory", str(tmp_path / "no memory"))
 
 
 def stage(folder: Path, *, pid: int, host: str | None = None, age_seconds: float = 0, name: str = "model") -> Path:
@@ -146,20 +139,102 @@ def test_without_a_file_the_time_is_this_hosts(tmp_path: Path) -> None:
     assert abs(cleaning.folder_time(str(tmp_path / "absent")) - time.time()) < 5
 
 
-def test_segments_that_nobody_holds_go_when_they_are_old(tmp_path: Path) -> None:
-    shm = tmp_path / "shm"
-    shm.mkdir()
-    for name in ("rank_1", "rank_2", "rank_3", "psm_12345678", "xrank"):
-        (shm / name).write_bytes(b"x")
-    os.symlink(tmp_path, shm / "rank_4")
-    with (shm / "rank_2").open("r+b") as opened, (shm / "rank_3").open("r+b") as other:
-        mapped = mmap.mmap(other.fileno(), 1)
-        other.close()
-        assert clean([], memory=str(shm)).details["segments"] == []
-        report = clean([], memory=str(shm), now=lambda folder: time.time() + 4000)
-        assert [row["path"] for row in report.details["segments"]] == [str(shm / "rank_1")] and not opened.closed
-        mapped.close()
-    assert {path.name for path in shm.iterdir()} == {"rank_2", "rank_3", "rank_4", "psm_12345678", "xrank"}
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="only Linux keeps shared memory there")
+def test_shared_memory_of_other_programs_stays(tmp_path: Path) -> None:
+    """ModelOpt's names, which any program may give; clean once removed an old file that had such a name."""
+    path = Path(f"/dev/shm/rank_{os.getpid()}77")
+    path.write_bytes(b"a stranger's")
+    os.utime(path, (0, 0))
+    try:
+        assert run("clean", tmp_path).exit_code == 0
+        assert path.read_bytes() == b"a stranger's"
+    finally:
+        path.unlink()
+
+
+def _leave_user_folder(folder: Path) -> Path:
+    path = folder / ".notes.xrank-0123456789abcdef"
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    os.utime(path / "notes.txt", (0, 0))
+    os.utime(path, (0, 0))
+    return path
+
+
+def _message_name(folder: Path) -> Path:
+    return folder / f".rank_0.{'0' * 16}.{dead_pid()}.{'0' * 16}.1.message"
+
+
+def _leave_folder_message(folder: Path) -> Path:
+    path = _message_name(folder)
+    path.mkdir()
+    os.utime(path, (0, 0))
+    return path
+
+
+def _leave_link_message(folder: Path) -> Path:
+    path = _message_name(folder)
+    path.symlink_to(folder / "nowhere")
+    os.utime(path, (0, 0), follow_symlinks=False)
+    return path
+
+
+def _leave_pipe_message(folder: Path) -> Path:
+    path = _message_name(folder)
+    os.mkfifo(path)
+    os.utime(path, (0, 0))
+    return path
+
+
+@pytest.mark.parametrize("leave", [_leave_user_folder, _leave_folder_message, _leave_link_message, _leave_pipe_message])
+def test_a_name_alone_does_not_make_a_thing_xranks(tmp_path: Path, leave: Callable[[Path], Path]) -> None:
+    path = leave(tmp_path)
+    ended = run("clean", tmp_path)
+    assert ended.exit_code == 0 and os.path.lexists(path)
+    assert "removed  0 things" in ended.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+def test_what_another_user_owns_stays(tmp_path: Path) -> None:
+    message, folder = _message_name(tmp_path), stage(tmp_path, pid=dead_pid())
+    message.write_bytes(b"x")
+    for path in (message, folder):
+        os.utime(path, (0, 0))
+        os.chown(path, 12345, 12345)
+    clean([tmp_path])
+    assert message.exists() and folder.exists()
+
+
+def test_a_gather_leaves_a_users_folder_beside_its_output_alone(tmp_path: Path) -> None:
+    folder = tmp_path / ".model.xrank-0123456789abcdef"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    xrank.NFSWorkspace(tmp_path / "states", rank=0, world_size=1).write_configs_and_weights(
+        {"model_type": "llama"}, {"norm.weight": torch.ones(4)}
+    )
+    report = xrank.gather_checkpoint(tmp_path / "states", tmp_path / "model")
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert any("nothing in it shows that xrank made it" in text for _, text in report.notes)
+
+
+def test_what_a_kill_left_of_a_removal_goes(tmp_path: Path) -> None:
+    """The journal is removed last, so that the next clean knows the rest."""
+    path = stage(tmp_path, pid=dead_pid())
+    (path / "inner").mkdir()
+    removed = []
+
+    def die(target: str) -> None:
+        removed.append(os.path.basename(target))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            clean([tmp_path])
+    (rest,) = tmp_path.glob(".model.xrank-*")
+    assert removed == ["inner"] and (rest / JOURNAL_NAME).exists()
+    clean([tmp_path])
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- what changes meanwhile
@@ -237,34 +312,3 @@ def test_a_stage_is_inspected_while_its_gather_goes_on(tmp_path: Path, monkeypat
     committed_once_read(monkeypatch, stage_inspection, tmp_path / "model")
     with pytest.raises(IncompleteError, match="does not exist"):
         inspect_source(path)
-
-
-def test_a_segment_that_goes_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in range(3):
-        (tmp_path / f"rank_{rank}").touch()
-    first, *others = [entry.path for entry in os.scandir(tmp_path)]
-    listed_before(monkeypatch, "scandir", lambda _: os.unlink(first))
-    found = find_abandoned_segments(str(tmp_path), older_than=time.time() + 4000)
-    assert [path for path, _ in found] == others
-
-
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="only Linux keeps shared memory there")
-def test_a_segment_that_is_only_mapped_is_held_for_whoever_is_not_root_too() -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        os.chmod(folder, 0o777)
-        child = os.fork()
-        if child == 0:
-            try:
-                os.chdir(folder)
-                if os.geteuid() == 0:
-                    os.setresuid(65534, 65534, 65534)
-                for rank in range(2):
-                    Path(f"rank_{rank}").write_bytes(bytes(4096))
-                with open("rank_0", "r+b") as file:
-                    kept = mmap.mmap(file.fileno(), 4096)
-                os.closerange(3, 4096)  # the mapping's own descriptor, too
-                found = [path for path, _ in find_abandoned_segments(".", older_than=time.time() + 4000)]
-                os._exit(0 if len(kept) and found == ["./rank_1"] else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

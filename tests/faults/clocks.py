@@ -64,7 +64,7 @@ def _share(gathers: Gathers, findings: Findings, where: str) -> None:
     def clean_on() -> None:
         try:
             while not has_ended.is_set():
-                clean([gathers.out.parent], memory=str(gathers.out.parent))
+                clean([gathers.out.parent])
         except BaseException as error:
             failures.append(error)
 
@@ -93,7 +93,7 @@ def _clean_beside(job: Job, point: int, rng: random.Random, findings: Findings, 
                 status = 1
                 try:
                     _change_times(job, rng)
-                    removed = clean([job.folder], memory=str(job.folder)).details["num_removed"]
+                    removed = clean([job.folder]).details["num_removed"]
                     status = 2 if removed and job.begins is None else 0
                 finally:
                     os._exit(status)

@@ -183,6 +183,20 @@ def test_cleans_what_a_stopped_gather_left(states: Path, small_bucket: Bucket) -
     assert (small_bucket.list_uploads(), small_bucket.read_all()) == ([], {})
 
 
+def test_clean_leaves_an_upload_of_another_program(small_bucket: Bucket, small_server: SmallS3) -> None:
+    """S3 does not record which program began an upload, however old it is."""
+    store, key = open_store(f"{small_bucket.url}/one/data.bin")
+    uploads = open_uploads(store, f"{small_bucket.url}/one")
+    identifier = uploads.create(key, "another program's")
+    uploads.put_part(key, identifier, 1, bytes(5 << 20))
+    small_server.uploads[identifier].begun = "2020-01-01T00:00:00.000+00:00"
+    details = xrank.clean(f"{small_bucket.url}/one").details
+    assert details["num_removed"] == 0 and "no journal names it" in details["stages"][0]["why"]
+    assert len(small_bucket.list_uploads()) == 1
+    uploads.abort(key, identifier)
+    uploads.close()
+
+
 @pytest.mark.parametrize("token", [None, "marked-session-token-51c4"])
 def test_no_secret_is_written(
     states: Path,

@@ -21,10 +21,10 @@ __all__ = ["clean_command"]
 @click.option("--dry-run", is_flag=True, help="List the remains without removing them.")
 @reporting
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:
-    """Remove abandoned stages and messages in the folders PATH, and named shared memory of dead ranks.
+    """Remove the stages and messages that dead gathers left in the folders PATH.
 
     PATH may be the URL of an output in a store: abandoned uploads are aborted.
-    xrank's own shared memory has no name and ends with its last process.
+    Only what xrank made is removed; its shared memory has no name and ends with its last process.
     """
     from xrank.conversion.clean import clean
 
@@ -33,7 +33,7 @@ def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None
     verb = "would go" if dry_run else "removed"
     rows = [
         (verb if row["removed"] else "kept", f"{row['path']}: {size_text(row['nbytes'])}; {row['why']}")
-        for row in (*details["stages"], *details["messages"], *details["segments"])
+        for row in (*details["stages"], *details["messages"])
     ]
     total = f"{plural(details['num_removed'], 'thing')}, {size_text(details['removed_nbytes'])}"
     output.report(report, [*rows, (verb, total)])

@@ -1,8 +1,7 @@
-"""Clean: remove abandoned stages, messages and shared memory of this user's dead processes."""
+"""Clean: remove abandoned stages and messages of this user's dead processes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from xrank.plan.report_facts import CleanDetails
 from xrank.public_calls import names_own_arguments
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
-from xrank.writers.cleaning import clean_object_messages, clean_places, folder_time, list_messages, list_segments
+from xrank.writers.cleaning import clean_messages, clean_object_messages, clean_places, folder_time
 
 __all__ = ["clean"]
 
@@ -24,24 +23,24 @@ def clean(
     paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     *,
     dry_run: bool = False,
-    memory: str = "/dev/shm",  # noqa: S108 - shm_overview(7)
     now: Callable[[str], float] = folder_time,
 ) -> Report:
     """Remove abandoned stages and messages in and of these folders; finish a replacement that a kill interrupted.
 
     A stage is abandoned when its gather's lock is free and its process is gone. Stages of another host, and messages
-    of live gathers, which have no lock, are abandoned after an hour without a change. Files of other users and files in
-    use stay. xrank's shared memory has no name and ends with its last process; segments with ModelOpt's names are
-    removed when no process holds them and they are an hour old.
+    of live gathers, which have no lock, are abandoned after an hour without a change. Only what xrank made is removed:
+    a folder needs, besides its name, a journal or a manifest of xrank in it, and a message must be a file of this user.
+    What has such a name without that stays, and the report names it. xrank's shared memory has no name and ends with
+    its last process.
 
     Of an output in a store, the uploads of a gather that is gone are aborted, and the objects of a commit that was
-    killed are removed. Uploads that no journal names go when they are an hour old. Of a workspace in a store, messages
-    of dead ranks are removed, and those of other hosts when they are an hour old.
+    killed are removed. S3 does not record which program began an upload, so one that no journal names stays; in Azure
+    and Google, whose parts bear xrank's names, it goes when it is an hour old. Of a workspace in a store, messages of
+    dead ranks are removed, and those of other hosts when they are an hour old.
 
     Args:
         paths: folders that hold outputs or messages, or outputs themselves; URLs of outputs; or one of them.
         dry_run: list the remains without removing them.
-        memory: folder of the system for named shared memory.
         now: returns the time in seconds by the clock that stamps a folder's files, a file server's for instance.
 
     Raises:
@@ -70,14 +69,9 @@ def clean(
         folder = os.fspath(path)
         seconds = now(folder)
         stages += clean_places(folder, dry_run=dry_run, now=seconds)
-        messages += list_messages(folder, seconds)
-    segments = list_segments(memory, now(memory))
-    for row in (*messages, *segments):
-        if row["removed"] and not dry_run:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(row["path"])
+        messages += clean_messages(folder, dry_run=dry_run, now=seconds)
     messages += stored
-    removed = [row for row in (*stages, *messages, *segments) if row["removed"]]
+    removed = [row for row in (*stages, *messages) if row["removed"]]
     return Report(
         command="clean",
         seconds=time.monotonic() - started,
@@ -85,7 +79,6 @@ def clean(
         details=CleanDetails(
             stages=stages,
             messages=messages,
-            segments=segments,
             num_removed=len(removed),
             removed_nbytes=sum(row["nbytes"] for row in removed),
             dry_run=dry_run,

@@ -202,7 +202,6 @@ class CleanDetails(Facts):
 
     stages: Sequence[Mapping[str, Any]] = ()
     messages: Sequence[Mapping[str, Any]] = ()
-    segments: Sequence[Mapping[str, Any]] = ()
     num_removed: int = 0
     removed_nbytes: int = 0
     dry_run: bool = False

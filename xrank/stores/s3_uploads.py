@@ -40,6 +40,8 @@ class S3Uploads(Uploads):
         url: the place to write, for errors.
     """
 
+    lists_only_own = False
+
     def __init__(self, store: Store, url: str) -> None:
         super().__init__(store)
         _refuse_google(environ(), url)

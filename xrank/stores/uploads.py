@@ -107,6 +107,9 @@ class Uploads(ABC):
     Raises (from every method): as `Store`.
     """
 
+    lists_only_own = True
+    """Whether the names of parts distinguish xrank's uploads from other programs' in `list_uploads`."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 

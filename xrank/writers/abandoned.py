@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from xrank import system
-from xrank.errors import OutputExistsError
+from xrank.errors import OutputExistsError, XrankError
 from xrank.faces import option
 from xrank.writers.disk import describe, explain_errors, sync_folder
 from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, encode_journal, read_journal
@@ -26,6 +26,7 @@ __all__ = [
     "claim_stage",
     "clear_folder",
     "describe_owner",
+    "is_own",
     "make_takeover_error",
     "roll_forward",
     "write_journal",
@@ -73,6 +74,9 @@ def claim_stage(place: OutputPlace, plan_digest: str, *, resume: bool) -> Claime
         # An unfinished replacement whose name something else has taken: `roll_forward` has left it alone.
         if identifier in pending:
             continue
+        if not is_own(stage):
+            notes.append(f"{os.path.basename(stage)}: left alone: nothing in it shows that xrank made it")
+            continue
         journal = read_journal(stage)
         if not resume or path is not None or journal is None or journal.plan != plan_digest:
             clear_folder(place, stage)
@@ -91,6 +95,18 @@ def claim_stage(place: OutputPlace, plan_digest: str, *, resume: bool) -> Claime
     return ClaimedStage(path, finished, tuple(notes))
 
 
+def is_own(stage: str) -> bool:
+    """Return whether a folder with a stage's name contains a file that only xrank writes, or nothing at all.
+
+    Every stage has a journal until it is whole, and then a manifest.
+    """
+    try:
+        names = os.listdir(stage)
+    except FileNotFoundError:  # its gather has made it the output
+        return True
+    return not names or not {JOURNAL_NAME, f"{JOURNAL_NAME}.part", MANIFEST_NAME}.isdisjoint(names)
+
+
 def clear_folder(place: OutputPlace, path: str) -> None:
     """Remove a folder of this user beside the output; its rename comes first, so no half-removed output is left."""
     with explain_errors(path):
@@ -100,6 +116,15 @@ def clear_folder(place: OutputPlace, path: str) -> None:
         except FileNotFoundError:
             return
         with suppress(FileNotFoundError):  # another start may remove the same folder
+            # A journal that goes last shows that the folder is xrank's to remove, should a kill leave a part of it.
+            if not os.path.lexists(os.path.join(doomed, JOURNAL_NAME)):
+                with suppress(OSError, XrankError):  # such as on a full disk, where removing must go on
+                    write_journal(doomed, "")
+            for entry in list(os.scandir(doomed)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif entry.name != JOURNAL_NAME:
+                    os.unlink(entry.path)
             shutil.rmtree(doomed)
 
 

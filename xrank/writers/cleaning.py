@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from xrank import system
 from xrank.errors import OutputExistsError
-from xrank.workspace.abandoned_memory import find_abandoned_segments
 from xrank.workspace.message_names import MessageName
-from xrank.writers.abandoned import clear_folder, describe_owner, roll_forward
+from xrank.writers.abandoned import clear_folder, describe_owner, is_own, roll_forward
 from xrank.writers.journal import read_journal
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
 from xrank.writers.stage_inspection import owner_state
 
-__all__ = ["clean_object_messages", "clean_places", "folder_time", "list_messages", "list_segments"]
+__all__ = ["clean_messages", "clean_object_messages", "clean_places", "folder_time"]
 
 _STAGE = re.compile(r"\.(.+)\.xrank-[0-9a-f]{16}(-old)?")
 _ABANDONED_SECONDS = 3600
@@ -39,16 +40,24 @@ def folder_time(folder: str) -> float:
         return time.time()
 
 
-def list_messages(path: str, now: float) -> list[dict[str, Any]]:
-    """Return the messages of live gathers in a folder, and whether they are abandoned."""
+def clean_messages(path: str, *, dry_run: bool, now: float) -> list[dict[str, Any]]:
+    """Remove the abandoned messages of live gathers in a folder; return what was found."""
     rows = []
     for entry in os.scandir(path):
         state = MessageName.owner_state(entry.name)
-        if state is not None:
-            with contextlib.suppress(FileNotFoundError):  # a rank that lives removes its message once it was read
-                status = entry.stat(follow_symlinks=False)
-                age_seconds = now - status.st_mtime
-                rows.append({"path": entry.path, "nbytes": status.st_size, **_verdict(state, "", age_seconds)})
+        if state is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # a rank that lives removes its message once it was read
+            status = entry.stat(follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != system.user_id():
+                continue  # xrank makes files, and this user's processes make this user's
+            verdict = _verdict(state, "", now - status.st_mtime)
+            rows.append({"path": entry.path, "nbytes": status.st_size, **verdict})
+            if verdict["removed"] and not dry_run:
+                try:
+                    os.unlink(entry.path)
+                except PermissionError as error:
+                    rows[-1].update(removed=False, why=f"it cannot be removed: {error.strerror}")
     return rows
 
 
@@ -68,14 +77,6 @@ def clean_object_messages(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
             if verdict["removed"] and not dry_run:
                 place.store.delete(place.key(name))
     return rows
-
-
-def list_segments(memory: str, now: float) -> list[dict[str, Any]]:
-    """Return abandoned shared memory of the names that ModelOpt gives."""
-    return [
-        {"path": path, "nbytes": status.st_size, "removed": True, "why": "no process holds it"}
-        for path, status in find_abandoned_segments(memory, older_than=now - _ABANDONED_SECONDS)
-    ]
 
 
 def clean_places(path: str, *, dry_run: bool, now: float) -> list[dict[str, Any]]:
@@ -118,6 +119,8 @@ def _rows(place: OutputPlace, now: float) -> list[dict[str, Any]]:
 def _row(path: str, now: float) -> dict[str, Any]:
     journal = read_journal(path)
     nbytes, changed = _size_and_change(path)
+    if not is_own(path):
+        return {"path": path, "nbytes": nbytes, "removed": False, "why": "nothing in it shows that xrank made it"}
     state = "unknown" if journal is None else owner_state(journal)
     pid = str(journal.pid) if journal else ""
     return {"path": path, "nbytes": nbytes, **_verdict(state, pid, now - changed)}

@@ -233,9 +233,11 @@ def _clean(place: StorePlace, uploads: Uploads, *, dry_run: bool) -> list[dict[s
     known = {one.upload_id for one in owner.uploads.values()} if owner is not None else set()
     for key, upload_id, age_seconds in [*uploads.list_uploads(f"{place.key}/")]:
         removed, why = upload_id in known, "its gather is gone"
-        if not removed:  # a kill between the upload's beginning and the journal's line, or another program
+        if not removed and uploads.lists_only_own:  # a kill between the upload's beginning and the journal's line
             removed = age_seconds > _ABANDONED_SECONDS
             why = "no journal names it, and it is " + ("over an hour old" if removed else "recent")
+        elif not removed:
+            why = "no journal names it: another program may be writing it"
         parts = uploads.list_parts(key, upload_id) or {}
         rows.append(_row(f"{place.store.url(key)} (upload)", sum(p[0] for p in parts.values()), why, removed=removed))
         if removed and not dry_run:
