@@ -16,6 +16,7 @@ __all__ = [
     "one_line",
     "plural",
     "ranks_text",
+    "repr_text",
     "runs_text",
     "size_text",
 ]
@@ -119,6 +120,15 @@ def _run_text(run: tuple[int, int]) -> str:
 def one_line(text: str) -> str:
     """Return text with its control characters escaped, line ends too: a name found in a file stays one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def repr_text(value: object, limit: int = 200) -> str:
+    """Return any value as Python shows it, in one line of at most `limit` characters."""
+    try:
+        text = repr(value)
+    except Exception as error:  # Python prints no integer of more than 4,300 digits; a class of the user may raise
+        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return clip(one_line(text), limit)
 
 
 def clip(text: str, width: int) -> str:

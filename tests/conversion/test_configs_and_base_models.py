@@ -51,18 +51,30 @@ def test_all_ranks_agree(bench: Bench) -> None:
 DISAGREEMENTS = {
     "a value deep inside": (
         lambda c: c["rope"].update(theta=1.0),
-        ["at rope.theta", "got   1.0 on rank 2", "want  10000.0"],
+        ["disagree about config['rope']['theta']", "got   1.0 on rank 2", "want  10000.0"],
     ),
     "a key too few": (
         lambda c: c.pop("inner_width"),
-        ["at inner_width", "got   nothing on rank 2", "want  4, as on rank 0"],
+        ["disagree about config['inner_width']", "got   nothing on rank 2", "want  4, as on rank 0"],
     ),
     "a key too many": (
         lambda c: c["rope"].update(extra=None),
-        ["at rope.extra", "got   None on rank 2", "want  nothing"],
+        ["disagree about config['rope']['extra']", "got   None on rank 2", "want  nothing"],
     ),
-    "a type": (lambda c: c.update(inner_width=8.0), ["at inner_width", "got   8.0 on rank 2", "want  4, as on rank 0"]),
-    "everything": (lambda c: c.clear(), ["at inner_width", "got   nothing on rank 2"]),
+    "a type": (
+        lambda c: c.update(inner_width=8.0),
+        ["disagree about config['inner_width']", "got   8.0 on rank 2", "want  4, as on rank 0"],
+    ),
+    "a key with dots": (
+        lambda c: c.update({"a.b, as on rank 1": 1}),
+        ["disagree about config['a.b, as on rank 1']", "got   1 on rank 2", "want  nothing"],
+    ),
+    "a key of two lines": (
+        lambda c: c.update({"a\nb": {"": "\ud800"}}),
+        [r"disagree about config['a\nb']", r"got   {'': '\ud800'} on rank 2"],
+    ),
+    "a number as a key": (lambda c: c.update({7: float("nan")}), ["disagree about config[7]", "got   nan on rank 2"]),
+    "everything": (lambda c: c.clear(), ["disagree about config['inner_width']", "got   nothing on rank 2"]),
 }
 
 
@@ -71,7 +83,7 @@ def test_ranks_disagree_about(bench: Bench, what: str) -> None:
     change, says = DISAGREEMENTS[what]
     model = leave(bench.workspace)
     rewrite(bench.workspace, 2, lambda state: change(state["config"]))
-    says = ["ranks 0 and 2 disagree about the config, ", *says, "give --base-model, whose config.json wins"]
+    says = ["ranks 0 and 2 disagree about config[", *says, "give --base-model, whose config.json wins"]
     bench.refused("ContradictionError", says=says, rank=2, file="rank_2_state.pth")
     # A base model without a config decides nothing, one with it does.
     bench.refused("ContradictionError", *base_model(bench, model), says=says)

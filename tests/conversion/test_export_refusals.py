@@ -224,7 +224,7 @@ def test_a_module_whose_config_differs_on_another_rank_is_told(rank: int, tmp_pa
     model = llama()
     model.config.bos_token_id = rank
     report = xrank.export_model(model, tmp_path / "out")
-    assert dict(report.notes)["config-differs"].endswith("the one that is written: bos_token_id 1, not 0")
+    assert dict(report.notes)["config-differs"].endswith("the one that is written: 'bos_token_id' 1, not 0")
 
 
 @pytest.mark.ranks(3)
@@ -241,3 +241,31 @@ def test_a_group_that_lacks_ranks_of_a_mesh_is_refused(rank: int, tmp_path: Path
                 xrank.export_model(state, tmp_path / "out", group=group)
     dist.barrier()
     assert not list(tmp_path.iterdir())
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+UNWRITABLE = {
+    "an integer that Python does not print": ({"x": 10**5000}, "config_overrides['x'] is an integer of 16,610 bits"),
+    "such a key": ({10**5000: 1}, "a key of config_overrides is an integer of 16,610 bits"),
+    "a set": ({"a": {"b\n": {1}}}, r"config_overrides['a']['b\n'] is a set"),
+    "bytes": ({"x": [b"y"]}, "config_overrides['x'][0] is a bytes"),
+    "levels": (nested(5000), "nested too deep"),
+    "two keys that JSON writes alike": ({1: 2, "1": 3}, "two keys that JSON writes as '1'"),
+}
+
+
+@pytest.mark.parametrize("what", UNWRITABLE)
+def test_what_no_config_holds_is_refused_by_its_place(tmp_path: Path, what: str) -> None:
+    overrides, says = UNWRITABLE[what]
+    with pytest.raises(UsageError, match=re.escape(says)):
+        xrank.export_model({"w": torch.ones(2)}, tmp_path / "out", config_overrides=overrides)
+    workspace = xrank.NFSWorkspace(tmp_path / "workspace", rank=0, world_size=1)
+    with pytest.raises(UsageError, match=re.escape(says.replace("config_overrides", "config"))):
+        workspace.write_configs_and_weights(overrides, {"w": torch.ones(2)})
+    assert not (tmp_path / "out").exists() and not list((tmp_path / "workspace").iterdir())

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import select
 import signal
 import time
@@ -104,6 +105,28 @@ def test_configs_keep_ties_and_nones(rank):
             assert configs[0] is None
             assert configs[1]["a"] is configs[1]["b"][0] and configs[1]["b"][1] == (1, None)
             assert configs[1]["dtype"] is torch.bfloat16 and configs[1][3] == float("inf")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "number",
+    [10**5000, -(10**5000), 2**8192, float("nan"), "\ud800"],
+    ids=["big", "negative", "just", "nan", "surrogate"],
+)
+def test_values_that_cannot_be_printed_come_as_they_were(rank, number):
+    with get_configs_parallel({"x": number, (number,): [1]}, [0, 1], None) as configs:
+        if rank == 0:
+            assert all(pickle.dumps(config) == pickle.dumps(configs[0]) for config in configs)
+    with pytest.raises(UsageError, match="cannot be sent"), get_configs_parallel({number: object()}, [rank], None):
+        pass
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"ranks": [0, 10**5000]}, {"ranks": [0], "timeout_seconds": 10**5000}], ids=["rank", "time"]
+)
+def test_numbers_that_cannot_be_printed_are_refused(arguments):
+    with pytest.raises(UsageError), get_tensors_parallel(torch.ones(1), **arguments):
+        pass
 
 
 @pytest.mark.ranks(1)

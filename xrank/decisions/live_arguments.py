@@ -8,6 +8,8 @@ from typing import Any
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout import DeviceMesh, LayoutMap, MeshViews
+from xrank.words import repr_text
+from xrank.workspace.state_content import plain_config
 
 __all__ = ["check_meeting", "check_types"]
 
@@ -38,14 +40,16 @@ def check_types(layouts: Any, mesh: Any, config_overrides: Any = None) -> None:
     is_torchs = hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")  # this test needs no import of torch
     if not (mesh is None or is_torchs or isinstance(mesh, DeviceMesh | MeshViews)):
         raise _wrong("mesh", mesh, "a DeviceMesh of xrank's or torch's")
-    if config_overrides is not None and not isinstance(config_overrides, Mapping):
-        raise _wrong("config_overrides", config_overrides, "a mapping")
+    if config_overrides is not None:
+        if not isinstance(config_overrides, Mapping):
+            raise _wrong("config_overrides", config_overrides, "a mapping")
+        plain_config(config_overrides, "config_overrides")
 
 
 def _wrong(name: str, value: object, want: str) -> UsageError:
     return UsageError(
         f"{option(name)} must be {want.partition(';')[0]}; got a {type(value).__name__}",
-        got=repr(value)[:100],
+        got=repr_text(value, 100),
         want=want,
         next_step="give such a value",
     )

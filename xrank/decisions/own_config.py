@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
+from xrank.workspace.state_content import plain_config
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +138,7 @@ def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     Raises:
         UsageError: the overrides contain a value that JSON cannot represent.
     """
-    merged: dict[str, Any] = json.loads(_json("config_overrides", lambda: json.dumps(_override(config, overrides))))
-    return merged
+    return _override(config, plain_config(overrides, "config_overrides"))
 
 
 def _override(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ __all__ = ["MAX_OPCODES", "PROTOCOL", "STEPS", "STOP", "PickleMachine"]
 MAX_OPCODES = 20_000_000
 """Largest number of opcodes of a pickle; a tensor takes about 50."""
 
-_MAX_INTEGER_NBYTES = 256
+MAX_INTEGER_NBYTES = 256
 
 
 class PickleMachine:
@@ -159,7 +159,7 @@ class PickleMachine:
     def push_long(self, length_nbytes: int) -> None:
         nbytes = self.take_int(length_nbytes)
         # Larger integers could not be printed (sys.int_info.default_max_str_digits).
-        if nbytes > _MAX_INTEGER_NBYTES:
+        if nbytes > MAX_INTEGER_NBYTES:
             raise ValueError(f"an integer of {nbytes} bytes")
         self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
 

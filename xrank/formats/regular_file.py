@@ -17,6 +17,7 @@ from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError,
 from xrank.faces import AGAIN
 from xrank.stores.backend import ObjectStatus
 from xrank.stores.url import is_url
+from xrank.words import repr_text
 
 __all__ = ["LFS_MAGIC", "Origin", "RegularFile", "open_regular", "quote", "refuse_pointer"]
 
@@ -34,7 +35,7 @@ LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
 def quote(value: str | bytes | int | tuple[int, ...]) -> str:
     """Return a value from a file as a text that is safe in messages: short, ASCII, without control characters."""
     # Cut first, so printing costs less than reading.
-    text = ascii(value[:200] if isinstance(value, (str, bytes, tuple)) else value)
+    text = ascii(value[:200]) if isinstance(value, (str, bytes, tuple)) else repr_text(value)
     return text if len(text) <= 200 else text[:200] + "..."
 
 

@@ -13,6 +13,7 @@ from xrank.errors import UsageError
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.store import LaunchedRanks
 from xrank.stores.url import clean_path, is_url
+from xrank.words import repr_text
 
 __all__ = ["begin_deadline", "check_exist", "check_key", "check_ranks", "find_place", "path_of"]
 
@@ -28,14 +29,14 @@ def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     except TypeError:
         raise UsageError(
             "the ranks of a gather must be whole numbers",
-            got=repr(ranks)[:200],
+            got=repr_text(ranks),
             want="a list of global ranks, the gathering one first",
             next_step="give such a list",
         ) from None
     if not checked or len(set(checked)) != len(checked) or min(checked) < 0:
         raise UsageError(
             "the ranks of a gather must be different ranks",
-            got=str(list(ranks)),
+            got=repr_text(list(ranks)),
             want="each rank once, the gathering one first",
             next_step="take repeated ranks out of the list",
         )
@@ -55,9 +56,9 @@ def check_exist(ranks: tuple[int, ...], world_size: int, group: Any) -> None:
     """
     if max(ranks) >= world_size:
         raise UsageError(
-            f"there is no rank {max(ranks)} in a world of {world_size}",
+            f"there is no rank {repr_text(max(ranks))} in a world of {world_size}",
             rank=max(ranks),
-            got=str(list(ranks)),
+            got=repr_text(list(ranks)),
             want=f"global ranks from 0 to {world_size - 1}",
             next_step="take ranks of this world",
         )
@@ -74,7 +75,7 @@ def check_exist(ranks: tuple[int, ...], world_size: int, group: Any) -> None:
     if distributed is None or not isinstance(group, distributed.ProcessGroup):
         raise UsageError(
             f"the group of a gather must be a process group, not a {type(group).__name__}",
-            got=f"group={group!r}"[:200],
+            got=repr_text(group),
             want="a group of torch.distributed.new_group, or None for all ranks",
             next_step="omit the group, or make one with torch.distributed.new_group",
         )
@@ -98,7 +99,7 @@ def check_key(key: object) -> None:
     if key is not None and not isinstance(key, str):
         raise UsageError(
             f"the key of a gather must be text, not a {type(key).__name__}",
-            got=f"key={key!r}"[:200],
+            got=repr_text(key),
             want="text that is equal on all ranks, or None",
             next_step="give such a text, for example '.'.join(map(str, key))",
         )
@@ -113,11 +114,19 @@ def begin_deadline(timeout_seconds: Any) -> Deadline:
     if isinstance(timeout_seconds, str | bytes) or not hasattr(timeout_seconds, "__float__"):
         raise UsageError(
             f"timeout_seconds must be a number, not a {type(timeout_seconds).__name__}",
-            got=f"timeout_seconds={timeout_seconds!r}"[:200],
+            got=repr_text(timeout_seconds),
             want="seconds above 0",
             next_step="give the seconds as a number",
         )
-    return Deadline(float(timeout_seconds))
+    try:
+        return Deadline(float(timeout_seconds))
+    except (OverflowError, TypeError) as error:
+        raise UsageError(
+            f"timeout_seconds cannot be taken as a number of seconds: {error}",
+            got=repr_text(timeout_seconds),
+            want="seconds above 0",
+            next_step="give fewer seconds",
+        ) from None
 
 
 def path_of(workspace_path: str | os.PathLike[str] | None) -> str | None:
@@ -131,7 +140,7 @@ def path_of(workspace_path: str | os.PathLike[str] | None) -> str | None:
     if not isinstance(workspace_path, str | os.PathLike):
         raise UsageError(
             f"workspace_path must be a path, not a {type(workspace_path).__name__}",
-            got=f"workspace_path={workspace_path!r}"[:200],
+            got=repr_text(workspace_path),
             want="a directory that all ranks mount, s3://bucket/prefix, or None",
             next_step="give its path",
         )

@@ -26,6 +26,7 @@ from xrank.gather.class_instances import (
     read_attributes,
 )
 from xrank.gather.garbage import pause_collection
+from xrank.words import repr_text
 from xrank.workspace.plain_memory import has_memory, kind_without_elements
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _MAX_DEPTH = 100
 """Levels of a value: far more than configs have, far fewer than the interpreter's stack."""
 
 
+_MAX_INTEGER = 1 << 8192
+"""Integers below it are sent as JSON's numbers."""
 _NUMPY_SCALARS = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 )
@@ -165,6 +168,8 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
             if isinstance(dtype := vars(torch).get(tree[1]), torch.dtype):
                 return dtype
+        case "i":
+            return int(tree[1], 16)
         case "h":
             import torch
 
@@ -190,7 +195,7 @@ def _numpy_scalar(dtype: str, item: Any) -> Any:
 
     if dtype in _NUMPY_SCALARS and isinstance(item, bool | int | float):
         return np.dtype(dtype).type(item)
-    raise UnsafeError("a message has an invalid number", got=f"{dtype} {item!r}"[:100], next_step=SAME_VERSION)
+    raise UnsafeError("a message has an invalid number", got=repr_text((dtype, item), 100), next_step=SAME_VERSION)
 
 
 def _make_mapping(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -226,6 +231,8 @@ class _Packer:
 
     def _pack(self, value: Any, where: str) -> Any:
         if value is None or (isinstance(value, bool | int | float | str) and type(value) in (bool, int, float, str)):
+            if type(value) is int and not -_MAX_INTEGER < value < _MAX_INTEGER:
+                return ["i", hex(value)]  # Python writes, and reads, no more than 4,300 decimal digits
             return value
         kind = type(value)
         torch = sys.modules.get("torch")
@@ -273,7 +280,10 @@ class _Packer:
         return ["o", type(value).__name__, items, attributes, None if factory is None else factory.__name__]
 
     def _pack_dict(self, value: dict[Any, Any], where: str) -> Any:
-        return ["d", [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{k!r}]")] for k, v in value.items()]]
+        return [
+            "d",
+            [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{repr_text(k)}]")] for k, v in value.items()],
+        ]
 
     def _pack_items(self, value: Sequence[Any], where: str) -> list[Any]:
         return [self.pack(item, f"{where}[{i}]") for i, item in enumerate(value)]

@@ -31,6 +31,7 @@ from xrank.stores import places
 from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
 from xrank.teams.launches import find_world
 from xrank.teams.team import Team
+from xrank.words import repr_text
 
 if TYPE_CHECKING:
     import torch
@@ -310,5 +311,9 @@ def _first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
             if part != "config" or own[part] is None or other[part] is None:
                 return part.removesuffix("_text")
             a, b = own[part], other[part]
-            return next(f"{k} {b.get(k)!r}, not {a.get(k)!r}" for k in sorted({*a, *b}) if a.get(k) != b.get(k))
+            return next(
+                f"{repr_text(k)} {repr_text(b.get(k))}, not {repr_text(a.get(k))}"
+                for k in sorted({*a, *b})
+                if a.get(k) != b.get(k)
+            )
     return "nothing"

@@ -24,6 +24,7 @@ from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import check_run, read_rank_state, run_text
 from xrank.readers.records import Records
 from xrank.stores import places
+from xrank.words import repr_text
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
 
@@ -131,10 +132,10 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
     """Return the config on which all ranks agree, or None if they have none."""
     first = states[0]
     for state in states[1:]:
-        key = _first_difference(first.config or {}, state.config or {}, "")
+        key = _first_difference(first.config or {}, state.config or {}, ())
         if key is not None:
             raise ContradictionError(
-                f"ranks {first.rank} and {state.rank} disagree about the config, at {key}",
+                f"ranks {first.rank} and {state.rank} disagree about {_place(key)}",
                 rank=state.rank,
                 file=state.archive.path,
                 got=f"{_look_up(state.config or {}, key)} on rank {state.rank}",
@@ -143,7 +144,7 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
             )
     try:
         json.dumps(first.config, sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"the ranks' config cannot be written as config.json: {error}",
             rank=first.rank,
@@ -156,11 +157,11 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
     return first.config or None
 
 
-def _first_difference(a: Any, b: Any, path: str) -> str | None:
-    """Return the dotted path of the first key at which two configs differ."""
+def _first_difference(a: Any, b: Any, path: tuple[object, ...]) -> tuple[object, ...] | None:
+    """Return the keys, from the outermost in, at which two configs differ first."""
     if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted({*a, *b}, key=str):
-            here = f"{path}.{key}" if path else str(key)
+        for key in sorted({*a, *b}, key=repr_text):
+            here = (*path, key)
             if key not in a or key not in b:
                 return here
             deeper = _first_difference(a[key], b[key], here)
@@ -171,12 +172,17 @@ def _first_difference(a: Any, b: Any, path: str) -> str | None:
     return None if repr(a) == repr(b) else path
 
 
-def _look_up(config: Any, path: str) -> str:
-    for key in path.split("."):
+def _look_up(config: Any, path: tuple[object, ...]) -> str:
+    for key in path:
         if not isinstance(config, dict) or key not in config:
             return "nothing"
         config = config[key]
-    return repr(config)[:200]
+    return repr_text(config)
+
+
+def _place(path: tuple[object, ...]) -> str:
+    """Return a place in a config as Python writes it: keys may be empty, or contain dots and blanks."""
+    return "config" + "".join(f"[{repr_text(key)}]" for key in path)
 
 
 def _notes(states: Sequence[SavedState], placement: Placement, records: Records) -> tuple[tuple[str, str], ...]:

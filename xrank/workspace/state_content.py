@@ -7,12 +7,14 @@ device tensors are.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
+from xrank.formats.pickle_machine import MAX_INTEGER_NBYTES
 from xrank.formats.rank_state import MeshRecord, TensorRecord
+from xrank.words import repr_text
 from xrank.workspace.tensor_places import locate_tensors, view_key
 
 if TYPE_CHECKING:
@@ -38,26 +40,30 @@ class StateContent:
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.weights.values()}.values())
 
 
-def plain_config(config: object) -> dict[str, Any]:
+def plain_config(config: object, what: str = "config") -> dict[str, Any]:
     """Return a config as JSON would give it back: a copy of plain dicts, lists, texts and numbers.
+
+    Args:
+        config: a mapping.
+        what: its name in errors.
 
     Raises:
         UsageError: JSON cannot represent a part of it; the message names its place.
     """
-    if not isinstance(config, dict):
+    if not isinstance(config, Mapping):
         raise UsageError(
-            f"the config is a {type(config).__name__}",
+            f"the {what} is a {type(config).__name__}",
             got=type(config).__name__,
             want="a dict",
             next_step="pass a dict, such as config.to_dict()",
         )
     try:
-        plain: dict[str, Any] = _plain_value(config, "config")
+        plain: dict[str, Any] = _plain_value(dict(config), what)
     except RecursionError:
         raise UsageError(
-            "the config contains itself, or is nested too deep for JSON",
+            f"the {what} contains itself, or is nested too deep for JSON",
             want="a tree",
-            next_step="give a config that does not contain itself, or nest it less deep",
+            next_step=f"give a {what} that does not contain itself, or nest it less deep",
         ) from None
     return plain
 
@@ -69,23 +75,24 @@ def _plain_value(value: object, where: str) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
+        _check_integer(value, where)
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, list | tuple):
         return [_plain_value(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict):
-        plain = {}
+    if isinstance(value, Mapping):
+        plain: dict[str, Any] = {}
         for key, item in value.items():
             text = _key_text(key, where)
             if text in plain:
                 raise UsageError(
-                    f"{where} has two keys that JSON writes as {text!r}",
-                    got=repr(key),
+                    f"{where} has two keys that JSON writes as {repr_text(text)}",
+                    got=repr_text(key),
                     want="each key once",
-                    next_step=f"rename one of the two keys {text!r}",
+                    next_step=f"rename one of the two keys {repr_text(text)}",
                 )
-            plain[text] = _plain_value(item, f"{where}[{key!r}]")
+            plain[text] = _plain_value(item, f"{where}[{repr_text(key)}]")
         return plain
     raise UsageError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold",
@@ -100,13 +107,25 @@ def _key_text(key: object, where: str) -> str:
     if isinstance(key, str):
         return str.__str__(key)
     if key is None or isinstance(key, bool | int | float):
+        if isinstance(key, int):
+            _check_integer(key, f"a key of {where}")
         return json.dumps(key)
     raise UsageError(
-        f"{where} has the key {key!r}, a {type(key).__name__}",
+        f"{where} has the key {repr_text(key)}, a {type(key).__name__}",
         got=type(key).__name__,
         want="texts, numbers, booleans or None for keys, as JSON takes them",
         next_step="give the keys as texts",
     )
+
+
+def _check_integer(value: int, where: str) -> None:
+    if value.bit_length() >= 8 * MAX_INTEGER_NBYTES:
+        raise UsageError(
+            f"{where} is an integer of {value.bit_length():,} bits",
+            got=f"{value.bit_length():,} bits",
+            want=f"fewer than {8 * MAX_INTEGER_NBYTES:,} bits, which all readers of JSON and pickles take",
+            next_step="put its digits in its place as a text",
+        )
 
 
 def state_content(weights: object, layouts: LayoutMap | None, rank: int) -> StateContent:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from xrank.errors import ContradictionError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 
 __all__ = ["Agreement", "flatten_facts"]
@@ -29,7 +29,7 @@ class Agreement:
             # repr compares types, too, and makes NaN equal NaN.
             if repr(known) != repr(value):
                 raise ContradictionError(
-                    origin.locate(f"is not from the same save as {other.path}: {path} differs"),
+                    origin.locate(f"is not from the same save as {other.path}: {quote(path)[1:-1]} differs"),
                     rank=origin.rank,
                     file=origin.path,
                     got=ascii(value)[:200],
