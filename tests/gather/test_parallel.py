@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pickle
 import select
 import signal
 import time
@@ -116,7 +115,9 @@ def test_configs_keep_ties_and_nones(rank):
 def test_values_that_cannot_be_printed_come_as_they_were(rank, number):
     with get_configs_parallel({"x": number, (number,): [1]}, [0, 1], None) as configs:
         if rank == 0:
-            assert all(pickle.dumps(config) == pickle.dumps(configs[0]) for config in configs)
+            for config in configs:
+                found = [config["x"], list(config)[1][0]]
+                assert found == [number] * 2 or all(one != one for one in found)  # NaN equals nothing
     with pytest.raises(UsageError, match="cannot be sent"), get_configs_parallel({number: object()}, [rank], None):
         pass
 
