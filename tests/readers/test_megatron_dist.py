@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import xrank
+from tests.cli.bench import Ended, run
+from tests.conversion.forked_ranks import forked_ranks
 from tests.readers.made_megatron import Run, whole_model, write_config, write_dist
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.report import Report
 from xrank.readers.base import Hints
 from xrank.readers.dcp.reader import DcpReader
@@ -249,3 +255,118 @@ def test_a_flipped_name_is_seen_by_the_recipe(place: Path, tmp_path: Path) -> No
 
 def test_an_optimizer_alone(tmp_path: Path) -> None:
     refused(write_dist(tmp_path / "run", RUN, {"optimizer.step": torch.zeros(8)}), UsageError, "no model")
+
+
+def list_hashes(place: Path) -> Path:
+    """Write ``integrity.json`` as Megatron-core 0.18 does last (validation.py: save_integrity_manifest)."""
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(place.iterdir())}
+    (place / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
+    return place
+
+
+def change_list(place: Path, **changes: Any) -> None:
+    content = json.loads((place / "integrity.json").read_text())
+    (place / "integrity.json").write_text(json.dumps({**content, **changes}))
+
+
+def from_another_save(place: Path, tmp_path: Path) -> None:
+    """Take a rank's file of another save: its pieces are sound, and nothing in them names the step."""
+    later = {name: tensor + 1 for name, tensor in whole_model(RUN).items()}
+    shutil.copy(write_dist(tmp_path / "other", RUN, later) / "__1_0.distcp", place)
+
+
+def refuses(place: Path, tmp_path: Path, code: int, *said: str) -> None:
+    """See gather and verify refuse a checkpoint alike."""
+    ends: list[Ended] = [
+        run("gather", place, "--out", tmp_path / "refused", "--recipe", "none"),
+        run("verify", place),
+    ]
+    for ended in ends:
+        shown = ended.stderr or ended.stdout
+        assert ended.exit_code == code and all(text in shown for text in said), shown
+    assert not [name for name in os.listdir(tmp_path) if "refused" in name]
+
+
+@pytest.fixture
+def listed(place: Path) -> Path:
+    return list_hashes(place)
+
+
+def test_right_hashes_are_compared(listed: Path, tmp_path: Path) -> None:
+    assert run("gather", listed, "--out", tmp_path / "out", "--recipe", "none").exit_code == 0
+    assert run("verify", listed).exit_code == 0
+    gathered(listed, tmp_path / "again")
+    assert read_model(tmp_path / "out") == read_model(tmp_path / "again")
+
+
+def test_a_file_of_another_save_is_seen_by_its_hash(place: Path, tmp_path: Path) -> None:
+    list_hashes(place)
+    from_another_save(place, tmp_path)
+    refuses(place, tmp_path, 4, "__1_0.distcp", "integrity.json", "sha256")
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata", "__0_0.distcp", "__1_0.distcp"])
+def test_a_wrong_hash_is_refused_by_name(listed: Path, tmp_path: Path, name: str) -> None:
+    files = json.loads((listed / "integrity.json").read_text())["files"]
+    change_list(listed, files={**files, name: "0" * 64})
+    refuses(listed, tmp_path, 4, name, "integrity.json", "0" * 64)
+
+
+def test_a_listed_file_that_is_missing_is_named(place: Path, tmp_path: Path) -> None:
+    (place / "more.yaml").write_text("of the run")
+    list_hashes(place)
+    (place / "more.yaml").unlink()
+    refuses(place, tmp_path, 3, "more.yaml", "integrity.json")
+
+
+def test_a_file_of_the_model_that_is_not_listed_is_named(listed: Path, tmp_path: Path) -> None:
+    files = json.loads((listed / "integrity.json").read_text())["files"]
+    change_list(listed, files={name: text for name, text in files.items() if name != "__1_0.distcp"})
+    refuses(listed, tmp_path, 4, "__1_0.distcp", "integrity.json does not list it")
+
+
+def test_another_file_that_is_not_listed_is_noted(listed: Path, tmp_path: Path) -> None:
+    (listed / "run_config.yaml").write_text("later")
+    notes = dict(gathered(listed, tmp_path / "out").notes)
+    assert "run_config.yaml" in notes["unlisted-files"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"algorithm": "blake3"}, 2, "blake3"),
+        ({"files": {"../secret": "0" * 64}}, 4, "outside its folder"),
+        ({"files": {"common.pt": "0" * 40}}, 4, "no SHA-256 of 'common.pt'"),
+        ({"files": ["common.pt"]}, 4, "is not a list of hashes"),
+        ({"files": {"common.pt": 5}}, 4, "is not a list of hashes"),
+    ],
+)
+def test_a_list_of_another_kind_is_refused(
+    listed: Path, tmp_path: Path, changes: dict[str, Any], code: int, said: str
+) -> None:
+    change_list(listed, **changes)
+    refuses(listed, tmp_path, code, said)
+
+
+def test_hashes_are_compared_by_every_command_that_reads_all(place: Path, tmp_path: Path) -> None:
+    list_hashes(place)
+    right = Path(shutil.copytree(place, tmp_path / "right"))
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    for name, tensor in whole_model(RUN).items():
+        layouts[name] = "[" + ", ".join("abc"[: tensor.dim()]) + "]"
+    from_another_save(place, tmp_path)
+    with pytest.raises(CorruptError, match=r"__1_0\.distcp"):
+        xrank.reshard_checkpoint(place, layouts, tmp_path / "states", recipe="none")
+    assert not (tmp_path / "states").exists()
+    assert "__1_0.distcp" in str(xrank.verify_model(right, against=place).error)
+
+
+def test_ranks_share_the_files_to_hash(place: Path, tmp_path: Path) -> None:
+    list_hashes(place)
+    with forked_ranks() as ranks:
+        ended = ranks("gather", place, "--recipe", "none", "--out", tmp_path / "out", num_ranks=2)
+        assert [one.exit_code for one in ended] == [0, 0], ended
+        from_another_save(place, tmp_path)
+        ended = ranks("gather", place, "--recipe", "none", "--out", tmp_path / "refused", num_ranks=2)
+    assert 0 not in [one.exit_code for one in ended] and "__1_0.distcp" in "".join(one.stderr for one in ended)
+    assert not (tmp_path / "refused").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cli.bench import run
 from tests.readers.test_model_parts import EMA, MODEL, same
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
@@ -239,3 +241,19 @@ def test_a_source_below_comes_before_a_file_beside_it(tmp_path: Path) -> None:
     # The user's own file comes before the folder around it.
     file = save(tmp_path / "run" / "actor" / "mine.pt", EMA)
     assert same(gathered(file)[0], EMA)
+
+
+@pytest.mark.parametrize("separator", ["  ", " *"])
+def test_metas_checklist_is_compared(tmp_path: Path, separator: str) -> None:
+    """``checklist.chk`` beside Meta's files has the MD5 of each, as md5sum writes it."""
+    file = save(tmp_path / "original" / "consolidated.00.pth", {"norm.weight": torch.ones(4)})
+    digest = hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest()
+    checklist = file.with_name("checklist.chk")
+    checklist.write_text(f"{'0' * 32}{separator}params.json\n{digest}{separator}consolidated.00.pth\n")
+    gather_checkpoint(file, tmp_path / "out", recipe="none")
+    assert run("verify", file).exit_code == 0
+    save(file, {"norm.weight": torch.zeros(4)})  # a sound file of another model
+    ended = run("gather", file.parent, "--out", tmp_path / "refused", "--recipe", "none")
+    assert ended.exit_code == 4 and "consolidated.00.pth" in ended.stderr and "checklist.chk" in ended.stderr
+    assert run("verify", file).exit_code == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "out"]

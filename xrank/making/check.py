@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from xrank.errors import XrankError
-from xrank.making.rereading import read_through
+from xrank.making.rereading import hash_beside, read_through
 from xrank.plan.budget import Budget
 from xrank.plan.decoding import open_source
 from xrank.plan.executor import Outcome
@@ -55,10 +55,12 @@ def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None]
         RankFailedError: another rank found an error, or failed.
     """
     try:
-        if team.size == 1:
-            outcome = read_through(check.plan, budget, progress)
-        else:
-            outcome = _read_together(check.plan, budget, progress, team)
+        with hash_beside(check.plan.source.hashes, team) as finish_hashes:
+            if team.size == 1:
+                outcome = read_through(check.plan, budget, progress)
+            else:
+                outcome = _read_together(check.plan, budget, progress, team)
+            finish_hashes()
     except XrankError as error:
         raise check.explain(error) from error
     return check.judge(outcome) if team.is_first else None

@@ -14,7 +14,7 @@ from xrank.decisions.folder_plan import FolderPlan
 from xrank.layout.nest_table import IntArray
 from xrank.making.earlier_output import identify_output
 from xrank.making.file_writing import WrittenFiles, write_files
-from xrank.making.rereading import FileDigests
+from xrank.making.rereading import FileDigests, hash_beside, keep_if_hashed
 from xrank.making.work import Work
 from xrank.plan.buffers import OpenSource
 from xrank.plan.digests import digest_text
@@ -98,13 +98,33 @@ def make_output(
     options = gather.options
     check_store_writer(out, ranks=1 if options.sign is None else team.size)
     work = _work(gather, source, holder)
-    if not team.is_first:
-        from xrank.making.shared_writing import help_to_write_files  # one process does not need this module
+    with hash_beside(gather.source.hashes, team) as finish_hashes:
+        if not team.is_first:
+            from xrank.making.shared_writing import help_to_write_files  # one process does not need this module
 
-        help_to_write_files(team, work, out, gather.digest)
-        return WrittenOutput(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
+            help_to_write_files(team, work, out, gather.digest)
+            finish_hashes()
+            files = [file.output for file in gather.plan.files]
+            return WrittenOutput(tuple(FileFacts(name=one.name, nbytes=one.nbytes) for one in files))
+        return _make_first(
+            gather, work, out, progress or (lambda done, total: None), team, is_repeatable, finish_hashes
+        )
+
+
+def _make_first(
+    gather: FolderPlan,
+    work: Work,
+    out: str,
+    progress: Callable[[int, int], None],
+    team: Team,
+    is_repeatable: bool,
+    finish_hashes: Callable[[], None],
+) -> WrittenOutput:
+    """Fill a stage, and commit it."""
+    options = gather.options
     with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
-        made = _fill_stage(gather, work, stage, out, progress or (lambda done, total: None), team, is_repeatable)
+        made = _fill_stage(gather, work, stage, out, progress, team, is_repeatable)
+        keep_if_hashed(stage, finish_hashes)
         # The last moment to stop: after the commit the output is there, whichever rank has failed.
         team.check_failures()
         stage.commit()

@@ -15,6 +15,7 @@ from xrank.decisions.load_plan import Load, plan_load
 from xrank.layout import LayoutMap
 from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.making.manifest_digests import ManifestDigests
+from xrank.making.rereading import hash_beside
 from xrank.plan.budget import Budget
 from xrank.plan.decoding import open_source
 from xrank.plan.executor import Outcome, execute
@@ -102,17 +103,19 @@ def fill_module(
             progress(done, plan.nbytes)
 
     try:
-        outcome = execute(
-            plan,
-            source,
-            target,
-            budget=budget,
-            shares=share_all(plan),
-            finish_share=prepared.digests.compare,
-            cancelled=team.make_failure_check(),
-            progress=count,
-        )
-        source.check_unchanged()
+        with hash_beside(plan.source.hashes, team) as finish_hashes:
+            outcome = execute(
+                plan,
+                source,
+                target,
+                budget=budget,
+                shares=share_all(plan),
+                finish_share=prepared.digests.compare,
+                cancelled=team.make_failure_check(),
+                progress=count,
+            )
+            source.check_unchanged()
+            finish_hashes()
     finally:
         # After a failure, too: queued copies still read buffers, and some tensors have changed.
         source.close()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from xrank.errors import CorruptError
+from xrank.errors import CorruptError, XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.layout.nest_table import NestTable, int_array
@@ -17,9 +21,28 @@ from xrank.plan.decoding import open_source
 from xrank.plan.executor import Outcome, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.plan.source import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.stores import places
+from xrank.stores.url import is_url
+from xrank.system import count_cores
+from xrank.teams.team import Team
+from xrank.writers.output_stage import OutputStage
 
-__all__ = ["FileDigests", "digests_of", "plan_of_headers", "read_through", "reread"]
+__all__ = [
+    "FileDigests",
+    "digests_of",
+    "hash_beside",
+    "hash_stretch",
+    "keep_if_hashed",
+    "plan_of_headers",
+    "read_through",
+    "reread",
+]
+
+_CHUNK_NBYTES, _REQUEST_NBYTES = 1 << 20, 8 << 20
+"""Bytes that are hashed at once, of a file and of an object in a store."""
+_LOOK_SECONDS = 0.2
+"""Time between two looks for failed ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +148,75 @@ def digests_of(plan: Plan, outcome: Outcome) -> list[FileDigests]:
         )
         for index, file in enumerate(plan.files)
     ]
+
+
+@contextmanager
+def hash_beside(recorded: Sequence[RecordedHash], team: Team) -> Iterator[Callable[[], None]]:
+    """Compare files with the hashes that their source records, while the caller reads its tensors.
+
+    Args:
+        recorded: all files and their hashes.
+        team: the ranks that share the files.
+
+    Yields:
+        A function that all ranks call; it waits until all files are compared, and raises CorruptError for the first
+        that differs.
+    """
+    stop = threading.Event()
+    # Half of the cores: the others copy meanwhile.
+    with ThreadPoolExecutor(max(1, count_cores() // 2), "xrank-hash") as pool:
+        started = [pool.submit(_compare, one, stop) for one in recorded[team.position :: team.size]]
+
+        def finish() -> None:
+            for one in started:
+                while not one.done():
+                    wait([one], _LOOK_SECONDS)
+                    team.check_failures()
+                one.result()
+            if recorded:
+                team.meet("the hashes of the source's files")
+
+        try:
+            yield finish
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def keep_if_hashed(stage: OutputStage, finish_hashes: Callable[[], None]) -> None:
+    """Wait for the hashes of the source's files; if one differs, no later run may keep a file that was made of them."""
+    try:
+        finish_hashes()
+    except XrankError:
+        for name in list(stage.finished):
+            stage.discard(name)
+        raise
+
+
+def _compare(one: RecordedHash, stop: threading.Event) -> None:
+    end = places.nbytes_of(one.path)
+    digest = hash_stretch(one.path, 0, end, one.hash_name, stop)
+    if digest != one.digest:
+        raise CorruptError(
+            f"{one.path}: its bytes do not have the hash that {one.listed_in} records",
+            file=one.path,
+            got=f"{one.hash_name} {digest.hex()} over {end:,} bytes",
+            want=f"{one.hash_name} {one.digest.hex()}",
+            next_step="copy the file again from where it was written, or take another checkpoint",
+        )
+
+
+def hash_stretch(path: str, start: int, end: int, hash_name: str, stop: threading.Event | None = None) -> bytes:
+    """Return the hash of bytes [start, end) of a file or an object in a store, which is read to its end in pieces.
+
+    Raises:
+        CancelledError: `stop` was set.
+        XrankError: the bytes cannot be read.
+    """
+    state, step = hashlib.new(hash_name, usedforsecurity=False), _REQUEST_NBYTES if is_url(path) else _CHUNK_NBYTES
+    with open_regular(path) as file:
+        for offset in range(start, end, step):
+            if stop is not None and stop.is_set():
+                raise CancelledError
+            state.update(file.read(offset, min(step, end - offset)))
+    return state.digest()

@@ -9,6 +9,7 @@ from contextlib import closing
 from xrank.decisions.reshard_plan import Reshard
 from xrank.making.earlier_output import identify_output
 from xrank.making.file_writing import WrittenFiles, write_files
+from xrank.making.rereading import hash_beside, keep_if_hashed
 from xrank.making.work import Work
 from xrank.plan.decoding import open_source
 from xrank.plan.digests import digest_text
@@ -32,17 +33,22 @@ def make_states(
         RankFailedError: another rank failed.
     """
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
-    with closing(open_source(reshard.plan.source, beside)) as source:
+    with (
+        closing(open_source(reshard.plan.source, beside)) as source,
+        hash_beside(reshard.source.hashes, team) as finish,
+    ):
         work = Work(reshard.plan, source, reshard.options.budget)
         if not team.is_first:
             from xrank.making.shared_writing import help_to_write_files  # one process does not need this module
 
             help_to_write_files(team, work, out, reshard.digest)
+            finish()
             return None, ()
         overwrite = reshard.options.overwrite
         with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite, replaces_states=True) as stage:
             written = write_files(work, stage, progress or (lambda done, total: None), team, verify=overwrite)
             _write_small_files(reshard, stage, written)
+            keep_if_hashed(stage, finish)
             team.check_failures()
             stage.commit()
             team.mark_committed()

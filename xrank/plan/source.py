@@ -60,6 +60,18 @@ class SourceFile:
         return (os.path.basename(self.path), self.nbytes, *changing)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedHash:
+    """The hash of a whole file, as a list beside it records it."""
+
+    path: str
+    hash_name: str
+    """Name of the algorithm, as `hashlib` has it."""
+    digest: bytes
+    listed_in: str
+    """Path of the list."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordTable:
     """Contiguous byte ranges of source files, each under one checksum; row i is record i."""
@@ -174,6 +186,8 @@ class StoredModel:
     """Name -> number of padding rows that a recipe removed from its end."""
     notes: tuple[tuple[str, str], ...] = ()
     """(code, message) pairs for the report."""
+    hashes: tuple[RecordedHash, ...] = ()
+    """Hashes of whole files, which every command that reads all tensors compares while bytes move."""
     roundings: tuple[StoredShard, ...] = ()
     """Tensors that the source also holds in a type to which they are rounded, in files that record no step."""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -186,4 +200,5 @@ def merge_models(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:
     """Return one model with the tensors of both, b's under names that begin with `prefix`, to compare them."""
     shards = [replace(shard, name=prefix + shard.name, record=shard.record + len(a.records)) for shard in b.shards]
     records = a.records.join(b.records, len(a.files))
-    return replace(a, files=(*a.files, *b.files), records=records, shards=(*a.shards, *shards))
+    hashes = (*a.hashes, *b.hashes)
+    return replace(a, files=(*a.files, *b.files), records=records, shards=(*a.shards, *shards), hashes=hashes)

@@ -2,7 +2,8 @@
 
 On disk: ``metadata.json``, which names the format; torch DCP's ``.metadata`` and ``.distcp`` files, with global names
 and shapes; ``common.pt`` with the values that are not tensors, such as the run's arguments
-(megatron/core/dist_checkpointing/strategies). Optimizer, random states and ``_extra_state`` are left out.
+(megatron/core/dist_checkpointing/strategies); with ``--verify-integrity``, ``integrity.json``, which lists the SHA-256
+of each file (validation.py: save_integrity_manifest). Optimizer, random states and ``_extra_state`` are left out.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xrank.dialects.megatron.layouts import DECODER, LAYER
-from xrank.errors import ContradictionError, UsageError
+from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError
+from xrank.faces import AGAIN
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
+from xrank.formats.json_text import parse_json
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import read_archive
-from xrank.plan.source import StoredModel
+from xrank.plan.source import RecordedHash, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
@@ -30,15 +33,17 @@ from xrank.words import list_text, plural, size_text
 
 __all__ = ["MegatronDistReader"]
 
-_CONFIG, _COMMON, _METADATA = "metadata.json", "common.pt", ".metadata"
+_CONFIG, _COMMON, _METADATA, _INTEGRITY = "metadata.json", "common.pt", ".metadata", "integrity.json"
 _BACKEND = "torch_dist"
 _MAX_CONFIG_NBYTES = 1 << 16
+_MAX_INTEGRITY_NBYTES = 1 << 26
 # Keys of other saved state: megatron/training/checkpointing.py: generate_state_dict; optimizers' own prefixes.
 _LEFT_OUT = re.compile(
     r"(?:optimizer|chained_\d+|(?:.*\.)?rng_state|opt_param_scheduler|rerun_state_machine_state|layer_wise_optimizer_\d+)"
     r"(?:[./].*)?"
 )
 _LAYER = re.compile(r"(.*\blayers)\.(\d{1,9})\..*")
+_HASH = re.compile(r"[0-9a-f]{64}")
 _PREFIX = "module."
 
 
@@ -68,6 +73,8 @@ class MegatronDistReader:
         tensors = _model_tensors(metadata)
         _check_layers(tensors, args, metadata.path)
         pieces = locate(folder, metadata, tensors)
+        read = [os.path.relpath(file.path, folder) for file in pieces.files]
+        hashes, hash_notes = _read_hashes(folder, [_CONFIG, _COMMON, _METADATA, *read])
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
         ranks = sorted({rank for name in metadata.files if (rank := rank_of_file(name)) is not None})
         world = sizes.world if sizes is not None and sizes.world else ranks[-1] + 1 if ranks else None
@@ -82,7 +89,8 @@ class MegatronDistReader:
             args=args,
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
-            notes=(*common_notes, *_notes(folder, metadata, tensors, pieces, args)),
+            notes=(*common_notes, *_notes(folder, metadata, tensors, pieces, args), *hash_notes),
+            hashes=hashes,
             details=_details(folder, metadata, tensors, args, sizes),
         )
 
@@ -127,6 +135,83 @@ def _read_common(path: str) -> tuple[Mapping[str, object], list[tuple[str, str]]
     if not isinstance(archive.value, dict):
         raise Origin(path).unsafe("is not a dict", got=repr(archive.value)[:100])
     return archive.value, note_foreign_names({path: archive.foreign})
+
+
+def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, ...], list[tuple[str, str]]]:
+    """Return the hashes that ``integrity.json`` records, if it is there, and notes on files that it does not list.
+
+    Args:
+        folder: the checkpoint's folder.
+        read: names of the files from which the model comes.
+
+    Raises:
+        IncompleteError: a listed file is missing.
+        ContradictionError: a file that is read is not listed.
+        CorruptError, UnsafeError, UsageError: the list is damaged, leads out of the folder, or has another algorithm.
+    """
+    path = os.path.join(folder, _INTEGRITY)
+    if not places.is_present(path):
+        return (), []
+    with open_regular(path) as file:
+        origin = file.origin
+        if file.nbytes > _MAX_INTEGRITY_NBYTES:
+            raise origin.corrupt(
+                "is too large", got=f"{file.nbytes:,} bytes", want=f"at most {_MAX_INTEGRITY_NBYTES:,}"
+            )
+        try:
+            content = parse_json(file.read(0, file.nbytes))
+            algorithm, listed = content.get("algorithm", "sha256"), content["files"].items()
+            digests = {name: _HASH.fullmatch(text) for name, text in listed}
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            got = f"{type(error).__name__}: {quote(str(error))}"
+            raise origin.corrupt("is not a list of hashes", got=got, want="algorithm, and files with hashes") from None
+    if algorithm != "sha256":
+        raise origin.usage(
+            "lists hashes of an algorithm that is not supported",
+            got=quote(str(algorithm)),
+            want="sha256",
+            next_step="use a version of xrank that knows it, or save the checkpoint with sha256",
+        )
+    for name, digest in digests.items():
+        if "/" in name or "\0" in name or name in ("", ".", ".."):
+            raise UnsafeError(
+                f"{path} names a file outside its folder",
+                file=path,
+                got=quote(name),
+                want="names of files in the folder",
+                next_step="do not use this checkpoint: its list of hashes was tampered with",
+            )
+        if digest is None:
+            raise origin.corrupt(f"has no SHA-256 of {quote(name)}", want="64 hexadecimal digits")
+    missing = sorted(name for name in digests if not places.is_present(os.path.join(folder, name)))
+    if missing:
+        raise IncompleteError(
+            f"{os.path.join(folder, missing[0])} is missing, and {_INTEGRITY} lists it",
+            file=os.path.join(folder, missing[0]),
+            got=f"{len(missing)} missing: {list_text(missing)}",
+            want=f"the {plural(len(digests), 'file')} that {_INTEGRITY} lists",
+            next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}",
+        )
+    unlisted = sorted(name for name in places.list_names(folder) if name not in digests and name != _INTEGRITY)
+    surplus = next((name for name in read if name not in digests), None)
+    if surplus is not None:
+        raise ContradictionError(
+            f"{os.path.join(folder, surplus)} holds a part of the model, and {_INTEGRITY} does not list it",
+            file=os.path.join(folder, surplus),
+            got=f"{plural(len(digests), 'file')} in {_INTEGRITY}",
+            want="the hash of each file of the checkpoint",
+            next_step=f"copy the checkpoint again with its own {_INTEGRITY}: the two belong to different saves",
+        )
+    notes = []
+    if unlisted:
+        text = list_text([quote(name)[1:-1] for name in unlisted], 3)
+        notes.append(("unlisted-files", f"{_INTEGRITY} does not list {text}; no part of the model is read from there"))
+    hashes = [
+        RecordedHash(os.path.join(folder, name), algorithm, bytes.fromhex(digest[0]), path)
+        for name, digest in digests.items()
+        if digest is not None
+    ]
+    return tuple(hashes), notes
 
 
 def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 
 from xrank.errors import UsageError, XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.formats.torch_archive import is_archive, read_archive
-from xrank.plan.source import StoredModel
+from xrank.plan.source import RecordedHash, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.torch_save.states import WholeState, describe_states, select_state
 from xrank.stores import places
@@ -39,6 +40,7 @@ _BESIDE = re.compile(
 )
 _SLICE = re.compile(r"consolidated\.(\d\d)\.pth")
 """Meta's Llama: one file for each tensor-parallel rank (llama/generation.py: build)."""
+_MAX_CHECKLIST_NBYTES = 1 << 16
 
 
 class TorchSaveReader:
@@ -71,9 +73,22 @@ class TorchSaveReader:
                 next_step=f"give the path of one of them, such as {os.path.join(folder, names[0])}",
             )
         state = select_state(read_archive(os.path.join(folder, names[0])), hints.part)
+        model = describe_states(self.name, path, [state], hints)
         if _SLICE.fullmatch(names[0]):
             _check_width(state)
-        return describe_states(self.name, path, [state], hints)
+            return replace(model, hashes=_read_checklist(folder, names[0]))
+        return model
+
+
+def _read_checklist(folder: str, name: str) -> tuple[RecordedHash, ...]:
+    """Return the MD5 of a file that Meta's ``checklist.chk`` beside it records, as md5sum writes it."""
+    path = os.path.join(folder, "checklist.chk")
+    if not places.is_present(path):
+        return ()
+    with open_regular(path) as file:
+        text = file.read(0, min(file.nbytes, _MAX_CHECKLIST_NBYTES)).decode(errors="replace")
+    found = re.search(rf"^([0-9a-f]{{32}}) [ *]{re.escape(name)}\r?$", text, re.MULTILINE)
+    return () if found is None else (RecordedHash(os.path.join(folder, name), "md5", bytes.fromhex(found[1]), path),)
 
 
 def _is_saved(path: str) -> bool:
