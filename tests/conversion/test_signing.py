@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.cli.bench import run
 from tests.conversion.made_workspaces import CONFIG, STEP, leave
@@ -130,6 +133,121 @@ def test_damage_is_named(signed: tuple[Path, Path], damage: Callable[[Path], Non
     if says.startswith("big"):
         assert report.fault is not None and report.fault.tensor == "big"
         assert "made of ranks 0-1 (rank_0_state.pth, rank_1_state.pth)" in str(report.fault.next_step)
+
+
+def _put_fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def _put_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path may be at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _link_outside(model: Path, name: str, *, is_folder: bool) -> None:
+    target = model.parent / "outside"
+    target.mkdir() if is_folder else target.write_text("{}")
+    (target / "evil.py").write_text("1") if is_folder else None
+    (model / name).symlink_to(target)
+
+
+def _link_signed(model: Path) -> None:
+    (model / "again.json").symlink_to("config.json")
+
+
+def _replace_by_link(model: Path) -> None:
+    (model / "config.json").rename(model.parent / "config.json")
+    (model / "config.json").symlink_to("../config.json")
+
+
+def _hide_in_folder(model: Path) -> None:
+    (model / "model.sig").rename(model.parent / "own.sig")
+    (model / "model.sig").mkdir()
+    (model / "model.sig" / "evil.py").write_text("1")
+
+
+def _link_signature(model: Path) -> None:
+    (model / "model.sig").rename(model.parent / "own.sig")
+    (model / "model.sig").symlink_to("../own.sig")
+
+
+def _link_inner(model: Path) -> None:
+    (model / "inner").mkdir()
+    (model / "inner" / "up").symlink_to("..")
+
+
+KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a linked folder": (lambda model: _link_outside(model, "tools", is_folder=True), "tools is not a file"),
+    "a linked file": (lambda model: _link_outside(model, "extra.json", is_folder=False), "extra.json is not a file"),
+    "a link to a signed file": (_link_signed, "again.json is not a file"),
+    "a link in the place of a signed file": (_replace_by_link, "config.json is not a file"),
+    "a broken link": (lambda model: (model / "gone").symlink_to("nowhere"), "gone is not a file"),
+    "a link in a circle": (_link_inner, "inner/up is not a file"),
+    "a FIFO": (lambda model: _put_fifo(model / "pipe"), "pipe is not a file"),
+    "a FIFO in the place of a signed file": (
+        lambda model: _put_fifo(model / "config.json"),
+        "config.json is not a file",
+    ),
+    "a FIFO in the signature's place": (lambda model: _put_fifo(model / "model.sig"), "is not a regular file"),
+    "a link in the signature's place": (_link_signature, "model.sig is not a file"),
+    "a socket": (lambda model: _put_socket(model / "door"), "door is not a file"),
+    "a folder with the signature's name": (_hide_in_folder, "model.sig is not a file"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_a_file_is_refused_and_not_followed(signed: tuple[Path, Path], kind: str) -> None:
+    """A statement is about files: a link leads elsewhere, and reading a FIFO would never end."""
+    model, public = signed
+    put, said = KINDS[kind]
+    put(model)
+    own = model.parent / "own.sig"
+    more = ["--signature", own] if own.exists() and kind == "a folder with the signature's name" else []
+    ended = run("verify", model, "--public-key", public, *more)
+    assert ended.exit_code == 4 and said in ended.stdout + ended.stderr, ended
+
+
+def test_files_that_a_signature_leaves_out_are_noted(signed: tuple[Path, Path]) -> None:
+    model, public = signed
+    (model / ".git").mkdir()
+    (model / ".git" / "config").write_text("any")
+    report = verify_model(model, public_key=public)
+    assert report.ok and ".git/" in dict(report.notes)["unsigned-files"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_a_folder_that_cannot_be_read_is_not_passed_over(signed: tuple[Path, Path]) -> None:
+    model, public = signed
+    (model / "closed").mkdir(mode=0)
+    assert run("verify", model, "--public-key", public).exit_code != 0
+    (model / "closed").chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["model.sig", "model.attestation.json", "xrank_manifest.json"])
+def test_a_folder_in_the_place_of_the_signature_is_not_copied(tmp_path: Path, name: str) -> None:
+    private, _ = make_keys(tmp_path)
+    leave(tmp_path / "run", {"small": torch.ones(4, 4)}, layouts={"small": "[a, b]"}, mesh=DeviceMesh((2,), ("tp",)))
+    base = tmp_path / "base"
+    (base / name).mkdir(parents=True)
+    (base / name / "x.py").write_text("1")
+    (base / "config.json").write_text(json.dumps(CONFIG))
+    save_file({"small": torch.ones(4, 4)}, base / "model.safetensors")
+    ended = run("gather", tmp_path / "run", "--out", tmp_path / "out", "--base-model", base, "--sign", private)
+    assert ended.exit_code == 2 and name in ended.stderr, ended
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fifo_in_the_place_of_a_gathered_file_is_named(signed: tuple[Path, Path]) -> None:
+    """By the manifest, too, a comparison never waits for a writer."""
+    _put_fifo(signed[0] / "config.json")
+    ended = run("verify", signed[0])
+    assert ended.exit_code == 4 and "config.json" in ended.stdout + ended.stderr
 
 
 def test_another_key_is_refused(signed: tuple[Path, Path], tmp_path: Path) -> None:

@@ -110,5 +110,13 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
                 file=name,
                 next_step="gather the model again, or copy the file again from a good copy",
             ) from None
+        except OSError as error:
+            raise CorruptError(
+                f"{name} cannot be read: {error.strerror}",
+                file=name,
+                got=error.strerror,
+                want="the file that was gathered",
+                next_step="gather the model again, or copy the file again from a good copy",
+            ) from None
         if digest != file["digest"].rpartition(":")[2]:
             raise _damage_error(path, file["name"], None, digest, file["digest"])

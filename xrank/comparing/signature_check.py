@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from xrank.comparing.manifest_check import plan_manifest_check
@@ -12,18 +12,19 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.formats.signed_files import SignedFiles, Stretch, read_files_statement
 from xrank.formats.signed_statement import read_public_key, read_signed_statement
 from xrank.making.check import run_check
+from xrank.making.rereading import hash_stretch
 from xrank.plan.budget import Budget
-from xrank.plan.file_hashes import hash_file
 from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.words import list_text, ranks_text
+from xrank.writers.disk import explain_errors
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 from xrank.writers.output_place import SIGNATURE_NAME
 
 __all__ = ["check_signature"]
 
-_CHECK_NBYTES, _CHUNK_NBYTES = 64_000_000, 1 << 20
+_CHECK_NBYTES = 64_000_000
 
 
 def check_signature(
@@ -32,8 +33,10 @@ def check_signature(
     public_key: str,
     workers: int,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[str, int, int]:
+) -> tuple[str, int, int, list[str]]:
     """Compare every byte of a model folder with its signature.
+
+    All that is in the folder must be signed. Links are not followed: what they lead to is not in the folder.
 
     Args:
         folder: the model.
@@ -43,12 +46,12 @@ def check_signature(
         progress: called with (bytes read so far, bytes in all).
 
     Returns:
-        The signature's path, the number of files, and the bytes in all.
+        The signature's path, the number of files, the bytes in all, and the files that the signature leaves out.
 
     Raises:
         UsageError: a path cannot be read, or the key is of another kind.
         IncompleteError: a signed file is missing.
-        ContradictionError: a file is not signed.
+        ContradictionError: a file is not signed, or is a link, a FIFO, a socket or a device.
         CorruptError: the key did not sign this, or bytes differ; the error names the tensor and the source's ranks.
     """
     key = read_public_key(public_key)
@@ -56,12 +59,16 @@ def check_signature(
     if not places.is_folder(folder):
         raise UsageError(f"{folder} is not a folder of a model", file=folder, next_step="give the signed folder")
     signed = read_files_statement(read_signed_statement(path, key), path)
-    sizes = dict(_find_files(folder, signed, path))
+    if signature is None and os.path.islink(path):
+        _check_kind(path, os.lstat(path).st_mode)
+    left_out: list[str] = []
+    ignored = [one.rstrip("/") for one in signed.ignored]
+    sizes = dict(_find_files(folder, "", ignored, places.absolute(path), left_out))
     _check_names(folder, signed, sizes)
     stretches = sorted(signed.digests, key=lambda one: (one.file, one.start))
     total, done = sum(sizes.values()), 0
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda one: _digest(folder, one, signed.hash_name, sizes[one.file]), stretches)
+        found = pool.map(lambda one: _digest(folder, one, signed.hash_name), stretches)
         for stretch, digest in zip(stretches, found, strict=True):
             if digest != signed.digests[stretch]:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -69,18 +76,72 @@ def check_signature(
             done += (sizes[stretch.file] if stretch.end is None else stretch.end) - stretch.start
             if progress is not None:
                 progress(done, total)
-    return path, len(sizes), total
+    return path, len(sizes), total, left_out
 
 
-def _find_files(folder: str, signed: SignedFiles, signature: str) -> Iterator[tuple[str, int]]:
-    """Yield the files that a signature must name, with their sizes."""
-    for place, _, names in places.walk(folder):
-        for name in names:
-            path = os.path.join(place, name)
-            relative = path[len(folder) :].replace(os.sep, "/").lstrip("/")
-            is_ignored = any(relative == one or relative.startswith(f"{one.rstrip('/')}/") for one in signed.ignored)
-            if not is_ignored and places.absolute(path) != places.absolute(signature):
-                yield relative, places.nbytes_of(path)
+def _find_files(
+    folder: str, prefix: str, ignored: Sequence[str], signature: str, left_out: list[str]
+) -> Iterator[tuple[str, int]]:
+    """Yield the files that a signature must name, with their sizes.
+
+    Args:
+        folder: the model's folder, or one in it.
+        prefix: its path in the model, with a slash at the end.
+        ignored: paths that the signature leaves out.
+        signature: absolute path of the signature, which cannot sign itself.
+        left_out: gets the paths that are there and left out.
+
+    Raises:
+        ContradictionError: something is neither a file nor a folder, or a folder has the signature's name.
+    """
+    with explain_errors(folder):
+        entries = sorted(_list_entries(folder))
+    for name, mode, nbytes in entries:
+        path, relative = os.path.join(folder, name), prefix + name
+        if places.absolute(path) == signature and not stat.S_ISDIR(mode):
+            continue
+        # A signature leaves out its own name, which hides nothing as long as a file has it.
+        if relative in ignored and (relative != SIGNATURE_NAME or stat.S_ISREG(mode)):
+            left_out.append(f"{relative}/" if stat.S_ISDIR(mode) else relative)
+            continue
+        if relative == SIGNATURE_NAME and stat.S_ISDIR(mode):
+            raise _kind_error(path, "a folder", "move it elsewhere: its files are not signed")
+        if stat.S_ISDIR(mode):
+            yield from _find_files(path, f"{relative}/", ignored, signature, left_out)
+            continue
+        _check_kind(path, mode)
+        yield relative, nbytes
+
+
+def _list_entries(folder: str) -> Iterator[tuple[str, int, int]]:
+    """Yield name, mode and bytes of each entry of a folder."""
+    if is_url(folder):
+        for name in places.list_names(folder):
+            path = os.path.join(folder, name)
+            is_file = places.is_file(path)
+            yield name, stat.S_IFREG if is_file else stat.S_IFDIR, places.nbytes_of(path) if is_file else 0
+        return
+    for entry in os.scandir(folder):
+        status = entry.stat(follow_symlinks=False)
+        yield entry.name, status.st_mode, status.st_size
+
+
+def _check_kind(path: str, mode: int) -> None:
+    if stat.S_ISLNK(mode):
+        step = "copy the model with cp -rL, which puts files in the place of links, and verify the copy"
+        raise _kind_error(path, f"a link to {os.readlink(path)!r}", step)
+    if not stat.S_ISREG(mode):
+        raise _kind_error(path, stat.filemode(mode), "move it elsewhere, and verify the model again")
+
+
+def _kind_error(path: str, got: str, next_step: str) -> ContradictionError:
+    return ContradictionError(
+        f"{path} is not a file, so its bytes are not signed",
+        file=path,
+        got=got,
+        want="files, and folders of files",
+        next_step=next_step,
+    )
 
 
 def _check_names(folder: str, signed: SignedFiles, sizes: dict[str, int]) -> None:
@@ -120,29 +181,9 @@ def _check_names(folder: str, signed: SignedFiles, sizes: dict[str, int]) -> Non
             )
 
 
-def _digest(folder: str, stretch: Stretch, hash_name: str, nbytes: int) -> bytes:
+def _digest(folder: str, stretch: Stretch, hash_name: str) -> bytes:
     path = os.path.join(folder, *stretch.file.split("/"))
-    if is_url(path):
-        return _digest_object(path, stretch.start, nbytes if stretch.end is None else stretch.end, hash_name)
-    if stretch.end is None:
-        return hash_file(path, hash_name)
-    with open(path, "rb", buffering=0) as file:
-        state, left = hashlib.new(hash_name), stretch.end - stretch.start
-        file.seek(stretch.start)
-        while left and (data := file.read(min(left, _CHUNK_NBYTES))):
-            state.update(data)
-            left -= len(data)
-    return state.digest()
-
-
-def _digest_object(url: str, start: int, end: int, hash_name: str) -> bytes:
-    from xrank.stores.client import open_store  # folders do not need this module
-
-    (store, key), status = open_store(url), places.object_status(url)
-    state = hashlib.new(hash_name)
-    for offset in range(start, end, _CHUNK_NBYTES):
-        state.update(store.read(key, offset, min(_CHUNK_NBYTES, end - offset), status))
-    return state.digest()
+    return hash_stretch(path, stretch.start, stretch.end, hash_name, follow_links=False)
 
 
 def _damage_error(folder: str, stretch: Stretch, got: bytes, want: bytes, signature: str) -> CorruptError:

@@ -29,6 +29,7 @@ from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
+from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME
 
 __all__ = ["verify_model"]
@@ -179,11 +180,14 @@ def _verify_signature(
     from xrank.comparing.signature_check import check_signature  # its packages are not needed otherwise
 
     proof, counts, fault = ProofFacts(), None, None
+    notes: tuple[tuple[str, str], ...] = ()
     try:
         given = None if signature is None else os.fspath(signature)
-        used, num_files, nbytes = check_signature(path, given, os.fspath(public_key), workers, progress)
+        used, num_files, nbytes, left_out = check_signature(path, given, os.fspath(public_key), workers, progress)
         proof = ProofFacts(signature=used)
         counts = OutputFacts(path=path, num_files=num_files, files_nbytes=nbytes)
+        if left_out:
+            notes = (("unsigned-files", f"the signature leaves out {list_text(left_out)}, which may have any content"),)
     except UsageError:
         raise
     except XrankError as found:
@@ -199,6 +203,7 @@ def _verify_signature(
         source=SourceFacts(path=path),
         proof=proof,
         plan=counts,
+        notes=notes,
         fault=fault,
     )
 

@@ -134,8 +134,13 @@ class RegularFile:
 
 
 @contextmanager
-def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
+def open_regular(path: str, rank: int | None = None, *, follow_links: bool = True) -> Iterator[RegularFile]:
     """Open a regular file or an object for reading; refuse a FIFO, a device or a directory without waiting.
+
+    Args:
+        path: the file.
+        rank: the rank that wrote it, for errors.
+        follow_links: whether a link may stand for it.
 
     Raises:
         IncompleteError: there is no such file.
@@ -150,7 +155,8 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
         yield open_object(origin)
         return
     try:
-        descriptor = _retry(partial(os.open, path, system.READ))  # of a FIFO, too, it returns at once
+        flags = system.READ if follow_links else system.READ | system.NO_LINK
+        descriptor = _retry(partial(os.open, path, flags))  # of a FIFO, too, it returns at once
     except FileNotFoundError as error:
         raise IncompleteError(
             origin.locate("there is no such file"),

@@ -13,10 +13,10 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import CorruptError, UsageError
+from xrank.errors import CorruptError, IncompleteError, UsageError
 from xrank.extras import require_cryptography
 from xrank.faces import option
-from xrank.stores import places
+from xrank.formats.regular_file import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -108,8 +108,10 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 
     try:
-        with places.open_file(path) as file:
-            bundle = json.loads(file.read(_MAX_NBYTES))
+        with open_regular(path) as file:
+            if file.nbytes > _MAX_NBYTES:
+                raise ValueError(f"{file.nbytes:,} bytes")
+            bundle = json.loads(file.read(0, file.nbytes))
         hint = bundle["verificationMaterial"]["publicKey"]["hint"]
         envelope = bundle["dsseEnvelope"]
         payload = base64.b64decode(envelope["payload"], validate=True)
@@ -117,9 +119,9 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
         signed = base64.b64decode(signature["sig"], validate=True)
         if (bundle["mediaType"], envelope["payloadType"]) != (_MEDIA_TYPE, _PAYLOAD_TYPE):
             raise ValueError(f"its types are {bundle['mediaType']} and {envelope['payloadType']}")
-    except OSError as error:
+    except IncompleteError as error:
         raise UsageError(
-            f"the signature {path} cannot be read: {error.strerror}", file=path, next_step="give the signature's file"
+            f"the signature {path} cannot be read: {error.message}", file=path, next_step="give the signature's file"
         ) from None
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
         raise CorruptError(

@@ -22,7 +22,6 @@ from xrank.plan.executor import Outcome, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
-from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.system import count_cores
 from xrank.teams.team import Team
@@ -194,27 +193,36 @@ def keep_if_hashed(stage: OutputStage, finish_hashes: Callable[[], None]) -> Non
 
 
 def _compare(one: RecordedHash, stop: threading.Event) -> None:
-    end = places.nbytes_of(one.path)
-    digest = hash_stretch(one.path, 0, end, one.hash_name, stop)
+    digest = hash_stretch(one.path, 0, None, one.hash_name, stop=stop)
     if digest != one.digest:
         raise CorruptError(
             f"{one.path}: its bytes do not have the hash that {one.listed_in} records",
             file=one.path,
-            got=f"{one.hash_name} {digest.hex()} over {end:,} bytes",
+            got=f"{one.hash_name} {digest.hex()}",
             want=f"{one.hash_name} {one.digest.hex()}",
             next_step="copy the file again from where it was written, or take another checkpoint",
         )
 
 
-def hash_stretch(path: str, start: int, end: int, hash_name: str, stop: threading.Event | None = None) -> bytes:
-    """Return the hash of bytes [start, end) of a file or an object in a store, which is read to its end in pieces.
+def hash_stretch(
+    path: str,
+    start: int,
+    end: int | None,
+    hash_name: str,
+    *,
+    stop: threading.Event | None = None,
+    follow_links: bool = True,
+) -> bytes:
+    """Return the hash of bytes [start, end) of a regular file or an object in a store; None: up to its end.
 
     Raises:
         CancelledError: `stop` was set.
+        CorruptError: it is not a regular file, or too short.
         XrankError: the bytes cannot be read.
     """
     state, step = hashlib.new(hash_name, usedforsecurity=False), _REQUEST_NBYTES if is_url(path) else _CHUNK_NBYTES
-    with open_regular(path) as file:
+    with open_regular(path, follow_links=follow_links) as file:
+        end = file.nbytes if end is None else end
         for offset in range(start, end, step):
             if stop is not None and stop.is_set():
                 raise CancelledError

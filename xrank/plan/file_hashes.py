@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
 import threading
 from collections.abc import Callable
 
@@ -10,7 +13,6 @@ import xxhash
 
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.stores import places
-from xrank.stores.url import is_url
 
 __all__ = ["FileHashes", "digest_plain_file", "hash_file"]
 
@@ -76,6 +78,8 @@ def digest_plain_file(path: str) -> str:
 
 def _feed(path: str, update: Callable[[memoryview], object]) -> None:
     buffer = memoryview(bytearray(WINDOW_NBYTES))
-    with open(places.open_descriptor(path) if is_url(path) else path, "rb", buffering=0) as file:
+    with open(places.open_descriptor(path), "rb", buffering=0) as file:  # of a FIFO, too, it returns at once
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
         while count := file.readinto(buffer):
             update(buffer[:count])

@@ -208,6 +208,7 @@ def _walk(folder: str, prefix: str) -> list[CompanionFile]:
             continue
         name = prefix + entry.name
         if entry.is_dir(follow_symlinks=False):
+            _check_folder_name(name, entry.path)
             found += _walk(entry.path, f"{name}/") if not _holds_weights(entry.path) else []
         elif not _is_weight(entry.name) and _is_file(entry.path):
             found.append(CompanionFile(name, entry.path))
@@ -223,8 +224,21 @@ def _walk_store(folder: str, prefix: str) -> list[CompanionFile]:
         if places.is_file(path):
             found += [] if _is_weight(name) else [CompanionFile(prefix + name, path)]
         elif not _holds_weights(path):
+            _check_folder_name(prefix + name, path)
             found += _walk_store(path, f"{prefix}{name}/")
     return found
+
+
+def _check_folder_name(name: str, path: str) -> None:
+    """Refuse a folder that would be in the place of a file that xrank writes, and that a signature leaves out."""
+    if name in _OWN:
+        raise UsageError(
+            f"{path}: is a folder with the name of a file that a gather writes",
+            file=path,
+            got="a folder",
+            want=f"no folder named {name}",
+            next_step="give the folder another name, or copy the model without it",
+        )
 
 
 def _holds_weights(folder: str) -> bool:
