@@ -519,6 +519,7 @@ class TestLinkAttacks:
         (victim / "thesis.tex").write_text("mine")
         stage = out.parent / ".model.xrank-0123456789abcdef"
         stage.mkdir()
+        (stage / JOURNAL_NAME).touch()
         (stage / "link").symlink_to("../victim")
         gather(out)
         assert (victim / "thesis.tex").read_text() == "mine"
