@@ -19,6 +19,7 @@ pytest.importorskip("tensorstore", reason="pip install xrank[orbax]")
 pytest.importorskip("zstandard", reason="pip install xrank[orbax]")
 
 from tests.readers.orbax_checkpoints import Keys, save_step, save_tree
+from tests.readers.orbax_claims import CLAIMS
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
@@ -501,3 +502,13 @@ def test_an_array_that_the_tree_does_not_name_is_no_smaller_model(tmp_path: Path
     with pytest.raises(ContradictionError, match=r"net\.scalar: .* contains this array") as caught:
         gather_checkpoint(folder, tmp_path / "out")
     assert caught.value.file == str(path) and not (tmp_path / "out").exists()
+
+
+def test_what_a_text_claims_is_bounded_before_it_is_allocated(tmp_path: Path) -> None:
+    """Shapes and grids are text: 160 bytes once took 2 GB."""
+    program = [sys.executable, "-m", "tests.readers.orbax_claims", str(tmp_path)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+    rows = {row["name"]: row for row in map(json.loads, ended.stdout.splitlines())}
+    assert {name: row["code"] for name, row in rows.items()} == {name: code for name, (_, code) in CLAIMS.items()}, rows
+    assert all(row["text"].startswith("xrank: ") for row in rows.values() if row["code"])
+    assert max(row["rss_nbytes"] for row in rows.values()) < 400 << 20 and not any(row["rest"] for row in rows.values())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import NoReturn
 
@@ -24,6 +23,8 @@ __all__ = ["ChosenArray", "Chunk", "ChunkLister", "check_size", "corrupt_error",
 
 _INDEX_ENTRY_NBYTES = 16
 _CHECKSUM_NBYTES = 4
+_MAX_INDEX_NBYTES = 1 << 24
+"""Largest index of a shard that is read, in bytes: of a million parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class ChunkLister:
             IncompleteError: one is missing. zarr would take zeros for it.
             CorruptError: the index of a shard is damaged, or a part lies beyond the array's edge.
         """
-        for place in product(*map(range, one.array.grid)):
+        for place in _list_places(one.array.grid):
             start = tuple(i * size for i, size in zip(place, one.array.grid_shape, strict=True))
             value = self._store.find(one.key, one.array.key(place))
             if value is None:
@@ -80,13 +81,23 @@ class ChunkLister:
         self, one: ChosenArray, value: StoredValue, start: tuple[int, ...]
     ) -> Iterable[tuple[StoredValue, tuple[int, ...]]]:
         """Yield place and first element of each part of a shard that has elements of the array."""
-        positions = [*product(*map(range, one.array.shard_grid))]
         path = os.path.join(self._store.folder, value.file)
-        index = self._read_end(one, value, path, _INDEX_ENTRY_NBYTES * prod(one.array.shard_grid) + _CHECKSUM_NBYTES)
-        found = read_shard_index(index, len(positions), value.nbytes)
+        num_parts = prod(one.array.shard_grid)
+        nbytes = _INDEX_ENTRY_NBYTES * num_parts + _CHECKSUM_NBYTES
+        # Before anything of that size is allocated: shapes are text, which may claim any number of parts.
+        if nbytes > min(value.nbytes, _MAX_INDEX_NBYTES):
+            raise corrupt_error(
+                one,
+                f"{path} cannot contain the index of a shard of {num_parts:,} parts",
+                path,
+                got=f"{value.nbytes:,} bytes",
+                want=f"an index of {nbytes:,} bytes, and of {_MAX_INDEX_NBYTES:,} at most",
+            )
+        index = self._read_end(one, value, path, nbytes)
+        found = read_shard_index(index, num_parts, value.nbytes)
         if found is None:
             raise corrupt_error(one, f"the index of a shard at byte {value.offset:,} of {path} is damaged", path)
-        for place, part in zip(positions, found, strict=True):
+        for place, part in zip(_list_places(one.array.shard_grid), found, strict=True):
             begin = tuple(s + i * size for s, i, size in zip(start, place, one.array.chunk_shape, strict=True))
             if any(low >= n for low, n in zip(begin, one.array.shape, strict=True)):
                 if part is not None:  # tensorstore writes no part beyond the array's edge
@@ -130,6 +141,15 @@ class ChunkLister:
             next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}; or let the training run "
             "save it with a current version of Orbax",
         )
+
+
+def _list_places(grid: Sequence[int], first: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield the places of a grid in row-major order, one by one: its text may claim more than memory holds."""
+    if len(first) == len(grid):
+        yield first
+    elif 0 not in grid:
+        for i in range(grid[len(first)]):
+            yield from _list_places(grid, (*first, i))
 
 
 def check_size(one: ChosenArray, value: StoredValue, path: str, nbytes: int | None) -> None:

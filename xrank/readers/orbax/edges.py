@@ -54,17 +54,28 @@ def check_edges(store: ArrayStore, one: ChosenArray, chunks: Sequence[Chunk]) ->
 
 
 def _has_elements_beyond(one: ChosenArray, chunk: Chunk, inside: Sequence[int], path: str) -> bool:
-    """Return whether a chunk has elements other than zeros beyond the first `inside` of each dim."""
-    rows, *others = one.array.chunk_shape
-    row_nbytes = one.array.chunk_nbytes // rows
-    step = max(_WINDOW_NBYTES // row_nbytes, 1)
+    """Return whether a chunk has elements other than zeros beyond the first `inside` of each dim.
+
+    It reads at most a window at once, whatever the chunk's shape: many rows of the last dim, or a part of one.
+    """
+    *others, columns = one.array.chunk_shape
+    item_nbytes = one.array.chunk_nbytes // prod(one.array.chunk_shape)
+    width = min(columns, _WINDOW_NBYTES // item_nbytes)
+    step = _WINDOW_NBYTES // item_nbytes // columns or 1
+    rows = prod(others)
     with _open_chunk(one, chunk, path) as stream:
         for start in range(0, rows, step):
-            content = _read(one, stream, min(step, rows - start) * row_nbytes, path)
-            elements = np.frombuffer(bytearray(content), np.uint8).reshape(-1, *others, row_nbytes // prod(others))
-            elements[tuple(slice(max(n, 0)) for n in (inside[0] - start, *inside[1:]))] = 0
-            if elements.any():
-                return True
+            numbers = np.arange(start, min(start + step, rows))
+            is_outside = np.zeros(len(numbers), np.bool_)
+            for index, n in zip(np.unravel_index(numbers, others) if others else (), inside, strict=False):
+                is_outside |= index >= n
+            for left in range(0, columns, width):
+                count = min(width, columns - left)
+                content = _read(one, stream, len(numbers) * count * item_nbytes, path)
+                elements = np.frombuffer(content, np.uint8).reshape(len(numbers), count * item_nbytes)
+                end = min(max(inside[-1] - left, 0), count) * item_nbytes
+                if elements[is_outside].any() or elements[:, end:].any():
+                    return True
     return False
 
 

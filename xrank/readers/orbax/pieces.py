@@ -24,6 +24,10 @@ from xrank.stores import places
 
 __all__ = ["OrbaxPieces", "locate"]
 
+_MAX_INLINE_NBYTES = 256 << 20
+"""Most bytes of decoded chunks in memory, from values inside of metadata; tensorstore keeps only small ones there."""
+_STEP_NBYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrbaxPieces:
@@ -69,6 +73,7 @@ class _Records:
         self._numbers: dict[str, int] = {}
         self._columns = [array("q") for _ in range(5)]
         self._inline: dict[int, bytes] = {}
+        self._inline_nbytes = 0
 
     def add(self, one: ChosenArray, chunk: Chunk) -> int:
         """Return the index of a chunk's record."""
@@ -83,6 +88,15 @@ class _Records:
                 self.files.append(SourceFile.from_status(path, file.status))
         record, encoded = len(self._columns[0]), PLAIN
         if value.data is not None:
+            self._inline_nbytes += nbytes
+            if self._inline_nbytes > _MAX_INLINE_NBYTES:
+                raise corrupt_error(
+                    one,
+                    f"{path} and other metadata claim chunks of {self._inline_nbytes:,} bytes inside of themselves",
+                    path,
+                    got=f"one of {nbytes:,} bytes in {len(value.data):,}",
+                    want=f"at most {_MAX_INLINE_NBYTES:,} bytes of small values",
+                )
             self._inline[record] = _decode(one, value.data, path)
         else:
             check_size(one, value, path, self.files[number].nbytes)
@@ -106,8 +120,12 @@ def _decode(one: ChosenArray, data: bytes, path: str) -> bytes:
     nbytes = one.array.chunk_nbytes
     if one.array.is_compressed:
         try:
-            # One byte more than is wanted, so that a longer chunk shows.
-            data = open_frame(BytesIO(data)).read(nbytes + 1)
+            stream, parts, left = open_frame(BytesIO(data)), [b""], nbytes + 1  # by the last byte a longer one shows
+            # In steps: the decoder allocates all that is asked for, which may be more than the frame contains.
+            while left and (part := stream.read(min(left, _STEP_NBYTES))):
+                parts.append(part)
+                left -= len(part)
+            data = b"".join(parts)
         except import_zstandard().ZstdError as error:
             raise corrupt_error(one, f"{path} holds no sound chunk", path, got=str(error)) from error
     if len(data) != nbytes:

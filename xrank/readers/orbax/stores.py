@@ -7,12 +7,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Protocol
 
+from xrank import dtypes
 from xrank.errors import IncompleteError
 from xrank.faces import AGAIN
 from xrank.formats.ocdbt import MANIFEST, StoredValue, read_ocdbt
-from xrank.formats.regular_file import Origin, open_regular
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.zarr_array import ARRAY_FILES, ZarrArray, parse_array
 from xrank.stores import places
 
@@ -20,6 +22,9 @@ __all__ = ["ArrayStore", "open_store", "read_array"]
 
 _RANK = re.compile(r"ocdbt\.process_(\d{1,9})/")
 _MAX_METADATA_NBYTES = 1 << 20
+_MAX_ARRAY_NBYTES = 1 << 62
+_MAX_DIMS = 64
+"""numpy's limit."""
 
 
 class ArrayStore(Protocol):
@@ -166,5 +171,18 @@ def read_array(store: ArrayStore, name: str) -> ZarrArray | None:
                 raise origin.corrupt("is too large", got=f"{value.nbytes:,} bytes")
             with open_regular(path) as file:
                 text = file.read(value.offset, value.nbytes)
-        return parse_array(name, text, origin, is_zarr3=is_zarr3)
+        array = parse_array(name, text, origin, is_zarr3=is_zarr3)
+        _check_extent(name, array, origin)
+        return array
     return None
+
+
+def _check_extent(name: str, array: ZarrArray, origin: Origin) -> None:
+    """Check that the numbers of an array's elements and of a chunk's are possible, also where a dim is 0."""
+    most = max(prod(max(n, 1) for n in shape) for shape in (array.shape, array.grid_shape, array.chunk_shape))
+    if len(array.shape) > _MAX_DIMS or most > _MAX_ARRAY_NBYTES // dtypes.dtype(array.dtype).nbytes:
+        raise origin.corrupt(
+            f"the metadata of {quote(name)} claims an array that cannot be",
+            got=f"shape {quote(str(list(array.shape)))[1:-1]} in chunks of {quote(str(list(array.grid_shape)))[1:-1]}",
+            want=f"at most {_MAX_DIMS} dims and {_MAX_ARRAY_NBYTES:,} bytes",
+        )
