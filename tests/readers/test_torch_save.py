@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import tarfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.cli.bench import run
 from tests.readers.test_model_parts import EMA, MODEL, same
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import CorruptError, UnknownFormatError, UnsafeError, UsageError, XrankError
+from xrank.errors import CorruptError, IncompleteError, UnknownFormatError, UnsafeError, UsageError, XrankError
 from xrank.faces import COMMAND
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
@@ -32,7 +33,7 @@ Saved = dict[str, Any]
 
 def gathered(path: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Report]:
     out = path.parent / f"{path.name}.out"
-    report = gather_checkpoint(path, out, **options)
+    report = gather_checkpoint(path, out, overwrite=True, **options)
     return load_file(out / "model.safetensors"), report
 
 
@@ -82,6 +83,94 @@ def test_a_folder_with_two_models(tmp_path: Path) -> None:
         gathered(folder)
     assert str(folder / "best.pt") in str(caught.value.next_step)
     assert same(gathered(folder / "best.pt")[0], EMA)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pth.tar", "model_best.pth.tar", "model.tar", "last.pt.tar"])
+def test_a_file_named_as_in_torchs_examples(tmp_path: Path, name: str) -> None:
+    file = save(tmp_path / "run" / name, {"epoch": 1, "arch": "mlp", "state_dict": MODEL})
+    assert same(gathered(file.parent)[0], MODEL)
+    assert same(gathered(file)[0], MODEL)
+    save(tmp_path / "run" / "other.pth.tar", EMA)
+    with pytest.raises(UsageError, match="more than one model"):
+        gathered(file.parent)
+    (tmp_path / "run" / "other.pth.tar").unlink()
+    with tarfile.open(tmp_path / "run" / "code.tar", "w"):
+        pass
+    assert same(gathered(file.parent)[0], MODEL)
+
+
+def split(model: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    names = list(model)
+    return [{name: model[name] for name in names[number::2]} for number in range(2)]
+
+
+def test_parts_of_a_model_are_one_model(tmp_path: Path) -> None:
+    """torchtune saves as many files as the model that it started from had, without an index, and numbers the epoch."""
+    folder = tmp_path / "run"
+    for number, part in enumerate(split(MODEL), 1):
+        save(folder / f"hf_model_{number:04d}_0.pt", part)
+    save(folder / "adapter_0.pt", {"lora_a.weight": torch.rand(2, 2)})
+    save(folder / "recipe_state.pt", {"epoch": 0, "optimizer": {"state": {0: {"exp_avg": torch.zeros(3, 4)}}}})
+    found, report = gathered(folder)
+    assert same(found, MODEL) and ("left-out", "1 file beside the model's own left out") in report.notes
+    # A part stands for all parts of its epoch.
+    assert same(gathered(folder / "hf_model_0002_0.pt")[0], MODEL)
+    for number, part in enumerate(split(EMA), 1):
+        save(folder / f"hf_model_{number:04d}_1.pt", part)
+    with pytest.raises(UsageError, match="holds the models of 2 epochs") as caught:
+        gathered(folder)
+    assert "hf_model_*_1.pt" in str(caught.value.next_step)
+    for path in folder.glob("hf_model_*_1.pt"):
+        path.unlink()
+    (folder / "hf_model_0001_0.pt").unlink()
+    for path in (folder, folder / "hf_model_0002_0.pt"):
+        with pytest.raises(IncompleteError, match=r"implies hf_model_0001_0\.pt"):
+            gathered(path)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_parts_of_a_model_under_other_names_of_torchtune(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "epoch_0"
+    folder.mkdir()
+    end = "_0.safetensors" if kind == "safetensors" else ".bin"
+
+    def write(model: dict[str, torch.Tensor], end: str) -> None:
+        for number, part in enumerate(split(model), 1):
+            file = folder / f"model-{number:05d}-of-00002{end}"
+            save_file(part, file) if kind == "safetensors" else torch.save(part, file)
+
+    write(MODEL, end)
+    assert same(gathered(folder)[0], MODEL)
+    assert same(gathered(folder / f"model-00001-of-00002{end}")[0], MODEL)
+    if kind == "safetensors":
+        write(EMA, "_1.safetensors")
+        with pytest.raises(UsageError, match="holds more than one model"):
+            gathered(folder)
+    (folder / f"model-00002-of-00002{end}").unlink()
+    with pytest.raises(IncompleteError, match="model-00002-of-00002"):
+        gathered(folder)
+
+
+def test_files_that_may_be_parts_of_a_model_are_not_called_models(tmp_path: Path) -> None:
+    for name, part in zip("ab", split(MODEL), strict=True):
+        save(tmp_path / "run" / f"weights_{name}.pt", part)
+    with pytest.raises(UsageError, match="without a tensor in common, which may be parts of one model") as caught:
+        gathered(tmp_path / "run")
+    assert "save parts of one model with one torch.save" in str(caught.value.next_step)
+
+
+def test_the_model_that_training_started_from_beside_parts_of_the_trained_one(tmp_path: Path) -> None:
+    """torchtune's output folder is often the folder of the model that it started from."""
+    folder = tmp_path / "run"
+    for number, part in enumerate(split({**MODEL, "up.weight": MODEL["up.weight"] + 1}), 1):
+        save(folder / f"hf_model_{number:04d}_0.pt", part)
+    save_file(MODEL, folder / "model.safetensors")
+    for path in (folder, folder / "hf_model_0001_0.pt"):
+        with pytest.raises(UsageError, match="give different models") as caught:
+            gathered(path)
+        assert caught.value.next_step == 'choose one: format="safetensors" or format="torch-save"'
+    found = gathered(folder, format="torch-save")[0]
+    assert torch.equal(found["up.weight"], MODEL["up.weight"] + 1)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +321,15 @@ def test_a_source_below_comes_before_a_file_beside_it(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "run" / "actor" / "model.safetensors")
     found, report = gathered(tmp_path / "run")
     assert same(found, MODEL)
-    text = f"{tmp_path}/run/actor is read; {tmp_path}/run/state.pt may be a model, too: to read it, give its path"
-    assert ("also-here", text) in report.notes
+    text = (
+        f"torch-save files in {tmp_path}/run/state.pt lie beside the safetensors files that are read, and hold other "
+    )
+    assert ("also-here", f"{text}tensors: 1 tensor (F32)") in report.notes
+    # A model of that folder that differs from the source below it must be chosen from.
+    save(tmp_path / "run" / "state.pt", {name: tensor + 1 for name, tensor in MODEL.items()})
+    with pytest.raises(UsageError, match="hold different models") as caught:
+        gathered(tmp_path / "run")
+    assert caught.value.next_step == f'choose one: format="safetensors" or give the path {tmp_path}/run/state.pt'
     (tmp_path / "run" / "state.pt").unlink()
     (tmp_path / "run" / "actor").rename(tmp_path / "run" / "last.ckpt")  # a folder with a file's name, as Lightning's
     assert not [text for code, text in gathered(tmp_path / "run")[1].notes if code == "also-here"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from xrank.cli.main import cli
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
@@ -109,18 +112,90 @@ def test_ghosts_and_strays_of_the_index(tmp_path: Path, kind: str) -> None:
     (file,) = folder.glob("*.index.json")
     index = json.loads(file.read_text())
     first = index["weight_map"]["embed.weight"]
-    changes: list[tuple[str, str | None, type[XrankError]]] = [
+    changes: list[tuple[str, str, type[XrankError]]] = [
         ("lm_head.weight", first, IncompleteError),
-        ("embed.weight", None, ContradictionError),
         ("embed.weight", "../" + first, UnsafeError),
         ("embed.weight", "absent.bin", IncompleteError),
     ]
     for name, target, error in changes:
         weight_map = {**index["weight_map"], name: target}
-        file.write_text(json.dumps({**index, "weight_map": {n: f for n, f in weight_map.items() if f is not None}}))
+        file.write_text(json.dumps({**index, "weight_map": weight_map}))
         with pytest.raises(error) as caught:
             gathered(folder)
         assert str(caught.value.file).startswith(str(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_index_decides_which_shard_counts(tmp_path: Path, kind: str) -> None:
+    """A tool that changes some tensors writes them to a file of their own, and leaves the old ones in their shards."""
+    folder = write(tmp_path / "model", kind)
+    (file,) = folder.glob("*.index.json")
+    index = json.loads(file.read_text())
+    shards = sorted(folder.glob(f"*-of-*.{kind}"))
+    names = {shard.name: [n for n, f in index["weight_map"].items() if f == shard.name] for shard in shards}
+    changed = names[shards[0].name][0]
+    stale = {name: model()[name] + 1 for name in names[shards[1].name]}
+    held = [
+        # Its own tensors, one of them superseded, another shard's, and one that no index names.
+        {name: model()[name] + (name == changed) for name in names[shards[0].name]}
+        | stale
+        | {"old.norm": torch.ones(3)},
+        {name: model()[name] for name in names[shards[1].name]},
+    ]
+    overlay = f"{shards[0].name.split('-')[0]}-overlay-00001.{kind}"
+    for path, state in zip([*shards, folder / overlay], [*held, {changed: model()[changed]}], strict=True):
+        torch.save(state, path) if kind == "bin" else save_file(state, path)
+    file.write_text(json.dumps({"metadata": {}, "weight_map": {**index["weight_map"], changed: overlay}}))
+    found, report = gathered(folder)
+    assert found == wanted()
+    (note,) = [text for code, text in report.notes if code == "not-in-index"]
+    assert note.startswith(f"{len(stale) + 2} tensors that {file.name} gives to no or another file left out, such as ")
+    # The base model of another gather is read by its index, too.
+    if kind == "safetensors":
+        again = gathered(write(tmp_path / "again", kind), base_model=folder)[1]
+        assert again.proof["base_model"] == "names and shapes"
+    # A tensor that the index gives to a file without it is not replaced by a stale one.
+    file.write_text(json.dumps({"weight_map": {**index["weight_map"], changed: shards[1].name}}))
+    with pytest.raises(ContradictionError, match=re.escape(changed)):
+        gathered(folder)
+
+
+DELTA = {"version": "000007", "base_version": "000006", "delta_encoding": "xor", "compression_format": "zstd"}
+
+
+def write_delta(folder: Path, metadata: dict[str, str], name: str = "model-00000-of-00001.safetensors") -> Path:
+    """Write what a trainer leaves of a step: bodies of zstd, with the checksums of the new tensors."""
+    folder.mkdir()
+    bodies = {name: torch.randint(0, 255, (9,), dtype=torch.uint8) for name in model()}
+    save_file(bodies, folder / name, metadata=dict.fromkeys(bodies, "0f" * 16))
+    if metadata:
+        index = {"metadata": metadata, "weight_map": dict.fromkeys(bodies, name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_delta_is_not_a_model(tmp_path: Path, encoding: str) -> None:
+    """slime, miles and ModelExpress write only what changed in a step, under the names of the model."""
+    folder = write_delta(tmp_path / "weight_v000007", {**DELTA, "delta_encoding": encoding})
+    for path in (folder, folder / "model-00000-of-00001.safetensors"):
+        ended = CliRunner().invoke(cli, ["gather", str(path), "--out", str(tmp_path / "out")])
+        assert ended.exit_code == 2 and "a delta of" in ended.stderr and not (tmp_path / "out").exists()
+        shown = json.loads(CliRunner().invoke(cli, ["inspect", str(path), "--json"]).stdout)
+        assert [problem["exit_code"] for problem in shown["problems"]] == [2]
+    with pytest.raises(UsageError, match="is a delta of version '000007' on base '000006', not a model"):
+        gathered(folder)
+    with pytest.raises(UsageError, match="is a delta of version '000007'"):
+        gathered(write(tmp_path / "whole", "safetensors"), base_model=folder)
+    # Without its index, its bodies and checksums show it.
+    with pytest.raises(UsageError, match="is a delta of one version of weights on another"):
+        gathered(write_delta(tmp_path / "bare", {}))
+    # The version that begins a chain is a whole model.
+    start = write(tmp_path / "weight_v000000", "safetensors")
+    (file,) = start.glob("*.index.json")
+    index = json.loads(file.read_text())
+    file.write_text(json.dumps({**index, "metadata": {"version": "000000"}}))
+    assert gathered(start)[0] == wanted()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,6 +226,30 @@ def test_placeholders_of_zero_3(tmp_path: Path, kind: str) -> None:
     save_file(state, tmp_path / "base" / "model.safetensors")
     found, _ = gathered(folder, base_model=tmp_path / "base")
     assert found == {name: whole(tensor) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "pt"])
+def test_a_models_own_empty_tensor(tmp_path: Path, kind: str) -> None:
+    """A buffer without an element is not a placeholder, unless ZeRO's files lie beside it or a weight is empty."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    state = {**model(), "head.cache": torch.empty(0), "grid": torch.empty(0, 5)}
+    file = folder / {"bin": "pytorch_model.bin", "safetensors": "model.safetensors", "pt": "model.pt"}[kind]
+
+    def save(state: dict[str, torch.Tensor]) -> None:
+        save_file(state, file) if kind == "safetensors" else torch.save(state, file)
+
+    save(state)
+    found, report = gathered(folder)
+    assert found == {name: whole(tensor) for name, tensor in state.items()}
+    assert ("empty-tensors", "1 float tensor of shape [0]: head.cache") in report.notes
+    save({**state, "up.weight": torch.empty(0)})
+    with pytest.raises(UsageError, match="a placeholder of shape"):
+        gathered(folder)
+    save(state)
+    (folder / "zero_to_fp32.py").touch()
+    with pytest.raises(UsageError, match=r"head\.cache: a placeholder of shape"):
+        gathered(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

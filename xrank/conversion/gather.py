@@ -160,11 +160,12 @@ def gather_checkpoint(
     push = find_push(target, push_to_hub)
     if push is not None:
         target = push.folder
-    plan_checked = partial(plan_apart, path, target, plan, overwrite=overwrite)
     if dry_run:
-        report = _plan_only(plan_checked, target)
+        report = _plan_only(partial(plan_apart, path, target, plan, overwrite=overwrite), target)
         return report if push is None else push.name(report)
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
+    plan = partial(plan, share=(team.position, team.size))
+    plan_checked = partial(plan_apart, path, target, plan, overwrite=overwrite)
     check = (lambda: None) if push is None else partial(push.check, overwrite=overwrite)
     report = _gather_together(plan_checked, target, progress, team, check)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)

@@ -110,7 +110,16 @@ def load_model(
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
         planned, _ = team.agree(
             "the plan",
-            partial(prepare_load, module, place, layouts=layouts, mesh=mesh, recipe=recipe, part=part),
+            partial(
+                prepare_load,
+                module,
+                place,
+                layouts=layouts,
+                mesh=mesh,
+                recipe=recipe,
+                part=part,
+                share=(team.position, team.size),
+            ),
             lambda planned: describe_load(planned.source, planned.load),
             lambda planned, loads: check_loads(planned.source, team.ranks, loads),
         )

@@ -106,14 +106,25 @@ def plan_gather(
     world_size: int | None = None,
     workspace: bool = False,
     recipe: str | os.PathLike[str] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> FolderPlan:
-    """Plan a gather and prove the plan; read only metadata. Arguments and errors are those of `gather_checkpoint`."""
+    """Plan a gather and prove the plan; read only metadata, unless two forms of the model lie there.
+
+    Arguments and errors are those of `gather_checkpoint`; `share` is that of `read_best`.
+    """
     base = _open_base(base_model)
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     source = places.enter(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
     found = read_found(
-        source, where, base=base, layouts=given, part=part, world_size=world_size, is_left_out=options.leaves_out
+        source,
+        where,
+        base=base,
+        layouts=given,
+        part=part,
+        world_size=world_size,
+        is_left_out=options.leaves_out,
+        share=share,
     )
     if options.strict_pickles:
         refuse_foreign_names(found.model)

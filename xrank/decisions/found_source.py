@@ -19,11 +19,10 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.readers.discovery import SourcePlace, find_source
-from xrank.readers.own_readers import TORCH_SAVE, WORKSPACE
+from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.readers.zero_tails import note_zero_tails
 from xrank.recipes.shape_proof import prove_shapes
-from xrank.stores import places
 from xrank.words import plural
 from xrank.writers.companions import CompanionFile, find_companions
 
@@ -63,9 +62,11 @@ def read_source(
     layouts: LayoutMap | None = None,
     part: str | None = None,
     world_size: int | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> FoundSource:
     """Read the source at a path, only its metadata. Errors are those of `find_source` and of readers."""
-    return read_found(path, find_source(path), base=base, layouts=layouts, part=part, world_size=world_size)
+    where = find_source(path)
+    return read_found(path, where, base=base, layouts=layouts, part=part, world_size=world_size, share=share)
 
 
 def read_found(
@@ -79,6 +80,7 @@ def read_found(
     is_left_out: Callable[[str], bool] | None = None,
     for_layouts: bool = False,
     beside: tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> FoundSource:
     """Read a source at its place with the best reader of those that recognise it.
 
@@ -92,6 +94,7 @@ def read_found(
         is_left_out: returns whether the caller will leave a tensor out, so that it needs no layout.
         for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
         beside: the result of `companions_of`, where the caller has it; None: this function calls it.
+        share: this rank's share of the comparison with another source at the place, as in `read_best`.
     """
     companions, notes = companions_of(asked, where) if beside is None else beside
     candidates = (*companions, *(base.companions if base is not None else ()))
@@ -109,10 +112,10 @@ def read_found(
         config=config,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
-    model = read_best(where, hints)
+    model = read_best(where, hints, share)
     if world_size is not None:
         _check_world_size(model, world_size)
-    notes += (*where.notes, *_note_state_file(asked, where.path))
+    notes += where.notes
     known = config if config_path is not None else model.config
     return FoundSource(model, known, config_path, companions, (*notes, *note_zero_tails(model)), where.path)
 
@@ -143,21 +146,6 @@ def _read_config(path: str | None) -> Mapping[str, Any] | None:
     from xrank.decisions.base_model import read_config
 
     return read_config(path)
-
-
-def _note_state_file(asked: str, place: str) -> tuple[tuple[str, str], ...]:
-    """Return a note about a file of ``torch.save`` in the user's folder, where a source below it is read instead."""
-    is_below = place.startswith(os.path.join(asked, "")) and places.is_folder(asked)
-    if not is_below or not TORCH_SAVE.is_hinted_at(asked):
-        return ()
-    from xrank.readers.torch_save.reader import list_models
-
-    names = list_models(asked)
-    # Lightning's last.ckpt may be a folder, of another format.
-    file = next((path for name in names if places.is_file(path := os.path.join(asked, name))), None)
-    if file is None:
-        return ()
-    return (("also-here", f"{place} is read; {file} may be a model, too: to read it, give its path"),)
 
 
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:

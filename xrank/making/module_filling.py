@@ -52,15 +52,19 @@ def prepare_load(
     mesh: Any,
     recipe: str | os.PathLike[str] | None,
     part: str | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> PreparedLoad:
-    """Return the proven load of this rank from metadata alone; arguments and errors as `xrank.load_model`."""
+    """Return the proven load of this rank from metadata alone; arguments and errors as `xrank.load_model`.
+
+    `share` is this rank's share of a comparison with another form of the model, as in `read_best`.
+    """
     check_materialised(module)
     on_mesh = live_layouts(layouts, mesh)
     rank, world_size = find_world()
     local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
     shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
     request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
-    decision = decide(read_source(place, part=part), request)
+    decision = decide(read_source(place, part=part, share=share), request)
     source = decision.source
     load = plan_load(local, source, on_mesh, decision.padded_names)
     for view, tensor in zip(load.views, load.plan.tensors, strict=True):

@@ -12,7 +12,7 @@ from xrank.faces import option
 from xrank.readers.base import Reader
 from xrank.readers.checkpoint_folders import EXPORT_FOLDER
 from xrank.readers.foreign_kinds import find_foreign_kind
-from xrank.readers.own_readers import OWN_READERS, TORCH_SAVE, ListedReader
+from xrank.readers.own_readers import OWN_READERS, TORCH_SAVE, WORKSPACE, ListedReader
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.step_marker import find_marked_step
 from xrank.stores import places
@@ -29,6 +29,12 @@ transformers 4.37, trainer.py: ``tmp-checkpoint-500``; orbax/checkpoint/_src/pat
 ``5.orbax-checkpoint-tmp``.
 """
 _STEP = re.compile(r"checkpoint-(\d+)")
+# accelerate/utils/fsdp_utils.py: save_fsdp_model; torch/distributed/checkpoint/_hf_utils.py: SHARDED_DIR_NAME;
+# verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path.
+_PART = re.compile(r"pytorch_model_fsdp(_0)?|sharded|dist_ckpt")
+"""Folders beside a whole model that hold the same checkpoint in shards."""
+_MAX_FILES = 16
+"""Files of ``torch.save`` beside a source that are looked at."""
 _MANIFEST = "xrank_manifest.json"  # in outputs: writers/output_place.py
 _WHOLE = ("safetensors", "bin")
 """Formats of a whole model, best first: a trainer that saves one beside its sharded state saves the same values."""
@@ -82,7 +88,7 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
         # Any folder may contain a file of torch.save, also one that is not a model.
         found = _search(path, lambda place: [TORCH_SAVE.load()] if TORCH_SAVE.is_hinted_at(place) else [])
     if found is not None:
-        return found
+        return found._replace(others=(*found.others, *_find_others(path, found, listed)))
     readers: list[Reader] = [*(own.load() for own in listed), *more]
     if not readers:
         known = [*(own.name for own in OWN_READERS), *(reader.name for reader in plugin_readers())]
@@ -215,6 +221,30 @@ def _choose_reader(place: str, fitting: Sequence[Reader]) -> SourcePlace:
         )
     reader, *others = (*whole, *(one for one in fitting if one not in whole))
     return SourcePlace(place, reader, tuple((place, other) for other in others))
+
+
+def _find_others(path: str, found: SourcePlace, listed: Sequence[ListedReader]) -> Iterator[tuple[str, Reader]]:
+    """Yield the places in and around a source's folder where the same model may lie in another form, with readers.
+
+    They are folders that a trainer names as parts of the same checkpoint, and files of ``torch.save``.
+    """
+    if not places.is_folder(found.path) or found.reader.name in (TORCH_SAVE.name, WORKSPACE.name):
+        return
+    for name in sorted(filter(_PART.fullmatch, places.list_names(found.path))):
+        place = os.path.join(found.path, name)
+        readers = [own.load() for own in listed if own is not TORCH_SAVE and own.is_hinted_at(place)]
+        yield from ((place, reader) for reader in readers if reader.recognise(place) is None)
+    folders = [folder for folder in dict.fromkeys((found.path, path)) if places.is_folder(folder)]
+    for folder in folders if TORCH_SAVE in listed else []:
+        if TORCH_SAVE.is_hinted_at(folder):
+            from xrank.readers.torch_save.reader import has_parts, list_models
+
+            if has_parts(folder):
+                yield folder, TORCH_SAVE.load()
+                continue
+            files = [os.path.join(folder, name) for name in list_models(folder)]
+            # A folder may hold thousands of files of data.
+            yield from ((file, TORCH_SAVE.load()) for file in files[:_MAX_FILES] if places.is_file(file))
 
 
 def _find_exported(found: Sequence[_Found]) -> SourcePlace | None:

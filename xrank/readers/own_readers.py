@@ -40,7 +40,7 @@ class ListedReader:
 
 WORKSPACE = ListedReader("workspace", r"rank_.*_state\.pth", "xrank.readers.workspace", "WorkspaceReader")
 TORCH_SAVE = ListedReader(
-    "torch-save", r".*\.(pt|pth|ckpt|th|bin)", "xrank.readers.torch_save.reader", "TorchSaveReader"
+    "torch-save", r".*\.(pt|pth|ckpt|th|bin|tar)", "xrank.readers.torch_save.reader", "TorchSaveReader"
 )
 OWN_READERS = (
     WORKSPACE,
@@ -48,7 +48,10 @@ OWN_READERS = (
     ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "xrank.readers.hugging_face.shards", "HfShardsReader"),
     ListedReader("vllm", r"model-(rank|pp)-.*\.safetensors", "xrank.readers.vllm", "VllmReader"),
     ListedReader(
-        "bin", r"(diffusion_)?pytorch_model.*\.bin", "xrank.readers.hugging_face.bin_folder", "BinFolderReader"
+        "bin",
+        r"(diffusion_)?pytorch_model.*\.bin|(ft-)?model-\d{5}-of-\d{5}\.bin",
+        "xrank.readers.hugging_face.bin_folder",
+        "BinFolderReader",
     ),
     ListedReader("dcp", r"\.metadata|.*\.distcp", "xrank.readers.dcp.reader", "DcpReader"),
     ListedReader(

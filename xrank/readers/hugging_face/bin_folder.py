@@ -16,7 +16,7 @@ from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.weight_files import (
-    check_index,
+    choose_tensors,
     is_one_of_several,
     list_files,
     read_index,
@@ -28,7 +28,10 @@ from xrank.words import list_text, plural
 
 __all__ = ["BinFolderReader"]
 
-_NAME = re.compile(r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5}|_fsdp(_\d{1,5})?)?\.bin")
+_NAME = re.compile(
+    # torchtune/training/checkpointing/_utils.py: SHARD_FNAME.
+    r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5}|_fsdp(_\d{1,5})?)?\.bin|(ft-)?model-\d{5}-of-\d{5}\.bin"
+)
 # accelerate/accelerator.py: save_state numbers the second model from 1: pytorch_model_1.bin, pytorch_model_fsdp_1.bin.
 _BESIDE = re.compile(r"(diffusion_)?pytorch_model.*\.bin")
 _WHOLE = "pytorch_model.bin"
@@ -58,10 +61,13 @@ class BinFolderReader:
         if index is None:
             _check_one(folder, names)
         states = [select_state(read_archive(os.path.join(folder, file)), hints.part) for file in names]
-        check_index(
-            folder, ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors), index
-        )
-        notes = stale_index_notes(folder, _INDEX_NAME, index) if is_folder else []
+        held = ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors)
+        place_of, notes = choose_tensors(folder, held, index)
+        states = [
+            replace(state, tensors={name: each for name, each in state.tensors.items() if place_of.get(name) == file})
+            for state, file in zip(states, names, strict=True)
+        ]
+        notes += stale_index_notes(folder, _INDEX_NAME, index) if is_folder else []
         beside = sorted(filter(_BESIDE.fullmatch, set(places.list_names(folder)) - set(names))) if is_folder else []
         if beside:
             text = f"{plural(len(beside), 'file')} beside the model's own left out, such as {beside[0]}"

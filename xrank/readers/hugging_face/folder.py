@@ -20,8 +20,9 @@ from xrank.readers.base import Hints
 from xrank.readers.hugging_face.rank_parts import is_rank_part
 from xrank.readers.hugging_face.shard_grid import is_shard_name
 from xrank.readers.hugging_face.weight_files import (
-    check_index,
     check_placeholders,
+    choose_tensors,
+    delta_error,
     is_one_of_several,
     list_files,
     read_index,
@@ -56,16 +57,16 @@ class HfFolderReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as in `Reader.read`."""
-        headers = read_headers(path)
+        headers, passed = _read_folder(path) if places.is_folder(path) else (read_headers(path), [])
         model = describe_files(path, headers)
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
         kinds = {shard.name: (shard.dtype, shard.shape) for shard in model.shards}
-        check_placeholders(kinds, files, hints.shapes)
+        notes = [*model.notes, *passed, *check_placeholders(kinds, files, hints)]
         if not places.is_folder(path):
-            return remove_wrapper_names(model, hints.shapes)
+            return remove_wrapper_names(replace(model, notes=tuple(notes)), hints.shapes)
         whole, index_name = _name_files(path)
         index = read_index(path, index_name, whole)
-        notes = [*model.notes, *stale_index_notes(path, index_name, index)]
+        notes += stale_index_notes(path, index_name, index)
         if index is not None:
             notes += index.notes(model.nbytes - _nbytes_of_adapter(headers))
         left = sorted(
@@ -112,24 +113,54 @@ def _choose_filter(names: Sequence[str], whole: str) -> Callable[[str], bool]:
 
 
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
-    """Return the headers of a model's files, by name, checked against its index.
+    """Return the headers of a model's files, by name, with the tensors that its index gives to each file.
 
     Raises:
         IncompleteError: a file or tensor that the index names is missing.
-        ContradictionError: the index names another file for a tensor, or two files of one model contain one tensor.
+        ContradictionError: a tensor is not in the file that the index names, or in two files of one model.
         CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
-        UsageError: a whole model lies beside the files of the index, or two other files contain one tensor.
+        UsageError: a whole model lies beside the files of the index, two other files contain one tensor, or the files
+            hold what changed in a step.
     """
-    if not places.is_folder(path):
-        return (read_header(path),)
+    if places.is_folder(path):
+        return _read_folder(path)[0]
+    header = read_header(path)
+    _check_whole(path, [header])
+    return (header,)
+
+
+def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], list[tuple[str, str]]]:
+    """Return the headers of the files in a folder, and notes; errors as in `read_headers`."""
     whole, index_name = _name_files(path)
     index = read_index(path, index_name, whole)
     is_own = _is_weight_file if index is not None else _choose_filter(_list_model_files(path), whole)
-    headers = [read_header(os.path.join(path, name)) for name in list_files(path, is_own, index)]
-    check_index(path, ((tensor.name, os.path.basename(h.path)) for h in headers for tensor in h.tensors), index)
+    first = sorted(name for name in places.list_names(path) if "-00000-of-" in name and is_own(name))[:1]
+    _check_whole(path, [read_header(os.path.join(path, name)) for name in first])
+    names = list_files(path, is_own, index)
+    headers = [read_header(os.path.join(path, name)) for name in names]
+    _check_whole(path, headers)
+    held = ((tensor.name, name) for header, name in zip(headers, names, strict=True) for tensor in header.tensors)
+    place_of, notes = choose_tensors(path, held, index)
+    if notes:
+        headers = [
+            replace(header, tensors=tuple(tensor for tensor in header.tensors if place_of.get(tensor.name) == name))
+            for header, name in zip(headers, names, strict=True)
+        ]
     if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in places.list_names(path):
         headers.append(read_header(os.path.join(path, _ADAPTER)))  # never in an index, and never silently left out
-    return tuple(headers)
+    return tuple(headers), notes
+
+
+def _check_whole(path: str, headers: Sequence[SafetensorsHeader]) -> None:
+    """Refuse the files of a delta that lie there without their index: each tensor is a row of compressed bytes.
+
+    slime/backends/megatron_utils/update_weight/update_weight_from_disk_delta.py: the metadata of a file has a checksum
+    for each of its tensors, under the tensor's name.
+    """
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    names = {name for header in headers for name in header.metadata}
+    if tensors and all(t.name in names and t.dtype == "U8" and len(t.shape) == 1 for t in tensors):
+        raise delta_error(path, headers[0].path, "a delta of one version of weights on another", "rows of bytes")
 
 
 def _nbytes_of_adapter(headers: Sequence[SafetensorsHeader]) -> int:

@@ -15,15 +15,27 @@ from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.faces import option
 from xrank.formats.json_text import parse_json
-from xrank.formats.regular_file import open_regular
+from xrank.formats.regular_file import open_regular, quote
+from xrank.readers.base import Hints
 from xrank.stores import places
-from xrank.words import likewise_text, list_text
+from xrank.words import likewise_text, list_text, plural
 
-__all__ = ["WeightIndex", "check_index", "check_placeholders", "is_one_of_several", "list_files", "read_index"]
-__all__ += ["stale_index_notes"]
+__all__ = [
+    "WeightIndex",
+    "check_placeholders",
+    "choose_tensors",
+    "delta_error",
+    "is_one_of_several",
+    "list_files",
+    "read_index",
+    "stale_index_notes",
+]
 
-_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.[^.]+)")
+# torchtune/training/checkpointing/_checkpointer.py put the epoch behind: model-00001-of-00002_0.safetensors.
+_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})((?:_\d+)?\.[^.]+)")
 _MAX_INDEX_NBYTES = 256 << 20
+_OF_ZERO = re.compile(r".*_states\.pt|latest|latest_universal|zero_to_fp32\.py|global_step\d+")
+"""Entries of a folder that DeepSpeed saves into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
 
     Raises:
         CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
-        UsageError: the files of the index and the whole model are both present.
+        UsageError: the files of the index and the whole model are both present, or they hold what changed in a step.
     """
     index = _parse_index(folder, name)
     if index is None or whole not in places.list_names(folder) or whole in index.weight_map.values():
@@ -108,6 +120,11 @@ def _parse_index(folder: str, name: str) -> WeightIndex | None:
                 next_step="do not use this folder: its index was tampered with",
             )
     metadata = index.get("metadata")
+    if isinstance(metadata, dict) and "delta_encoding" in metadata:
+        version, base, encoding = (
+            quote(str(metadata.get(key))) for key in ("version", "base_version", "delta_encoding")
+        )
+        raise delta_error(folder, file, f"a delta of version {version} on base {base}", f"delta_encoding {encoding}")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some tools write a float.
     if isinstance(total, float) and total.is_integer():
@@ -127,8 +144,10 @@ def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightInde
     Raises:
         IncompleteError: a file that the index or other files' names imply is missing.
     """
-    names = sorted(filter(is_weights, places.list_names(folder)))
+    entries = places.list_names(folder)
+    names = sorted(filter(is_weights, entries))
     if index is not None:
+        names = sorted(set(index.weight_map.values()).intersection(entries))  # whatever their names are
         wanted = sorted(set(index.weight_map.values()))
         by = os.path.basename(index.file)
     else:
@@ -153,8 +172,25 @@ def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightInde
     return wanted if index is not None else names
 
 
-def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIndex | None) -> dict[str, str]:
-    """Return tensor -> name of its file, checked against the index.
+def delta_error(folder: str, file: str, kind: str, got: str) -> UsageError:
+    """Return the error for files of a trainer that wrote only what changed since another version of the weights."""
+    return UsageError(
+        f"{folder} is {kind}, not a model",
+        file=file,
+        got=got,
+        want="whole tensors",
+        next_step="give the folder of a version that is whole (its index has no delta_encoding); the engine that "
+        "pulls these deltas applies them to it",
+    )
+
+
+def choose_tensors(
+    folder: str, tensors: Iterable[tuple[str, str]], index: WeightIndex | None = None
+) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Return tensor -> name of its file, and a note on the tensors that the index passes over.
+
+    The index decides which file counts: a tool that changes some tensors of a model writes them to a file of their own
+    and leaves the old ones where they are.
 
     Args:
         folder: the model's folder, for messages.
@@ -163,32 +199,50 @@ def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIn
 
     Raises:
         IncompleteError: the index names a tensor that no file contains.
-        ContradictionError: the index names another file for a tensor, or two files of one model contain one tensor.
+        ContradictionError: only another file contains it, or two files of one model without an index contain a tensor.
         UsageError: two files contain one tensor, and it is unknown whether they belong to one model.
     """
     seen: dict[str, str] = {}
+    passed: dict[str, str] = {}
     for name, file in tensors:
-        if name in seen:
-            raise _make_twice_error(folder, name, seen[name], file, is_one_model=index is not None)
-        seen[name] = file
-    if index is None or seen == index.weight_map:
-        return seen
-    # The first by name, so that the error is the same in every run.
-    name = sorted(set(seen.items()) ^ set(index.weight_map.items()))[0][0]
-    kind = IncompleteError if name not in seen else ContradictionError
-    raise kind(
-        f"{name}: the index and the files of {folder} disagree",
-        tensor=name,
-        file=index.file,
-        got=f"the tensor in {seen.get(name, 'no file')}",
-        want=f"in {index.weight_map.get(name, 'no file')}, as in the index",
-        next_step="copy the folder again from where it was made",
-    )
+        if index is not None and index.weight_map.get(name) != file:
+            passed.setdefault(name, file)
+        elif name in seen:
+            raise _make_twice_error(folder, name, seen[name], file)
+        else:
+            seen[name] = file
+    for name in sorted(index.weight_map.keys() - seen.keys()) if index is not None else ():
+        kind = IncompleteError if name not in passed else ContradictionError
+        raise kind(
+            f"{name}: the index and the files of {folder} disagree",
+            tensor=name,
+            file=index.file if index is not None else folder,
+            got=f"the tensor in {passed.get(name, 'no file')}",
+            want=f"in {index.weight_map[name] if index is not None else 'a file'}, as in the index",
+            next_step="copy the folder again from where it was made",
+        )
+    if not passed:
+        return seen, []
+    assert index is not None
+    name = min(passed)
+    where = f"which the index gives to {seen[name]}" if name in seen else "which the index does not name"
+    text = f"{plural(len(passed), 'tensor')} that {os.path.basename(index.file)} gives to no or another file left out"
+    return seen, [("not-in-index", f"{text}, such as {name} in {passed[name]}, {where}")]
 
 
-def _make_twice_error(folder: str, name: str, file: str, other: str, *, is_one_model: bool) -> XrankError:
+def _make_twice_error(folder: str, name: str, file: str, other: str) -> XrankError:
     got = f"{file} and {other}"
-    if is_one_model or (is_one_of_several(file) and is_one_of_several(other)):
+    ends = {name.partition("-of-")[2][5:] for name in (file, other)}
+    if is_one_of_several(file) and is_one_of_several(other):
+        if len(ends) > 1:
+            return UsageError(
+                f"{folder} holds more than one model: {name} is in {got}",
+                tensor=name,
+                file=os.path.join(folder, other),
+                got=got,
+                want="the files of one epoch",
+                next_step="copy all files of one epoch and config.json into a folder of their own, and give its path",
+            )
         return ContradictionError(
             f"{name} lies in two files of {folder}",
             tensor=name,
@@ -211,29 +265,52 @@ def _make_twice_error(folder: str, name: str, file: str, other: str, *, is_one_m
 
 
 def check_placeholders(
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]], files: Mapping[str, str], known: Mapping[str, tuple[int, ...]]
-) -> None:
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]], files: Mapping[str, str], hints: Hints
+) -> list[tuple[str, str]]:
     """Refuse float tensors of shape [0], which ZeRO-3 leaves if a rank saves a model whose weights it does not hold.
+
+    Without ZeRO's files beside them, a few are a model's own empty tensors, unless they have the name of a module's
+    parameter: ZeRO-3 leaves a placeholder for each large parameter.
 
     Args:
         kinds: dtypes and shapes of the tensors, by name.
         files: path of each tensor's file, by name.
-        known: shapes of the base model, which may have such a tensor.
+        hints: with the shapes of the base model, which may have such a tensor, and the tensors that are left out.
+
+    Returns:
+        A note on empty tensors that are not refused.
 
     Raises:
-        UsageError: there are such tensors.
+        UsageError: there are placeholders.
     """
+    is_float = {name: dtypes.dtype(kind).is_float for name, (kind, _) in kinds.items()}
     empty = [
         name
-        for name, (kind, shape) in kinds.items()
-        if shape == (0,) and dtypes.dtype(kind).is_float and known.get(name) != (0,)
+        for name, (_, shape) in kinds.items()
+        if shape == (0,)
+        and is_float[name]
+        and hints.shapes.get(name) != (0,)
+        and not (hints.is_left_out is not None and hints.is_left_out(name))
     ]
-    if empty:
-        raise UsageError(
-            f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
-            tensor=empty[0],
-            file=files[empty[0]],
-            got=f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(files[empty[0]])}",
-            want="the weights, which are in the ZeRO checkpoint",
-            next_step="gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files)",
-        )
+    if not empty:
+        return []
+    folder = os.path.dirname(files[empty[0]]) or os.curdir
+    num_matrices = sum(
+        is_float[name] and len(shape) > 1 and 0 not in shape and ".lora_" not in name
+        for name, (_, shape) in kinds.items()
+    )
+    if (
+        len(empty) <= num_matrices
+        and not any(name.rpartition(".")[2] in ("weight", "bias") for name in empty)
+        and not any(map(_OF_ZERO.fullmatch, places.list_names(folder)))
+    ):
+        return [("empty-tensors", f"{plural(len(empty), 'float tensor')} of shape [0]: {list_text(empty, 3)}")]
+    raise UsageError(
+        f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
+        tensor=empty[0],
+        file=files[empty[0]],
+        got=f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(files[empty[0]])}",
+        want="the weights, which are in the ZeRO checkpoint",
+        next_step="gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files); if the trained "
+        f"model has no values there, give a base model that has it so with {option('base_model')}",
+    )

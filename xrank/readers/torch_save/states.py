@@ -138,12 +138,8 @@ def describe_states(
         number = records.add_archive(state.archive)
         for name, tensor in state.tensors.items():
             held[name] = HeldTensor.from_archive(tensor, rank=0, file=state.archive.path, record=number(tensor.key))
-    check_placeholders(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()},
-        {name: tensor.file for name, tensor in held.items()},
-        hints.shapes,
-    )
-    more = [*notes]
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()}
+    more = [*notes, *check_placeholders(kinds, {name: tensor.file for name, tensor in held.items()}, hints)]
     parts = [state.part for state in states if state.part is not None]
     for part in parts:
         more += part_notes(part)
