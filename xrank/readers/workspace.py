@@ -13,7 +13,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
 from xrank.faces import option
-from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of
+from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of, state_file_name
 from xrank.formats.saved_state import SavedState
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
@@ -24,7 +24,9 @@ from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import check_run, read_rank_state, run_text
 from xrank.readers.records import Records
 from xrank.stores import places
+from xrank.stores.url import is_url
 from xrank.words import repr_text
+from xrank.workspace.shared_directory import check_one_owner
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
 
@@ -53,6 +55,8 @@ class WorkspaceReader:
                 want="rank_<r>_state.pth files",
                 next_step="check the path, or let the ranks write with NFSWorkspace",
             )
+        if not is_url(path):
+            check_one_owner(path, map(state_file_name, found))
         states = [read_rank_state(path, rank) for rank in found]
         check_run(path, states)
         return _describe(path, states, hints)

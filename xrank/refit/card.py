@@ -1,21 +1,25 @@
 """The directory in which a trainer and engines find each other: one card of the trainer, one of each engine rank.
 
-A card has the token with which its rank's memory can be read, so cards are files of mode 0600, and a card of another
-user is refused. They appear by a rename. A card proves nothing about the life of its process: `peer_rank` does.
+A card has the token with which its rank's memory can be read, so cards are files of mode 0600. They appear by a rename.
+In a directory where all users may write, anything may have a card's name: kind and owner are looked at before a byte is
+read. In the place of the trainer's card it is refused by name, among those of engines it is passed over. A card proves
+nothing about the life of its process: `peer_rank` does.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import CorruptError, UsageError
-from xrank.system import NEW, replace, user_id
+from xrank.system import NEW, NO_LINK, READ, replace, user_id
 from xrank.workspace.shared_directory import list_names, make_directory
 
 __all__ = ["Address", "Card"]
@@ -25,6 +29,11 @@ _ENGINE = "engine-"
 _RELAY = "relay-"
 _ENDING = ".json"
 _FORMAT = 2
+_MAX_NBYTES = 1 << 30
+_NOT_A_CARD = {errno.ELOOP, errno.ENXIO, errno.ENOTDIR}
+"""Errors of opening a link or a socket."""
+_TAKEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST}
+"""Errors of a rename to the name of another user's file or of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +134,10 @@ class Address:
         found = {}
         for name in sorted(list_names(self.path)):
             if name.startswith(start) and name.endswith(_ENDING):
-                card = known.get(name) or self._read(name)
-                if card is not None:
-                    found[name] = card
+                with suppress(UsageError):  # anything that another user has put there is not a rank of this job
+                    card = known.get(name) or self._read(name)
+                    if card is not None:
+                        found[name] = card
         return found
 
     def _write(self, name: str, content: Mapping[str, Any]) -> Card:
@@ -140,6 +150,12 @@ class Address:
                 file.flush()
                 os.fsync(file.fileno())
             replace(staged, path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(staged)
+            if error.errno in _TAKEN:
+                raise _kind_error(path, str(error.strerror)) from None
+            raise
         except BaseException:
             with suppress(OSError):
                 os.unlink(staged)
@@ -148,22 +164,15 @@ class Address:
 
     def _read(self, name: str) -> Card | None:
         path = os.path.join(self.path, name)
-        try:
-            with open(path, encoding="utf-8") as file:
-                owner = os.fstat(file.fileno()).st_uid
-                text = file.read()
-        except FileNotFoundError:
+        text = _read_own_file(path)
+        if text is None:
             return None
-        except PermissionError as error:
-            raise _owner_error(path, str(error)) from None
-        if owner != user_id():
-            raise _owner_error(path, f"a card of user {owner}")
         try:
             content = json.loads(text)
             if content["format"] != _FORMAT:
                 raise ValueError(f"format {content['format']}")
             return Card(content["id"], content, path)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptError(
                 f"{path} is not a card of xrank's",
                 file=path,
@@ -181,3 +190,41 @@ def _owner_error(path: str, got: str) -> UsageError:
         want=f"a card of user {user_id()}",
         next_step="start both jobs as one user, or choose another directory",
     )
+
+
+def _kind_error(path: str, got: str) -> UsageError:
+    return UsageError(
+        f"{path}: is not a card, and no card can take its place",
+        file=path,
+        got=got,
+        want=f"a file of user {user_id()}, of {_MAX_NBYTES:,} bytes at most, or nothing",
+        next_step="choose another directory, in which no other user may write, or move it elsewhere",
+    )
+
+
+def _read_own_file(path: str) -> bytes | None:
+    """Return the content of a file of this user, None if there is none; wait for no writer, and follow no link.
+
+    Raises:
+        UsageError: it is not such a file.
+    """
+    try:
+        fd = os.open(path, READ | NO_LINK)
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise _owner_error(path, str(error)) from None
+    except OSError as error:
+        if error.errno in _NOT_A_CARD:
+            raise _kind_error(path, str(error.strerror)) from None
+        raise
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != user_id():
+            raise _owner_error(path, f"a file of user {status.st_uid}")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
+            raise _kind_error(path, f"{stat.filemode(status.st_mode)}, {status.st_size:,} bytes")
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read(_MAX_NBYTES)
+    finally:
+        os.close(fd)

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -128,12 +129,31 @@ def read_message(directory: str, receipt: MessageReceipt, rank: int) -> tuple[st
         CorruptError: the bytes differ from those that were written.
     """
     path = os.path.join(directory, receipt.name)
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise _make_kind_error(path, rank, str(error.strerror)) from None
+        raise
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise _make_kind_error(path, rank, stat.filemode(mode))
         *buffers, header = [_read(fd, part, path, rank) for part in (*receipt.buffers, receipt.header)]
     finally:
         system.close_read(fd)
     return bytes(header).decode(), buffers
+
+
+def _make_kind_error(path: str, rank: int, got: str) -> CorruptError:
+    return CorruptError(
+        f"{path}: is not the file that rank {rank} wrote",
+        rank=rank,
+        file=path,
+        got=got,
+        want="a file",
+        next_step="choose another workspace_path, in which no other user may write",
+    )
 
 
 def _read(fd: int, part: MessagePart, path: str, rank: int) -> memoryview:

@@ -23,7 +23,7 @@ from xrank.workspace.carrying import CarryingWorkspace
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.free_space import explain_no_space
 from xrank.workspace.identity import check_rank, find_identity
-from xrank.workspace.shared_directory import list_names, make_directory
+from xrank.workspace.shared_directory import check_state_owner, list_names, make_directory
 from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
 
@@ -127,7 +127,9 @@ class NFSWorkspace(CarryingWorkspace):
                 this run has an id. Pass ``run_id=""`` at construction to read it.
         """
         path, rank = self._place(), check_rank(target_rank)
-        state = read_state(os.path.join(path, state_file_name(rank)), rank, self.world_size, self.run_id)
+        file = os.path.join(path, state_file_name(rank))
+        check_state_owner(file, rank)
+        state = read_state(file, rank, self.world_size, self.run_id)
         return (None, None) if state is None else state
 
     @property
@@ -145,13 +147,15 @@ class NFSWorkspace(CarryingWorkspace):
         # cache for half a minute that the directory is absent.
         make_directory(path)
         state = os.path.join(path, state_file_name(self.rank))
-        if self.run_id is None or read_run_id(state) != self.run_id:
+        check_state_owner(state, self.rank, may_be_link=True)
+        if self.run_id is None or os.path.islink(state) or read_run_id(state) != self.run_id:
             _remove(state)
         # On a network file system the listing may be old; a later start removes the files that it misses.
         unfinished = re.compile(rf"\.rank_{self.rank}\..*\.part", re.DOTALL)
         for name in list_names(path):
             if unfinished.fullmatch(name):
-                _remove(os.path.join(path, name))
+                with contextlib.suppress(OSError):  # not a file, or another user's; it harms no run
+                    _remove(os.path.join(path, name))
 
     def _replace(self, path: str, archive: StateArchive) -> None:
         """Write the state to a temporary file and rename it over the old one."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from xrank.errors import UsageError
+from xrank.errors import ContradictionError, UsageError
+from xrank.system import user_id
 
-__all__ = ["STALE_SECONDS", "list_names", "make_directory"]
+__all__ = ["STALE_SECONDS", "check_one_owner", "check_state_owner", "list_names", "make_directory"]
 
 STALE_SECONDS = 90.0
 """After this time even a client with acdirmax=60 (nfs(5)) has asked the server again."""
@@ -47,6 +48,60 @@ def list_names(path: str, *, stale_seconds: float = STALE_SECONDS) -> list[str]:
         OSError: it may not be read.
     """
     return _retry(lambda: os.listdir(path), FileNotFoundError, stale_seconds)
+
+
+def check_state_owner(path: str, rank: int, *, may_be_link: bool = False) -> None:
+    """Check, before a state is opened, that it is a file, and this user's where all users may put files.
+
+    Args:
+        path: the state.
+        rank: the rank that writes it.
+        may_be_link: whether a link is accepted, because it is only removed.
+
+    Raises:
+        UsageError: it is a link, a FIFO, a folder or a device, or another user's in a sticky directory, such as /tmp.
+    """
+    try:
+        status, folder = os.lstat(path), os.stat(os.path.dirname(path))
+    except FileNotFoundError:
+        return
+    is_foreign = _is_shared(folder) and status.st_uid not in (user_id(), folder.st_uid)
+    is_right = stat.S_ISREG(status.st_mode) or (may_be_link and stat.S_ISLNK(status.st_mode))
+    if is_foreign or not is_right:
+        raise UsageError(
+            f"{path}: is not a state that rank {rank} of this user has written",
+            rank=rank,
+            file=path,
+            got=f"{stat.filemode(status.st_mode)}, owner {status.st_uid}",
+            want=f"a file of user {user_id()}, or nothing",
+            next_step="choose another workspace_path, in which no other user may write",
+        )
+
+
+def check_one_owner(directory: str, names: Iterable[str]) -> None:
+    """Check that one user has written all these files, in a directory where all users may put files.
+
+    Raises:
+        ContradictionError: another user has put one there.
+    """
+    if not _is_shared(os.stat(directory)):
+        return
+    owners = {name: os.lstat(os.path.join(directory, name)).st_uid for name in names}
+    first = next(iter(owners.values()), None)
+    foreign = next((name for name, owner in owners.items() if owner != first), None)
+    if foreign is not None:
+        raise ContradictionError(
+            f"{os.path.join(directory, foreign)}: different users have written the states of this workspace",
+            file=os.path.join(directory, foreign),
+            got=f"owners {', '.join(map(str, sorted(set(owners.values()))))}",
+            want="the states of one user, where all users may put files",
+            next_step="copy the states that are yours to a directory in which no other user may write",
+        )
+
+
+def _is_shared(directory: os.stat_result) -> bool:
+    """Return whether all users may put files into a directory, and only their owners may remove them: /tmp."""
+    return bool(directory.st_mode & stat.S_ISVTX and directory.st_mode & stat.S_IWOTH)
 
 
 def _retry(look: Callable[[], Result], stale_error: type[OSError], stale_seconds: float) -> Result:

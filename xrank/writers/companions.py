@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from xrank import system
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.faces import option
 from xrank.formats.json_text import check_json_object
@@ -166,7 +167,7 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     place = os.path.join(cache, "models--" + identifier.replace("/", "--"))
     reference = os.path.join(place, "refs", "main")
     try:
-        with open(reference, "rb") as file:
+        with open(os.open(reference, system.READ), "rb") as file:  # of a FIFO, too, it returns at once
             # A name of 255 bytes, a newline, and one more byte by which a longer text is seen to be too long.
             revision = file.read(257).decode("ascii", "replace").strip()
     except (FileNotFoundError, NotADirectoryError):

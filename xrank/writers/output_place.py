@@ -263,7 +263,8 @@ def read_listed_files(path: str) -> set[str]:
     """Return the files that the manifest lists, and those about all of them, which it cannot list."""
     listed = {MANIFEST_NAME, SIGNATURE_NAME, ATTESTATION_NAME}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        with open(os.path.join(path, MANIFEST_NAME), encoding="utf-8") as file:
+        # Of a FIFO, too, it returns at once.
+        with open(os.open(os.path.join(path, MANIFEST_NAME), system.READ), encoding="utf-8") as file:
             manifest = json.load(file)
         listed |= {entry["name"] for entry in (*manifest["files"], *manifest["companions"])}
     return listed
