@@ -48,15 +48,22 @@ class ComparedSide:
     def name_adapter_apart(self, other: ComparedSide) -> StoredModel:
         """Return the model with the adapter's tensors under PEFT's names and the base model's under its own names.
 
-        In a folder that PEFT saved, a tensor trained whole has the base model's name. The other side shows which it is.
+        In a folder that PEFT saved, a tensor trained whole has the base model's name, and trained biases of a whole
+        model have two names. The other side shows which they are.
         """
         assert self.names is not None and other.names is not None
-        trained = {name: name for name in self.names.base if self.names.is_alone and name in other.names.saved.values()}
+        theirs = set(other.names.saved.values())
+        trained = {name: name for name in self.names.base if self.names.is_alone and name in theirs}
         renamed = {**self.names.base, **self.names.saved, **trained}
+        copies = {} if self.names.is_alone else self.names.biases_of("all")
         model = self.source.model
         aliases = {renamed[name]: renamed[target] for name, target in model.aliases.items()}
-        shards = tuple(replace(shard, name=renamed[shard.name]) for shard in model.shards)
-        return self.with_tied(replace(model, shards=shards, aliases=aliases))
+        rows = [self.names.saved[name] for name in self.names.tokens.values()]
+        kept = [name for name in rows if name in theirs]
+        aliases |= {name: kept[0] for name in rows if len(kept) == 1 and name not in theirs}
+        shards = [replace(shard, name=renamed[shard.name]) for shard in model.shards]
+        shards += [replace(one, name=copies[one.name]) for one in model.shards if copies.get(one.name) in theirs]
+        return self.with_tied(replace(model, shards=tuple(shards), aliases=aliases))
 
     def with_tied(self, model: StoredModel) -> StoredModel:
         """Return a model of this side with the names that its manifest records as tied and not written."""
@@ -189,7 +196,8 @@ def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
                 next_step="check that the files are those of one model",
             )
     marked = find_adapter(list(saved), path)
-    pairs, marked_names = (marked.pairs, marked.saved) if marked is not None else ((), {})
+    marked = marked or AdapterNames(None, (), {}, {})
     # PEFT saves a tensor trained whole under the name of the tensor that it replaces.
-    trained = {name.removeprefix(PREFIX): name for name in saved if name not in marked_names}
-    return merge_models(found.source.model, adapter, ""), AdapterNames(None, pairs, saved, base, trained)
+    trained = {name.removeprefix(PREFIX): name for name in saved if name not in marked.saved}
+    names = AdapterNames(None, marked.pairs, saved, base, trained, marked.tokens)
+    return merge_models(found.source.model, adapter, ""), names

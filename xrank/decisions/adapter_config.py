@@ -38,6 +38,10 @@ _TRAINED_WITH = either(
     f"give the configuration that this adapter was trained with as {option('adapter_config')}",
     needs("model_or_state_dict", "give a PeftModel with the configuration that its adapter was trained with"),
 )
+_WHOLE = either(
+    f"give PEFT's whole adapter_config.json as {option('adapter_config')}",
+    needs("model_or_state_dict", "give the PeftModel"),
+)
 # They change the base's weights before training, and a state contains the changed weights (peft/tuners/lora/layer.py:
 # update_layer). An adapter that was saved with those weights loads as any other.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -100,7 +104,7 @@ class AdapterConfig:
             says = f"{CONFIG_NAME} says true, that it may not be changed again"
             found.append(f"init_lora_weights {kind} changed the base model, which is written so; {says}")
         if has_own_base and self.values.get("bias", "none") != "none":
-            found.append(f"biases were trained too ({self.values['bias']}); they are in the base model")
+            found.append(f"biases were trained too ({self.values['bias']}); adapter and base model both contain them")
         return [("adapter-config", text) for text in found]
 
 
@@ -188,17 +192,36 @@ def parse_adapter_config(
     is_completed = "peft_type" not in values
     config = AdapterConfig(_complete(values, names, shapes) if is_completed else values, path, is_completed)
     check_ranks(config, names.pairs, shapes)
-    has_dora = [pair.magnitude for pair in names.pairs if pair.magnitude is not None]
-    if bool(has_dora) != bool(config.values.get("use_dora")) and names.pairs:
+    for key, kind, tensors in _optional_tensors(names):
+        if bool(tensors) == bool(config.values.get(key)) or not names.pairs:
+            continue
+        if is_completed and key == "trainable_token_indices":
+            raise UsageError(
+                f"{path}: says not which tokens' rows {tensors[0]} replaces",
+                tensor=tensors[0],
+                file=path,
+                got=f"no {key}",
+                want=f"the {key} that the adapter was trained with",
+                next_step=_WHOLE,
+            )
         raise ContradictionError(
-            f"{path} and the adapter's tensors disagree about DoRA",
-            tensor=has_dora[0] if has_dora else names.pairs[0].a,
+            f"{path} and the adapter's tensors disagree about {key}",
+            tensor=tensors[0] if tensors else names.pairs[0].a,
             file=path,
-            got=f"use_dora {config.values.get('use_dora')}",
-            want=f"{'true' if has_dora else 'false'}, as there are {len(has_dora)} tensors lora_magnitude_vector",
+            got=f"{key} {config.values.get(key)}",
+            want=f"{'a value' if tensors else 'none'}, as there are {len(tensors)} tensors {kind}",
             next_step=_TRAINED_WITH,
         )
     return config
+
+
+def _optional_tensors(names: AdapterNames) -> tuple[tuple[str, str, list[str]], ...]:
+    """Return (key, kind, names in the source) of tensors that an adapter has if its configuration has the key."""
+    return (
+        ("use_dora", "lora_magnitude_vector", [pair.magnitude for pair in names.pairs if pair.magnitude is not None]),
+        ("lora_bias", "lora_B.bias", [bias for pair in names.pairs for bias in pair.biases]),
+        ("trainable_token_indices", "trainable_tokens_delta", list(names.tokens.values())),
+    )
 
 
 def _check(values: Mapping[str, Any], path: str) -> None:
@@ -268,13 +291,23 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
     last = {module.rpartition(".")[2] for module in adapted}
     # PEFT adapts every module with such an ending. If unadapted modules share an ending, only whole paths are exact.
     also = {module for module in names.modules if module.rpartition(".")[2] in last} - adapted
+    if names.is_alone:
+        also |= _find_unadapted_layers(adapted)
     trained = {name.rpartition(".")[0] for name in names.trained}
+    biases = set()
+    if names.is_alone:
+        # PEFT's names do not contain modules_to_save, and biases that were trained lack their module's weight.
+        weights = {name.rpartition(".")[0] for name in names.base.values() if not name.endswith(".bias")} - adapted
+        biases = names.modules - weights - trained
+        biases = {name.removesuffix(".bias") for name in names.base.values() if name.endswith(".bias")} & biases
+        trained |= weights if names.adapter is None else set()
     return {
         "base_model_name_or_path": None,
-        "bias": "none",
+        "bias": "none" if not biases else "lora_only" if biases <= adapted else "all",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
+        "lora_bias": any(pair.biases for pair in names.pairs),
         "lora_dropout": 0.0,
         "modules_to_save": sorted(trained) or None,
         "task_type": None,
@@ -284,6 +317,14 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
         "peft_type": "LORA",
         "target_modules": sorted(adapted if also else last),
     }
+
+
+def _find_unadapted_layers(adapted: Collection[str]) -> set[str]:
+    """Return modules that adapted ones show to exist: the same as an adapted module in another layer up to the last."""
+    numbers = [re.findall(r"(?<=\.)\d+(?=\.)", f".{module}.") for module in adapted]
+    last = max((int(found[0]) for found in numbers if len(found) == 1), default=-1)
+    layered = {re.sub(r"(?<=\.)\d+(?=\.)", "{}", module) for module in adapted}
+    return {each.replace("{}", str(k)) for each in layered if each.count("{}") == 1 for k in range(last + 1)} - adapted
 
 
 def is_turned(module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool, bool]], config: AdapterConfig) -> bool:

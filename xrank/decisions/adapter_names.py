@@ -9,9 +9,12 @@ base_model.model.<module>.lora_A.<adapter>.weight       [experts * r, in]; lora_
                                                         (peft/tuners/lora/layer.py: ParamWrapper)
 base_model.model.<module>.modules_to_save.<adapter>.weight          trained whole, in place of
 base_model.model.<module>.original_module.weight                    (peft/utils/other.py: ModulesToSaveWrapper)
+base_model.model.<module>.token_adapter.trainable_tokens_delta.<adapter>    rows that replace some rows of
+base_model.model.<module>.token_adapter.base_layer.weight           (peft/tuners/trainable_tokens/layer.py)
 
 The names in a folder that PEFT saves contain neither the adapter's name nor "modules_to_save"
-(peft/utils/save_and_load.py: get_peft_model_state_dict).
+(peft/utils/save_and_load.py: get_peft_model_state_dict). It saves trained biases of the base under their own names
+(peft/tuners/tuners_utils.py: _get_learnable_bias_state_dict).
 """
 
 from __future__ import annotations
@@ -28,16 +31,34 @@ CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.lora_(embedding_A|embedding_B|magnitude_vector|A|B)(?:\.(.+))?")
 _TRAINED = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
+# PEFT's bias="all" saves the biases of modules_to_save two times more, and reads neither (peft/tuners/tuners_utils.py).
+_REPEATED = re.compile(r"(.+)\.modules_to_save\.bias")
 _ORIGINAL = re.compile(r"(.+)\.original_module\.(.+)")
-_MARKS = (".lora_", ".modules_to_save.")
+_TOKENS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.([^.]+))?")
+_MARKS = (".lora_", ".modules_to_save.", ".token_adapter.trainable_tokens_delta")
 _WRAPPER = ".base_layer"
 _WRAPPERS = re.compile(r"(\.base_layer)+$")
 _BASE = f"{_WRAPPER}."
-# Every tuner gives the first (peft/tuners), prompt learning the rest (peft/peft_model.py, peft/utils/save_and_load.py).
-# Other models have a prompt_encoder too (SAM), but not with an adapter's name and the table of each kind in PEFT.
-_PEFTS = re.compile(
-    rf"{re.escape(PREFIX)}|prompt_encoder\.[^.]+\.(?:embedding\.weight|trainable_embedding)$|prompt_embeddings$"
+# Other adapters: the first word of a parameter's name -> kind (peft/tuners; Megatron-Bridge: peft/utils.py).
+_OTHERS = re.compile(
+    r"(?:^|\.)(?:(ia3)_l|(hada)_[wt]\d(?:_[ab])?|(lokr)_[wt]\d(?:_[ab])?|(b?oft)_[rRs]|(lora)_E|(vera)_lambda_[bd]"
+    r"|(fourierft)_spectrum|(ln)_tuning_layers|(?<!\.token_adapter\.)(trainable)_tokens_delta|(adaption)_(?:prompt|gate)"
+    # SAM has a prompt_encoder too, but not with an adapter's name and these tables.
+    r"|(prompt)_(?:embeddings$|encoder\.[^.]+\.(?:embedding\.weight|trainable_embedding|delta_embedding\.weight)$)"
+    r"|(to)_wrap|(adapter)\.linear_(?:in|out))(?:\.|$)"
 )
+_BRIDGE = "Megatron-Bridge's LoRA"
+_PROMPT = "a prompt (prompt tuning, prefix tuning or P-tuning)"
+_KINDS = {"ia3": "IA3", "hada": "LoHa", "lokr": "LoKr", "oft": "OFT", "boft": "BOFT", "lora": "AdaLoRA", "vera": "VeRA"}
+_KINDS |= {"fourierft": "FourierFT", "ln": "LN tuning", "trainable": "trainable tokens without LoRA"}
+_KINDS |= {"adaption": "an adaption prompt", "prompt": _PROMPT, "to": _BRIDGE, "adapter": _BRIDGE}
+_MERGE = "let PEFT load it, save what merge_and_unload() returns, and gather that"
+_NEXT_STEPS = {
+    "an adaption prompt": "keep what PEFT's save_pretrained writes, which PeftModel.from_pretrained loads: no model can "
+    "contain it",
+    _BRIDGE: "merge it into its model with Megatron-Bridge, or let that export it for PEFT; then gather what it writes",
+}
+_NEXT_STEPS[_PROMPT] = _NEXT_STEPS["an adaption prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +91,38 @@ class AdapterNames:
     """Name in the source -> name in the base model, for each other tensor."""
     trained: Mapping[str, str] = field(default_factory=dict)
     """Name in the base model -> name in the source, of tensors trained whole beside the original (modules_to_save)."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """Module with trained rows -> name of those rows in the source (trainable_token_indices)."""
 
     @property
     def modules(self) -> frozenset[str]:
         """The base model's modules that have tensors in this source."""
         return frozenset(name.rpartition(".")[0] for name in self.base.values())
 
+    def biases_of(self, trained: object) -> dict[str, str]:
+        """Return the biases that PEFT saves with the adapter: name in the source -> name in a PEFT folder.
+
+        Args:
+            trained: the value of `bias` in the adapter's configuration.
+        """
+        adapted = {pair.module for pair in self.pairs}
+        return {
+            name: PREFIX + name.removeprefix(PREFIX)
+            for name, bare in self.base.items()
+            if bare.endswith(".bias") and (trained == "all" or (trained == "lora_only" and bare[:-5] in adapted))
+            and bare not in self.trained
+        }
+
     @property
     def is_alone(self) -> bool:
         """Whether the source does not hold a base model, but only the part of one that PEFT saves.
 
-        That part may be the base of adapted embeddings (peft/utils/save_and_load.py: save_embedding_layers). The
-        other modules decide, if there are any.
+        That part may be the base of adapted embeddings (peft/utils/save_and_load.py: save_embedding_layers), and
+        biases. The weights of other modules decide, if there are any.
         """
         if not self.pairs:
             return not self.base
-        modules = self.modules
+        modules = {name.rpartition(".")[0] for name in self.base.values() if not name.endswith(".bias")}
         matrices = [pair.module for pair in self.pairs if not pair.is_embedding]
         if not matrices:
             return modules <= {pair.module for pair in self.pairs}
@@ -103,29 +140,41 @@ def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> 
     Raises:
         ContradictionError: half of a pair, or all of it, is missing.
         ContradictionError: two names mean one tensor of the base model.
-        UsageError: there are several adapters, or an adapter's tensor is of an unknown kind.
+        UsageError: there are several adapters, or an adapter's tensor is of another kind than LoRA.
     """
     marked = [name for name in names if any(mark in name for mark in _MARKS) and name not in own]
     if not marked:
         return None
+    refuse_other_kinds(names, path, own, is_lora=True)
     return _Sorting(names, marked, path).result()
 
 
-def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = ()) -> None:
-    """Refuse a PEFT model in which `find_adapter` found no LoRA: a plain model does not have such names.
+def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = (), *, is_lora: bool = False) -> None:
+    """Refuse adapters that are not PEFT's LoRA; a plain model has no such names.
+
+    Args:
+        names: names of the source's tensors.
+        path: path of the source, for errors.
+        own: names that are the model's own.
+        is_lora: whether there are names of a LoRA too, beside which PEFT's prefix is no sign of another kind.
 
     Raises:
-        UsageError: there is a name that only PEFT gives.
+        UsageError: there is a name that only another kind of adapter has, or that only PEFT gives.
     """
-    found = [name for name in names if _PEFTS.match(name) and name not in own]
-    if found:
+    for name in names:
+        if name in own:
+            continue
+        found = _OTHERS.search(name)
+        if found is None and (is_lora or not name.startswith(PREFIX)):
+            continue
+        kind = _KINDS[found[found.lastindex or 0]] if found is not None else "an adapter of PEFT that is not LoRA"
         raise UsageError(
-            f"{path}: {found[0]} is of a PEFT model, or of an adapter, that is no LoRA",
-            tensor=found[0],
+            f"{path} contains {kind}, which xrank neither copies nor merges",
+            tensor=name,
             file=path,
-            got=f"{len(found)} such names, such as {found[-1]}",
+            got=name,
             want="a model's own names, or LoRA's as PEFT gives them",
-            next_step="merge the adapter with what trained it, then gather what it saves",
+            next_step=_NEXT_STEPS.get(kind, _MERGE),
         )
 
 
@@ -138,6 +187,8 @@ class _Sorting:
         self._biases: dict[str, list[str]] = {}
         self._saved: dict[str, str] = {}
         self._trained: dict[str, str] = {}
+        self._tokens: dict[str, str] = {}
+        self._names = {_bare(name) for name in names}
         self._adapters: dict[str | None, str] = {}
         for name in marked:
             self._take(name)
@@ -151,11 +202,12 @@ class _Sorting:
                 want="one adapter",
                 next_step="let the trainer save one, or merge the others with peft",
             )
-        self._base = self._base_names((name for name in names if name not in self._saved), self._halves)
+        adapted = {*self._halves, *(f"{module}.token_adapter" for module in self._tokens)}
+        self._base = self._base_names([name for name in names if name not in self._saved], adapted)
 
     def result(self) -> AdapterNames:
         pairs = tuple(self._pair(module, kinds) for module, kinds in self._halves.items())
-        return AdapterNames(next(iter(self._adapters)), pairs, self._saved, self._base, self._trained)
+        return AdapterNames(next(iter(self._adapters)), pairs, self._saved, self._base, self._trained, self._tokens)
 
     def _take(self, name: str) -> None:
         """Sort one of the adapter's names."""
@@ -165,6 +217,16 @@ class _Sorting:
             self._trained[f"{module}.{rest}"] = name
             self._saved[name] = f"{PREFIX}{module}.{rest}"
             self._adapters.setdefault(adapter, name)
+            return
+        rows = _TOKENS.fullmatch(name)
+        if rows is not None:
+            module = _bare(rows[1])
+            self._tokens[module] = name
+            self._saved[name] = f"{PREFIX}{module}.token_adapter.trainable_tokens_delta"
+            self._adapters.setdefault(rows[2], name)
+            return
+        if _REPEATED.fullmatch(name):
+            self._saved[name] = name
             return
         match = _LORA.fullmatch(name)
         found = None if match is None else _adapter_and_leaf(match[2], match[3])
@@ -220,10 +282,13 @@ class _Sorting:
                         want="both",
                         next_step="check that the checkpoint is whole",
                     )
-                bare = f"{module}.{rest}"
+                bare = f"{module.removesuffix('.token_adapter')}.{rest}"
             original = _ORIGINAL.fullmatch(bare)
             if original is not None:
                 bare = f"{original[1]}.{original[2]}"
+                if bare in self._names:  # as PEFT saves them with bias="all"
+                    self._saved[name] = name
+                    continue
                 if bare not in self._trained:
                     raise ContradictionError(
                         f"{name}: the tensor that was trained in its place is missing",

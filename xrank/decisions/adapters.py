@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.adapter_names import CONFIG_NAME, PREFIX, AdapterNames, find_adapter, refuse_other_kinds
 from xrank.decisions.options import GatherOptions
+from xrank.decisions.ties import is_head
 from xrank.errors import ContradictionError, UsageError
 from xrank.faces import Text, either, needs, option
 from xrank.plan.planner import Plan
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.recipes.tied_weights import find_class_ties
 from xrank.stores import places
 from xrank.words import list_text
 
@@ -61,6 +63,8 @@ class Adapted:
     """Shards that are merged into others, under their names in the source."""
     updates: Mapping[str, LowRank] | None = None
     """Name in the output -> the update that is added to the tensor."""
+    trained: frozenset[str] = frozenset()
+    """Names in the output of tensors that are the adapter's in place of the base model's."""
     own: frozenset[str] = frozenset()
     """Names in `source` that are the adapter's, for a file of its own."""
     folder: str = ""
@@ -155,20 +159,30 @@ def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, st
     ]
 
 
-def check_ties(adapted: Adapted, tied: Mapping[str, Sequence[str]]) -> None:
+def check_ties(
+    updates: Collection[str], trained: Collection[str], tied: Mapping[str, Sequence[str]], config: Any = None
+) -> None:
     """Refuse to merge into one of two tied tensors: it is unknown whether the other should change with it.
 
+    Args:
+        updates: names to which an adapter is added.
+        trained: names of tensors that the adapter replaces.
+        tied: name -> names of the tensors that are one with it in the source.
+        config: the model's config.json, which may tie one to a tensor that the source lacks.
+
     Raises:
-        UsageError: one of the two has an adapter.
+        UsageError: one of the two has an adapter, or was trained without the other.
     """
-    for target, others in tied.items():
-        for name in (target, *others):
-            if adapted.updates is not None and name in adapted.updates:
-                rest = ", ".join(one for one in (target, *others) if one != name)
+    of_class = {target: (name,) for name, target in find_class_ties({*updates, *trained}, config).items()}
+    for target, others in (*tied.items(), *of_class.items()):
+        names = (target, *others)
+        for name in names:
+            if name in updates or (name in trained and not all(one in trained for one in names)):
+                rest = ", ".join(one for one in names if one != name)
                 raise UsageError(
                     f"{name}: has an adapter, and is tied to {rest}",
                     tensor=name,
-                    got=f"one tensor under the names {', '.join((target, *others))}",
+                    got=f"one tensor under the names {', '.join(names)}",
                     want="a tensor of its own to merge into",
                     next_step=f"use {option('adapter', 'separate')}; or untie them in config.json, where both were "
                     "saved",
@@ -216,6 +230,8 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
 def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig | None) -> Adapted:
     """Return the base model with a PEFT folder in it; for a source without a base model, the folder alone."""
     has_own_base = not names.is_alone
+    source, names = _drop_tied_tokens(source, names, config)
+    biases = names.biases_of(config.values.get("bias")) if has_own_base and config is not None else {}
     base = {name: PREFIX + name.removeprefix(PREFIX) for name in names.base} if names.is_alone else names.base
     renamed = {**base, **names.saved}
     notes = [
@@ -224,9 +240,11 @@ def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig | 
     ]
     if names.trained:
         notes.append(("adapter-trained", f"{list_text(names.trained)}: the trained ones are in the adapter's folder"))
+    model = _with_names(source, renamed)
+    copies = tuple(replace(shard, name=biases[shard.name]) for shard in source.shards if shard.name in biases)
     return Adapted(
-        replace(_with_names(source, renamed), absent=() if names.is_alone else source.absent),
-        own=frozenset(renamed.values() if names.is_alone else names.saved.values()),
+        replace(model, shards=(*model.shards, *copies), absent=() if names.is_alone else source.absent),
+        own=frozenset(renamed.values() if names.is_alone else (*names.saved.values(), *biases.values())),
         folder="" if names.is_alone else FOLDER,
         is_alone=names.is_alone,
         config_text=None if config is None else config.text(has_own_base=has_own_base),
@@ -279,9 +297,29 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
         _with_names(source, renamed),
         factors=tuple(shards[name] for pair in names.pairs for name in (pair.a, pair.b)),
         updates=updates,
+        trained=frozenset(names.trained),
         notes=tuple(notes),
         renamed=renamed,
     )
+
+
+def _drop_tied_tokens(
+    source: StoredModel, names: AdapterNames, config: AdapterConfig | None
+) -> tuple[StoredModel, AdapterNames]:
+    """Leave out the trained rows of a head that is tied to the embedding: PEFT saves them once.
+
+    The configuration names the other module, or none: then it is the input embedding.
+    """
+    given = config.values.get("trainable_token_indices") if config is not None else None
+    dropped = {
+        name
+        for module, name in names.tokens.items()
+        if (isinstance(given, dict) and not any(f".{module}".endswith(f".{target}") for target in given))
+        or (isinstance(given, list) and len(names.tokens) > 1 and is_head(f"{module}.weight"))
+    }
+    saved = {name: new for name, new in names.saved.items() if name not in dropped}
+    shards = tuple(shard for shard in source.shards if shard.name not in dropped)
+    return replace(source, shards=shards), replace(names, saved=saved)
 
 
 def _with_names(source: StoredModel, renamed: Mapping[str, str]) -> StoredModel:

@@ -266,7 +266,7 @@ def _plan_with_adapter(
     Raises:
         UsageError: as for `check_ties`; IncompleteError, ContradictionError: as for `make_plan`.
     """
-    check_ties(adapted, selection.tied)
+    check_ties(adapted.updates or (), adapted.trained, selection.tied)
     own = [output for output in selection.outputs if output.name in adapted.own]
     files = [] if adapted.is_alone else list(lay_out(outputs, options.max_shard_nbytes, stem=stem))
     if own:

@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.decisions.adapter_config import find_config
 from xrank.decisions.adapter_names import PREFIX, find_adapter
-from xrank.decisions.adapters import Adapted
+from xrank.decisions.adapters import Adapted, check_ties
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.saved_form import convert_to_module
 from xrank.plan.source import StoredModel, merge_models
@@ -52,6 +52,7 @@ def complete_adapter(
     stacked = {name for pair in names.pairs for name in config.parameters_of(pair.module)}
     converted = convert_to_module(stored, base.config, dict.fromkeys(adapted | stacked))
     own = set(names.base.values())
+    check_ties(adapted, own.union(names.trained), {}, base.config)
     inner = stored if converted is None else converted.model
     kept = replace(inner, shards=tuple(shard for shard in inner.shards if shard.name not in own))
     whole = merge_models(replace(source, absent=()), kept, PREFIX)

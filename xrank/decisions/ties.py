@@ -14,7 +14,7 @@ from xrank.recipes.tied_weights import declares_ties, find_class_ties, is_known_
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["declare_ties", "embedding_of", "find_config_ties", "find_ties", "select_recorded_ties"]
+__all__ = ["declare_ties", "embedding_of", "find_config_ties", "find_ties", "is_head", "select_recorded_ties"]
 
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 # The names that tie_word_embeddings concerns: heads and embeddings of all families, and the heads' second biases.
@@ -55,6 +55,11 @@ def declare_ties(source: StoredModel, config: Mapping[str, Any] | None, fixed: C
         alias, written = (second, first) if first in ties.values() else (first, second)
         aliases.setdefault(alias, written)
     return replace(source, shards=shards, aliases=aliases)
+
+
+def is_head(name: str) -> bool:
+    """Return whether a name is that of a language model's head."""
+    return _HEAD.fullmatch(name) is not None
 
 
 def _has_siblings(name: str, names: Collection[str]) -> bool:
