@@ -121,22 +121,37 @@ class TestChoice:
         assert_holds(bench.out, model)
 
     @pytest.mark.parametrize(
-        "name",
+        ("name", "kind"),
         [
-            "base_model.model.x.ia3_l.default",
-            "base_model.model.x.base_layer.weight",
-            "prompt_encoder.default.embedding.weight",
-            "prompt_encoder.default.trainable_embedding",
-            "prompt_embeddings",
+            ("base_model.model.x.ia3_l.default", "IA3"),
+            ("x.ia3_l", "IA3"),
+            ("base_model.model.x.hada_w1_a", "LoHa"),
+            ("base_model.model.x.lokr_w2_a.default", "LoKr"),
+            ("base_model.model.x.oft_R.default.weight", "OFT"),
+            ("base_model.model.x.boft_s", "BOFT"),
+            ("base_model.model.x.lora_E.default", "AdaLoRA"),
+            ("base_model.model.x.vera_lambda_b", "VeRA"),
+            ("base_model.model.x.fourierft_spectrum", "FourierFT"),
+            ("base_model.model.x.ln_tuning_layers.default.weight", "LN tuning"),
+            ("base_model.model.x.trainable_tokens_delta.default", "trainable tokens without LoRA"),
+            ("base_model.model.x.self_attn.adaption_gate", "an adaption prompt"),
+            ("base_model.model.x.c3a_kernel.default", "an adapter of PEFT that is not LoRA"),
+            ("base_model.model.x.base_layer.weight", "an adapter of PEFT that is not LoRA"),
+            ("prompt_encoder.default.embedding.weight", "a prompt"),
+            ("prompt_encoder.default.trainable_embedding", "a prompt"),
+            ("prompt_embeddings", "a prompt"),
+            ("decoder.layers.0.linear_qkv.to_wrap.weight", "Megatron-Bridge's LoRA"),
+            ("decoder.layers.0.linear_qkv.adapter.linear_in.weight", "Megatron-Bridge's LoRA"),
         ],
     )
-    def test_one_that_is_no_lora(self, bench: Bench, name: str) -> None:
+    def test_one_that_is_not_lora(self, bench: Bench, name: str, kind: str) -> None:
         model = {"x.weight": torch.rand(4, 4), name: torch.rand(2, 4)}
         leave(bench.workspace, model, layouts=dict.fromkeys(model, "[m/tp, n]"))
         for options in ({}, SEPARATE, MERGE):
-            refusal(bench, UsageError, "is of a PEFT model, or of an adapter, that is no LoRA", **options)
+            error = refusal(bench, UsageError, f"contains {kind}.*, which xrank neither copies", **options)
+            assert error.tensor == name
         (problem,) = inspect_source(bench.workspace).details["problems"]
-        assert name in problem["message"]
+        assert name == problem["tensor"]
         (bench.folder / "base").mkdir()
         save_file(model, bench.folder / "base/model.safetensors")
         gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base")
@@ -445,6 +460,77 @@ class TestSeparate:
         config = json.loads((bench.out / "adapter/adapter_config.json").read_text())
         assert config["use_dora"] is True and config["modules_to_save"] == ["score"]
 
+    @pytest.mark.parametrize(("bias", "num_copied"), [("none", 0), ("lora_only", 1), ("all", 2)])
+    def test_trained_biases_of_a_whole_model(self, bench: Bench, bias: str, num_copied: int) -> None:
+        """PEFT saves them with the adapter, under the names that they have in its model."""
+        base = {**base_model(), "model.norm.bias": torch.rand(8)}
+        leave_adapted(bench.workspace, base, layouts={"model.norm.bias": "[h]"})
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": bias}
+        write_json(bench.workspace / "adapter_config.json", config)
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        biases = {f"{P}{ATTENTION}.base_layer.bias": base[f"{ATTENTION}.bias"]}
+        biases |= {f"{P}model.norm.bias": base["model.norm.bias"]}
+        assert_holds(bench.out, base)
+        assert_holds(bench.out / "adapter", saved_names(adapter()) | dict(list(biases.items())[:num_copied]))
+        assert verify_model(bench.out, against=bench.workspace).ok
+        gather_checkpoint(bench.workspace, bench.folder / "merged", **MERGE)
+        assert_holds(bench.folder / "merged", merged(base, adapter()))
+
+    @pytest.mark.parametrize("other", ["model.norm.bias", None])
+    @pytest.mark.parametrize("name", [".default", ""], ids=["of ranks", "of PEFT"])
+    def test_trained_biases_of_an_adapter_alone(self, bench: Bench, name: str, other: str | None) -> None:
+        biases = {f"{ATTENTION}.base_layer.bias": torch.rand(12)}
+        biases |= {} if other is None else {other: torch.rand(8)}
+        state = {P + key.replace(".default", name): value for key, value in {**adapter(), **biases}.items()}
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
+        gather_checkpoint(bench.workspace, bench.out)
+        assert_holds(bench.out, saved_names({**adapter(), **biases}))
+        config = json.loads((bench.out / "adapter_config.json").read_text())
+        assert config["bias"] == ("lora_only" if other is None else "all") and config["modules_to_save"] is None
+        assert verify_model(bench.out, against=bench.workspace).ok
+        (bench.folder / "base").mkdir()
+        base = {**base_model(), "model.norm.bias": torch.rand(8)}
+        save_file(base, bench.folder / "base/model.safetensors")
+        gather_checkpoint(bench.workspace, bench.folder / "merged", base_model=bench.folder / "base", **MERGE)
+        trained = {key.replace(".base_layer", ""): value for key, value in biases.items()}
+        assert_holds(bench.folder / "merged", merged({**base, **trained}, adapter()))
+
+    @pytest.mark.parametrize("is_alone", [False, True], ids=["whole", "alone"])
+    def test_trained_rows_of_an_embedding(self, bench: Bench, is_alone: bool) -> None:
+        rows = {"model.embed_tokens.token_adapter.trainable_tokens_delta.default": torch.rand(2, 8)}
+        state = wrapped(base_model(), adapter())
+        state[f"{P}model.embed_tokens.token_adapter.base_layer.weight"] = state.pop(f"{P}model.embed_tokens.weight")
+        if is_alone:
+            state = {P + name: value for name, value in adapter().items()}
+        state |= {P + name: value for name, value in rows.items()}
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        given = write_json(bench.folder / "given.json", {"r": RANK, "lora_alpha": ALPHA})
+        error = refusal(bench, UsageError, "says not which tokens' rows", adapter_config=given, **SEPARATE)
+        assert error.tensor == P + next(iter(rows)) and "whole adapter_config.json" in str(error.next_step)
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
+        write_json(bench.workspace / "adapter_config.json", config)
+        refusal(bench, ContradictionError, "disagree about trainable_token_indices", **SEPARATE)
+        config["trainable_token_indices"] = {"embed_tokens": [3, 5]}
+        write_json(bench.workspace / "adapter_config.json", config)
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert_holds(bench.out if is_alone else bench.out / "adapter", saved_names({**adapter(), **rows}))
+        assert verify_model(bench.out, against=bench.workspace).ok
+        if not is_alone:
+            assert_holds(bench.out, base_model())
+            assert refusal(bench, UsageError, "is not merged", **MERGE).got == "trainable_token_indices"
+
+    def test_an_adapter_alone_of_some_layers_is_configured_by_whole_paths(self, bench: Bench) -> None:
+        later = {name.replace("layers.0", "layers.1"): value for name, value in adapter().items()}
+        pairs = {**later, **{name: value for name, value in adapter().items() if "q_proj" not in name}}
+        state = {P + name: tensor for name, tensor in pairs.items()}
+        leave(bench.workspace, state, layouts=dict.fromkeys(state, "[m, n]"))
+        write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
+        gather_checkpoint(bench.workspace, bench.out)
+        config = json.loads((bench.out / "adapter_config.json").read_text())
+        modules = {name.partition(".lora_")[0] for name in pairs}
+        assert config["target_modules"] == sorted(modules)
+
     def test_an_adapter_alone_is_the_output(self, bench: Bench) -> None:
         pairs = adapter()
         state = {P + name: tensor for name, tensor in pairs.items()}
@@ -622,7 +708,7 @@ class TestRefusals:
         error = refusal(bench, UsageError, "several adapters", adapter=choice)
         assert "default" in (error.got or "") and "other" in (error.got or "")
 
-    @pytest.mark.parametrize("name", ["lora_E.default", "lora_A.one.two.weight", "lora_something"])
+    @pytest.mark.parametrize("name", ["lora_A.one.two.weight", "lora_something"])
     def test_kinds_that_are_not_known(self, bench: Bench, name: str) -> None:
         state = {**wrapped(base_model(), adapter()), f"{P}{DOWN}.{name}": torch.rand(4, 8)}
         leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
@@ -654,10 +740,10 @@ class TestRefusals:
         gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
         assert_holds(bench.out / "adapter", saved_names(lora))
 
-    @pytest.mark.parametrize("key", ["use_qalora", "lora_bias", "layer_replication"])
+    @pytest.mark.parametrize("key", ["use_qalora", "use_bdlora", "layer_replication"])
     def test_more_than_a_product(self, bench: Bench, key: str) -> None:
         leave_adapted(bench.workspace)
-        value = True if key.startswith(("use", "lora")) else [[0, 1]]
+        value = True if key.startswith("use") else [[0, 1]]
         config = write_json(bench.folder / "c.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, key: value})
         error = refusal(bench, UsageError, "is not merged", adapter_config=config, **MERGE)
         assert error.got == key
@@ -766,7 +852,7 @@ class TestConfigurations:
         [
             ({"r": 4}, UsageError, "says no lora_alpha"),
             ({}, UsageError, "says no r and no lora_alpha"),
-            ({"r": 4, "lora_alpha": 8, "peft_type": "LOHA"}, UsageError, "of no LoRA"),
+            ({"r": 4, "lora_alpha": 8, "peft_type": "LOHA"}, UsageError, "is not the configuration of a LoRA"),
             ({"r": "4", "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),
             ({"r": True, "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),
             ({"r": 4, "lora_alpha": 0}, CorruptError, "lora_alpha is not"),
@@ -775,7 +861,7 @@ class TestConfigurations:
             ({"r": 4, "lora_alpha": 8, "use_rslora": "no"}, CorruptError, "use_rslora is not"),
             ({"r": 4, "lora_alpha": 8, "target_parameters": [[0, 1]]}, CorruptError, "target_parameters is not"),
             ({"r": 5, "lora_alpha": 8}, ContradictionError, "has another rank than c.json says"),
-            ({"r": 4, "lora_alpha": 8, "use_dora": True}, ContradictionError, "disagree about DoRA"),
+            ({"r": 4, "lora_alpha": 8, "use_dora": True}, ContradictionError, "disagree about use_dora"),
         ],
     )
     def test_that_are_wrong(self, bench: Bench, content: dict[str, Any], kind: type[XrankError], match: str) -> None:

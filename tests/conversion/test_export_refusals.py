@@ -83,7 +83,7 @@ class OtherAdapter(torch.nn.Module):
 def test_an_adapter_that_is_no_lora_is_refused(tmp_path: Path) -> None:
     model = OtherAdapter(peft_type="IA3")
     for call in (lambda: xrank.export_model(model, tmp_path / "out"), lambda: xrank.iter_model(model)):
-        with pytest.raises(UsageError, match="adapter, IA3, is no LoRA") as raised:
+        with pytest.raises(UsageError, match="adapter, IA3, is not LoRA") as raised:
             call()
         assert "merge_and_unload()" in raised.value.next_step
     assert not list(tmp_path.iterdir())

@@ -288,10 +288,10 @@ class TestMerge:
     def test_what_no_gather_merges_is_refused_by_name(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
         out = gathered(bench, "merge")
-        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "lora_bias": True}
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "use_qalora": True}
         write_json(bench.workspace / "adapter_config.json", config)
         says = ["cannot be computed", "is more than W + scale * B @ A", "merged the same way"]
-        assert refusal(verify(out, bench.workspace), "UsageError", says=says)["got"] == "lora_bias"
+        assert refusal(verify(out, bench.workspace), "UsageError", says=says)["got"] == "use_qalora"
 
     def test_a_model_kept_apart_against_one_merged(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)

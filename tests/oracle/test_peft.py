@@ -9,7 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    C3AConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +42,7 @@ from transformers import (
 )
 
 from tests.conversion.made_workspaces import leave
+from xrank.conversion.export import export_model
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import UsageError
@@ -284,3 +301,42 @@ def test_an_adapter_alone_and_its_base_model(tmp_path: Path, kind: str) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "IA3": (
+        lambda: IA3Config(target_modules=["k_proj"], feedforward_modules=[], modules_to_save=["lm_head"]),
+        "contains IA3",
+    ),
+    "LOHA": (lambda: LoHaConfig(r=2, target_modules=["q_proj"]), "contains LoHa"),
+    "LOKR": (lambda: LoKrConfig(r=2, target_modules=["q_proj"]), "contains LoKr"),
+    "OFT": (lambda: OFTConfig(oft_block_size=4, r=0, target_modules=["q_proj"]), "contains OFT"),
+    "BOFT": (lambda: BOFTConfig(boft_block_size=4, target_modules=["q_proj"]), "contains BOFT"),
+    "ADALORA": (lambda: AdaLoraConfig(total_step=10, target_modules=["q_proj"]), "contains AdaLoRA"),
+    "VERA": (lambda: VeraConfig(r=2, target_modules=["q_proj"]), "contains VeRA"),
+    "C3A": (lambda: C3AConfig(block_size=8, target_modules=["q_proj"]), "an adapter of PEFT that is not LoRA"),
+    "TRAINABLE_TOKENS": (
+        lambda: TrainableTokensConfig(token_indices=[1], target_modules=["embed_tokens"]),
+        "trainable tokens without LoRA",
+    ),
+    "PROMPT_TUNING": (lambda: PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "contains a prompt"),
+    "PREFIX_TUNING": (lambda: PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "contains a prompt"),
+    "P_TUNING": (lambda: PromptEncoderConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "contains a prompt"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_kinds_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """In the folder that PEFT saves, in a DCP checkpoint of the whole model, and alive."""
+    make_config, says = OTHERS[kind]
+    model = get_peft_model(llama(), make_config())
+    model.save_pretrained(tmp_path / "saved")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    for source in ("saved", "checkpoint"):
+        with pytest.raises(UsageError, match=says) as caught:
+            gather_checkpoint(tmp_path / source, tmp_path / "out")
+        assert "PEFT" in str(caught.value.next_step)
+        assert source != "saved" or kind == "ADALORA" or f"peft_type {kind}" in str(caught.value.got)
+    with pytest.raises(UsageError, match=f"{kind}, is not LoRA|{says}"):
+        export_model(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

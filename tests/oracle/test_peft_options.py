@@ -50,30 +50,30 @@ def refusal_of(kind: str) -> str | None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of all kinds of adapters, saved by two ranks, with what PEFT saves of the same models."""
-    root = Path(os.environ.get("SAVED") or tmp_path_factory.mktemp("peft"))
-    if not os.environ.get("SAVED"):
-      launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-      ended = subprocess.run(
+    root = tmp_path_factory.mktemp("peft")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
         [*launch, "-m", "tests.oracle.save_peft", str(root), *KINDS],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
         timeout=380,
-      )
-      assert ended.returncode == 0, ended.stderr[-4000:]
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
     for name, is_tied in (("base", False), ("base-tied", True)):
         make_base(tied=is_tied).save_pretrained(root / name)
     for kind in KINDS:
-        theirs = root / kind / "peft"
-        model = make_adapted(kind)
-        model.save_pretrained(theirs)
-        if KINDS[kind].get("adapter_name"):  # PEFT saves a named adapter in a folder of that name
-            shutil.copytree(theirs / model.active_adapter, theirs, dirs_exist_ok=True)
+        make_adapted(kind).save_pretrained(root / kind / "peft")
         for engine in ENGINES:
             for source in ("whole", "alone"):
-                shutil.copy(theirs / CONFIG, root / kind / engine / source)
+                shutil.copy(saved_by_peft(root, kind) / CONFIG, root / kind / engine / source)
             shutil.copy(base_of(root, kind) / "config.json", root / kind / engine / "whole")
     return root
+
+
+def saved_by_peft(folder: Path, kind: str) -> Path:
+    """Return the folder of PEFT's files, which for an adapter with a name is a folder of that name."""
+    return folder / kind / "peft" / KINDS[kind].get("adapter_name", "")
 
 
 def base_of(folder: Path, kind: str) -> Path:
@@ -103,7 +103,8 @@ def assert_peft_saves(ours: Path, theirs: Path) -> None:
     modules_to_save once more, and the base of an adapted embedding.
     """
     found, expected = load_file(ours / WEIGHTS), load_file(theirs / WEIGHTS)
-    assert all(re.search(r"\.((modules_to_save|original_module)\.bias|embed_tokens\.base_layer\.weight)$", n) for n in expected.keys() - found)
+    unread = re.compile(r".*\.((modules_to_save|original_module)\.bias|embed_tokens\.base_layer\.weight)")
+    assert all(unread.fullmatch(name) for name in expected.keys() - found.keys())
     assert found.keys() <= expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
@@ -115,7 +116,7 @@ def assert_peft_saves(ours: Path, theirs: Path) -> None:
 
 
 def assert_separate(out: Path, adapter: Path, folder: Path, kind: str) -> None:
-    assert_peft_saves(adapter, folder / kind / "peft")
+    assert_peft_saves(adapter, saved_by_peft(folder, kind))
     bases = [base_of(folder, kind), *([out] if adapter != out else [])]
     for base in bases:
         assert torch.equal(logits(load(base, adapter)), trained_logits(kind)), base
@@ -140,18 +141,19 @@ class TestEngines:
     def test_merged(self, folder: Path, tmp_path: Path, kind: str, engine: str, source: str) -> None:
         path = folder / kind / engine / source
         base = base_of(folder, kind) if source == "alone" else None
-        assert_merges(lambda: gather_checkpoint(path, tmp_path / "out", adapter="merge", base_model=base), kind, tmp_path)
+        assert_merges(kind, tmp_path / "out", gather_checkpoint, path, base_model=base)
 
 
-def assert_merges(gather: Callable[[], Any], kind: str, folder: Path) -> None:
+def assert_merges(kind: str, out: Path, gather: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Check that a gather or export merges as PEFT does, or refuses to."""
     if (says := refusal_of(kind)) is not None:
         with pytest.raises(UsageError, match=says) as caught:
-            gather()
-        assert "separate" in str(caught.value.next_step)
+            gather(*args, out, adapter="merge", **options)
+        assert "separate" in str(caught.value.next_step) and not out.exists()
         return
-    gather()
+    gather(*args, out, adapter="merge", **options)
     merged = make_adapted(kind).merge_and_unload()
-    torch.testing.assert_close(logits(load(folder / "out")), logits(merged), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(load(out)), logits(merged), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,23 +163,18 @@ class TestOthers:
         gather_checkpoint(source, tmp_path / "out")
         assert_separate(tmp_path / "out", tmp_path / "out", folder, kind)
         assert verify_model(tmp_path / "out", against=source).ok
-
-    def test_folder_that_peft_saved_merged(self, folder: Path, tmp_path: Path, kind: str) -> None:
-        base = base_of(folder, kind)
-        source = folder / kind / "peft"
-        assert_merges(lambda: gather_checkpoint(source, tmp_path / "out", adapter="merge", base_model=base), kind, tmp_path)
+        assert_merges(kind, tmp_path / "merged", gather_checkpoint, source, base_model=base_of(folder, kind))
 
     def test_live_model(self, folder: Path, tmp_path: Path, kind: str) -> None:
         assert xrank.export_model(make_adapted(kind), tmp_path / "out").ok
         assert_separate(tmp_path / "out", tmp_path / "out/adapter", folder, kind)
-        (tmp_path / "merged").mkdir()
-        assert_merges(lambda: xrank.export_model(make_adapted(kind), tmp_path / "merged/out", adapter="merge"), kind, tmp_path / "merged")
+        assert_merges(kind, tmp_path / "merged", xrank.export_model, make_adapted(kind))
 
     @pytest.mark.parametrize("engine", ["fsdp2", "peft", "zero3"])
     def test_configuration_of_rank_and_alpha(self, folder: Path, tmp_path: Path, kind: str, engine: str) -> None:
         """It is completed rightly, or refused with the whole configuration as the next step."""
         source = tmp_path / "run"
-        shutil.copytree(folder / kind / "peft" if engine == "peft" else folder / kind / engine / "alone", source)
+        shutil.copytree(saved_by_peft(folder, kind) if engine == "peft" else folder / kind / engine / "alone", source)
         (source / CONFIG).unlink()
         (tmp_path / "given.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
         options = KINDS[kind].keys() & {"rank_pattern", "trainable_token_indices"}

@@ -7,12 +7,13 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from xrank.decisions.adapter_names import CONFIG_NAME, AdapterNames, Pair
 from xrank.decisions.base_model import read_config
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.faces import either, needs, option
 from xrank.layout.name_pattern import compile_pattern
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
@@ -24,6 +25,7 @@ __all__ = [
     "find_config",
     "is_turned",
     "parse_adapter_config",
+    "read_kind",
     "search_config",
 ]
 
@@ -145,9 +147,7 @@ def search_config(
     given: str | os.PathLike[str] | None, place: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
 ) -> AdapterConfig | None:
     """Return the adapter's configuration as `find_config` does; None where no file of it lies. Other errors are its."""
-    folders = find_checkpoint_folders(place, place)
-    lying = (os.path.join(folder, name) for folder in folders for name in _PLACES)
-    path = os.fspath(given) if given is not None else next(filter(places.is_file, lying), None)
+    path = _find_path(given, place)
     if path is None:
         return None
     try:
@@ -159,6 +159,20 @@ def search_config(
             next_step=_NEXT_STEP,
         ) from error
     return parse_adapter_config(values, path, names, shapes)
+
+
+def read_kind(given: str | os.PathLike[str] | None, place: str) -> str | None:
+    """Return the `peft_type` that an adapter's configuration states; None where no file of it states one."""
+    with suppress(XrankError, KeyError):
+        path = _find_path(given, place) if places.exists(place) else None
+        return None if path is None else str(read_config(path)["peft_type"])[:80]
+    return None
+
+
+def _find_path(given: str | os.PathLike[str] | None, place: str) -> str | None:
+    folders = find_checkpoint_folders(place, place)
+    lying = (os.path.join(folder, name) for folder in folders for name in _PLACES)
+    return os.fspath(given) if given is not None else next(filter(places.is_file, lying), None)
 
 
 def parse_adapter_config(
@@ -180,7 +194,7 @@ def parse_adapter_config(
     missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
     if missing or values.get("peft_type", "LORA") != "LORA":
         raise UsageError(
-            f"{path}: says no {' and no '.join(missing)}" if missing else f"{path}: is the configuration of no LoRA",
+            f"{path}: says no {' and no '.join(missing)}" if missing else f"{path}: is not the configuration of a LoRA",
             file=path,
             got=f"peft_type {values['peft_type']}"
             if not missing
@@ -294,12 +308,12 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
     if names.is_alone:
         also |= _find_unadapted_layers(adapted)
     trained = {name.rpartition(".")[0] for name in names.trained}
-    biases = set()
+    biases: set[str] = set()
     if names.is_alone:
         # PEFT's names do not contain modules_to_save, and biases that were trained lack their module's weight.
-        weights = {name.rpartition(".")[0] for name in names.base.values() if not name.endswith(".bias")} - adapted
-        biases = names.modules - weights - trained
-        biases = {name.removesuffix(".bias") for name in names.base.values() if name.endswith(".bias")} & biases
+        held = [name.rpartition(".") for name in names.base.values()]
+        weights = {module for module, _, leaf in held if leaf != "bias"} - adapted
+        biases = {module for module, _, leaf in held if leaf == "bias"} - weights - trained
         trained |= weights if names.adapter is None else set()
     return {
         "base_model_name_or_path": None,
@@ -319,7 +333,7 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
     }
 
 
-def _find_unadapted_layers(adapted: Collection[str]) -> set[str]:
+def _find_unadapted_layers(adapted: set[str]) -> set[str]:
     """Return modules that adapted ones show to exist: the same as an adapted module in another layer up to the last."""
     numbers = [re.findall(r"(?<=\.)\d+(?=\.)", f".{module}.") for module in adapted]
     last = max((int(found[0]) for found in numbers if len(found) == 1), default=-1)

@@ -53,12 +53,12 @@ _KINDS = {"ia3": "IA3", "hada": "LoHa", "lokr": "LoKr", "oft": "OFT", "boft": "B
 _KINDS |= {"fourierft": "FourierFT", "ln": "LN tuning", "trainable": "trainable tokens without LoRA"}
 _KINDS |= {"adaption": "an adaption prompt", "prompt": _PROMPT, "to": _BRIDGE, "adapter": _BRIDGE}
 _MERGE = "let PEFT load it, save what merge_and_unload() returns, and gather that"
+_KEEP = "keep the folder that PEFT's save_pretrained writes, for PeftModel.from_pretrained: no model can contain it"
 _NEXT_STEPS = {
-    "an adaption prompt": "keep what PEFT's save_pretrained writes, which PeftModel.from_pretrained loads: no model can "
-    "contain it",
+    "an adaption prompt": _KEEP,
+    _PROMPT: _KEEP,
     _BRIDGE: "merge it into its model with Megatron-Bridge, or let that export it for PEFT; then gather what it writes",
 }
-_NEXT_STEPS[_PROMPT] = _NEXT_STEPS["an adaption prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ class AdapterNames:
         return {
             name: PREFIX + name.removeprefix(PREFIX)
             for name, bare in self.base.items()
-            if bare.endswith(".bias") and (trained == "all" or (trained == "lora_only" and bare[:-5] in adapted))
+            if bare.endswith(".bias")
+            and (trained == "all" or (trained == "lora_only" and bare[:-5] in adapted))
             and bare not in self.trained
         }
 
@@ -161,21 +162,23 @@ def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = (
     Raises:
         UsageError: there is a name that only another kind of adapter has, or that only PEFT gives.
     """
-    for name in names:
-        if name in own:
-            continue
-        found = _OTHERS.search(name)
-        if found is None and (is_lora or not name.startswith(PREFIX)):
-            continue
-        kind = _KINDS[found[found.lastindex or 0]] if found is not None else "an adapter of PEFT that is not LoRA"
-        raise UsageError(
-            f"{path} contains {kind}, which xrank neither copies nor merges",
-            tensor=name,
-            file=path,
-            got=name,
-            want="a model's own names, or LoRA's as PEFT gives them",
-            next_step=_NEXT_STEPS.get(kind, _MERGE),
-        )
+    foreign = [name for name in names if name not in own]
+    text = "\n".join(foreign)  # the pattern takes a second for 100,000 names, and most models have no such words
+    is_likely = any(f"{word}_" in text or f".{word}." in text for word in _KINDS)
+    found = next(filter(None, map(_OTHERS.search, foreign)), None) if is_likely else None
+    generic = next((name for name in foreign if name.startswith(PREFIX) and not is_lora), None)
+    if found is None and generic is None:
+        return
+    kind = _KINDS[found[found.lastindex or 0]] if found is not None else "an adapter of PEFT that is not LoRA"
+    name = found.string if found is not None else generic
+    raise UsageError(
+        f"{path} contains {kind}, which xrank neither copies nor merges",
+        tensor=name,
+        file=path,
+        got=name,
+        want="a model's own names, or LoRA's as PEFT gives them",
+        next_step=_NEXT_STEPS.get(kind, _MERGE),
+    )
 
 
 class _Sorting:

@@ -124,7 +124,14 @@ def adapt(
     if names is None:
         names = find_adapter([shard.name for shard in source.shards], source.path, own)
     if names is None:
-        refuse_other_kinds([shard.name for shard in source.shards], source.path, own)
+        try:
+            refuse_other_kinds([shard.name for shard in source.shards], source.path, own)
+        except UsageError as error:
+            from xrank.decisions.adapter_config import read_kind
+
+            stated = read_kind(options.adapter_config, place)
+            error.about(got=None if stated is None else f"peft_type {stated}, by its {CONFIG_NAME}")
+            raise
         if options.adapter is not None or options.adapter_config is not None:
             raise UsageError(
                 f"{source.path} holds no adapter to {options.adapter or 'configure'}",

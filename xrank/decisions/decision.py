@@ -238,10 +238,12 @@ def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, bas
     if names is None and own.adapter_text is not None:
         kind = json.loads(own.adapter_text).get("peft_type")
         raise UsageError(
-            f"the model is a PeftModel whose adapter, {kind}, is no LoRA",
+            f"the model is a PeftModel whose adapter, {kind}, is not LoRA",
             got=f"peft_type {kind}",
             want="LoRA, or a model without an adapter",
-            next_step="give what module.merge_and_unload() or module.unload() returns",
+            next_step="save a prompt with the model's own save_pretrained(): no model can contain it"
+            if any(shard.name.startswith("prompt_encoder.") for shard in stored.shards)
+            else "give what module.merge_and_unload() or module.unload() returns",
         )
     config = None
     if names is not None:
