@@ -32,6 +32,8 @@ class DType:
     """Attribute of numpy, or of ml_dtypes if numpy lacks it."""
     is_float: bool = False
     """Whether a cast of weights applies: plain floating point, not a quantised payload."""
+    num_packed: int = 1
+    """Values in one element: two in torch's ``float4_e2m1fn_x2``. Shapes count elements, headers count values."""
 
 
 DTYPES: dict[str, DType] = {
@@ -46,6 +48,8 @@ DTYPES: dict[str, DType] = {
         DType("F8_E8M0", 1, "float8_e8m0fnu", "float8_e8m0fnu"),
         DType("F8_E4M3FNUZ", 1, "float8_e4m3fnuz", "float8_e4m3fnuz"),
         DType("F8_E5M2FNUZ", 1, "float8_e5m2fnuz", "float8_e5m2fnuz"),
+        # numpy has no such type; its bytes are copied and compared, and U8 keeps numpy's uint8.
+        DType("F4", 1, "float4_e2m1fn_x2", "uint8", num_packed=2),
         DType("C64", 8, "complex64", "complex64"),
         DType("I64", 8, "int64", "int64"),
         DType("I32", 4, "int32", "int32"),
@@ -88,7 +92,7 @@ def by_torch_name(name: str) -> DType:
 
 
 def unsupported(name: str) -> UsageError:
-    """Return the error for an element type that safetensors does not have, or has in parts of a byte (F4, F6)."""
+    """Return the error for an element type that safetensors does not have, or has in parts of a byte (F6)."""
     return UsageError(
         f"element type {name} is not supported",
         got=name,

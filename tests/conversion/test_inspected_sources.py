@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, run
 from tests.conversion.made_workspaces import CONFIG, leave, leave_plain
@@ -68,3 +69,96 @@ def test_a_problem_is_shown_and_no_failure(bench: Bench) -> None:
     assert [(problem["type"], problem["exit_code"]) for problem in report["problems"]] == [("LayoutError", 2)]
     assert rows(bench.workspace)["problem"].endswith("(a gather would exit 2)")
     assert "The exit status is 0 even with problems" in " ".join(run("inspect", "--help").stdout.split())
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def llama() -> dict[str, torch.Tensor]:
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (8, 4),
+        **{f"{layer}self_attn.{name}_proj.weight": (4, 4) for name in "qkvo"},
+        **{f"{layer}mlp.{name}_proj.weight": (6, 4) for name in ("gate", "up")},
+        f"{layer}mlp.down_proj.weight": (4, 6),
+        f"{layer}input_layernorm.weight": (4,),
+        f"{layer}post_attention_layernorm.weight": (4,),
+        "model.norm.weight": (4,),
+        "lm_head.weight": (8, 4),
+    }
+    return {name: torch.full(shape, number + 1.0) for number, (name, shape) in enumerate(shapes.items())}
+
+
+def leave_problem(folder: Path, problem: str) -> None:
+    """Write a source that a gather takes, or one with a problem."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "torch_dtype": "float32"}))
+    state = llama()
+    if problem == "no tensor":
+        state = {}
+    elif problem == "a wrong size in config.json":
+        (folder / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 9}))
+    elif problem == "a tensor lacks":
+        del state["model.layers.0.mlp.up_proj.weight"]
+    elif problem == "a name with a control character":
+        state["model.\x1b[2Jname"] = torch.ones(2)
+    elif problem == "a step up in a name":
+        state["../name"] = torch.ones(2)
+    elif problem == "a placeholder":
+        state["model.norm.weight"] = torch.empty(0)
+    elif problem == "half of an adapter":
+        state["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] = torch.ones(2, 4)
+    elif problem == "a cut JSON file":
+        (folder / "tokenizer_config.json").write_text('{"a": ')
+    elif problem == "an adapter beside the model":
+        state |= {
+            f"model.layers.0.self_attn.q_proj.lora_{half}.default.weight": torch.ones(shape)
+            for half, shape in (("A", (2, 4)), ("B", (4, 2)))
+        }
+    elif problem == "another model in another form":
+        torch.save({**state, "lm_head.weight": torch.zeros(8, 4)}, folder / "pytorch_model.bin")
+    elif problem == "an equal model in another form":
+        torch.save(state, folder / "pytorch_model.bin")
+    if problem == "a missing shard":
+        save_file(state, folder / "model-00001-of-00002.safetensors")
+    else:
+        save_file(state, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "none",
+        "no tensor",
+        "a wrong size in config.json",
+        "a tensor lacks",
+        "a name with a control character",
+        "a step up in a name",
+        "a placeholder",
+        "half of an adapter",
+        "a cut JSON file",
+        "an adapter beside the model",
+        "another model in another form",
+        "an equal model in another form",
+        "a missing shard",
+    ],
+)
+def test_inspect_shows_no_problem_only_where_a_gather_would_succeed(tmp_path: Path, problem: str) -> None:
+    leave_problem(tmp_path / "source", problem)
+    gathered = run("gather", tmp_path / "source", "--out", tmp_path / "out", "--dry-run", "--json")
+    error = json.loads(gathered.stdout)["error"]
+    found = json.loads(run("inspect", tmp_path / "source", "--json").stdout)["problems"]
+    assert [(each["exit_code"], each["message"]) for each in found] == (
+        [] if gathered.exit_code == 0 else [(gathered.exit_code, error["message"])]
+    )
+    assert (gathered.exit_code == 0) == (
+        problem in ("none", "an adapter beside the model", "an equal model in another form")
+    )

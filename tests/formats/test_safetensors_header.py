@@ -77,7 +77,8 @@ def test_the_order_of_the_arguments_leaves_no_trace():
 @pytest.mark.parametrize(
     "tensors",
     [
-        [HeaderTensor("a", "F4", (2,), 0, 1)],
+        [HeaderTensor("a", "F6_E2M3", (4,), 0, 3)],
+        [HeaderTensor("a", "F4", (), 0, 1)],
         [HeaderTensor("a", "U8", (2,), 0, 3)],
         [HeaderTensor("a", "U8", (2,), 1, 3)],
         [HeaderTensor("a", "U8", (-2,), 0, -2)],
@@ -206,11 +207,17 @@ def test_thirty_megabytes_are_refused_within_300(tmp_path, header):
 
 
 def test_an_element_type_xrank_does_not_move_is_named(tmp_path):
-    path = write(tmp_path / "f4", other(dtype="F4", shape=[16]), bytes(8))
-    with pytest.raises(UsageError, match="F4") as caught:
+    path = write(tmp_path / "f6", other(dtype="F6_E2M3", shape=[16]), bytes(12))
+    with pytest.raises(UsageError, match="F6_E2M3") as caught:
         read_header(path)
     assert caught.value.file == path
     assert caught.value.tensor == "a"
+
+
+def test_half_an_element_of_a_packed_type_is_named(tmp_path):
+    """torch packs two values of four bits into an element, along the last dim."""
+    with pytest.raises(UsageError, match=r"F4 of shape \[2, 3\]"):
+        read_header(write(tmp_path / "odd", other(dtype="F4", shape=[2, 3]), bytes(3)))
 
 
 def test_blanks_at_the_end_and_no_tensors_are_sound(tmp_path):

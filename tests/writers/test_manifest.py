@@ -128,7 +128,7 @@ FLAWS = [
     _set("companions", 0, "name", "model.safetensors"),
     _set("tensors", []),
     _set("tensors", "a", []),
-    _set("tensors", "a", "dtype", "F4"),
+    _set("tensors", "a", "dtype", "F6_E2M3"),
     _set("tensors", "a", "shape", [-1]),
     _set("tensors", "a", "shape", [True]),
     _set("tensors", "a", "shape", 3),

@@ -1,4 +1,4 @@
-"""Inspect: describe a source from metadata alone. Problems are listed, not raised."""
+"""Inspect: describe a source, and decide about it as a gather does. Problems are listed, not raised."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from typing import Any
 
 from xrank.conversion.report import count_rank_tensors, model_facts
 from xrank.conversion.traffic import counts_requests
-from xrank.decisions.adapters import adapt, adapter_beside
-from xrank.decisions.base_check import check_source, describe_skipped_check
-from xrank.decisions.base_model import BaseModel, open_base_model
-from xrank.decisions.config_proof import prove_config
-from xrank.decisions.decision import Purpose, Request, decide, renames_adapted
-from xrank.decisions.folder_plan import read_layouts
-from xrank.decisions.found_source import FoundSource, companions_of, read_found
+from xrank.decisions.base_model import open_base_model
+from xrank.decisions.folder_plan import plan_found, read_layouts
+from xrank.decisions.found_source import companions_of, read_found
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.recipe_choice import choose_recipe
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
@@ -28,7 +23,6 @@ from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes
-from xrank.writers.companions import check_companions
 from xrank.writers.stage_inspection import inspect_stage
 
 __all__ = ["inspect", "inspect_source"]
@@ -47,7 +41,9 @@ def inspect(
 ) -> Report:
     """Describe a source: format, run, ranks, tensors, and the problems that a gather would meet.
 
-    ``details["problems"]`` lists the problems, each with the exit code of the gather. The report is `ok` even then.
+    ``details["problems"]`` lists the problems, each with the exit code of the gather; without any, ``gather --dry-run``
+    with the same options succeeds. The report is `ok` even then. Only metadata is read, unless two forms of the model
+    lie there, which are compared.
 
     Args:
         path: the folder, or file.
@@ -93,10 +89,14 @@ def inspect(
         notes += found.notes
         config_path = found.config_path
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
-        recipe = _prove(found, base, text, notes, companions).recipe
-        check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values())
+        planned = plan_found(found, text, GatherOptions(), base, given)
+        recipe, adapted = planned.source.recipe, planned.decision.adapted
+        if adapted is not None and adapted.is_alone and adapted.config_text is not None:
+            companions.append("adapter_config.json")
+        notes = [note for note in planned.notes if note not in model.notes]
     except XrankError as error:
-        problems.append(error)
+        if all(error.message != problem.message for problem in problems):
+            problems.append(error)
     counted = [] if model is None else count_rank_tensors(model)
     details = InspectDetails(
         problems=[{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
@@ -120,29 +120,6 @@ def inspect(
 
 inspect_source = inspect
 """The name inside xrank, where `inspect` is Python's module."""
-
-
-def _prove(
-    found: FoundSource, base: BaseModel | None, place: str, notes: list[tuple[str, str]], companions: list[str]
-) -> StoredModel:
-    """Return the model under the names of a gather's output, held against base model and config.
-
-    Add to the notes, and to the companions the configuration of an adapter that lies alone.
-
-    Raises:
-        XrankError: a gather would end with it.
-    """
-    adapted = adapt(found.model, GatherOptions(), place, base.tensors if base is not None else {})
-    notes += adapter_beside(place) if adapted is None else adapted.notes
-    if adapted is not None and adapted.is_alone and adapted.config_text is not None:
-        companions.append("adapter_config.json")
-    if adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
-        raise renames_adapted(adapted.source, matched)
-    renamed = found.model if adapted is not None else decide(found, Request(Purpose.PROOF), base).source
-    if base is not None and check_source(base, renamed, found.config) is None:
-        notes.append(describe_skipped_check(base, place))
-    notes += prove_config(found, renamed, base=base)
-    return renamed
 
 
 def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
-from xrank.dtypes import DTYPES
+from xrank.dtypes import DTYPES, dtype
 from xrank.errors import LayoutError
 from xrank.plan.digests import digest_text
 from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
@@ -106,7 +106,7 @@ def count_outputs(outputs: Sequence[OutputTensor]) -> dict[str, Any]:
     """Return the numbers of tensors, elements and bytes, as `OutputFacts` names them."""
     return {
         "num_tensors": len(outputs),
-        "num_parameters": sum(output.num_elements for output in outputs),
+        "num_parameters": sum(output.num_elements * dtype(output.dtype).num_packed for output in outputs),
         "nbytes": sum(output.nbytes for output in outputs),
     }
 
@@ -311,7 +311,7 @@ def model_facts(model: StoredModel) -> dict[str, Any]:
         "world_size": model.world_size,
         "run_id": model.run_id,
         "num_tensors": len(shards),
-        "num_parameters": sum(prod(shard.shape) for shard in shards),
+        "num_parameters": sum(prod(shard.shape) * dtype(shard.dtype).num_packed for shard in shards),
         "dtypes": dict(Counter(shard.dtype for shard in shards)),
         "nbytes": model.nbytes,
         "skipped_nbytes": model.skipped_nbytes,

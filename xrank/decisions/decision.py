@@ -39,7 +39,7 @@ from xrank.writers.hf_folder import find_weights_stem
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["Decision", "Purpose", "Request", "decide", "renames_adapted"]
+__all__ = ["Decision", "Purpose", "Request", "decide"]
 
 
 class Purpose(Enum):
@@ -131,7 +131,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
         stored = declare_ties(found.model, found.config) if is_named else found.model
     matched = _match(found, stored if adapted is None else adapted.base, request)
     if matched is not None and adapted is not None:
-        raise renames_adapted(stored, matched)
+        raise _renames_adapted(stored, matched)
     stored, options = apply_recipe(stored, matched, found.config, request.options)
     converted = None
     if matched is None and (adapted is None or not adapted.is_alone):
@@ -207,7 +207,7 @@ def _rename_aliases(
     return {names.get(name, name): names.get(target, target) for name, target in aliases.items()}
 
 
-def renames_adapted(source: StoredModel, matched: Match) -> UsageError:
+def _renames_adapted(source: StoredModel, matched: Match) -> UsageError:
     """Return the error for a recipe that would rename tensors which an adapter in the source adapts."""
     return UsageError(
         f"{source.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xrank.decisions.adapters import Adapted, adapter_beside, check_ties
 from xrank.decisions.config_proof import prove_config
 from xrank.decisions.decision import Decision, Purpose, Request, decide
-from xrank.decisions.found_source import find_live_source, read_found
+from xrank.decisions.found_source import FoundSource, find_live_source, read_found
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.plan_digest import digest_of_plan
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from xrank.decisions.transformed_plan import Transforms
     from xrank.decisions.transforms import Transform
 
-__all__ = ["FolderPlan", "layout_notes", "plan_export", "plan_gather", "read_layouts"]
+__all__ = ["FolderPlan", "layout_notes", "plan_export", "plan_found", "plan_gather", "read_layouts"]
 
 _GENERATION_NAME = "generation_config.json"
 _TRAINING_NAMES = "the names are the training framework's, as asked; from_pretrained does not find those of the model"
@@ -126,11 +126,23 @@ def plan_gather(
         is_left_out=options.leaves_out,
         share=share,
     )
+    return plan_found(found, where.path, options, base, given, recipe)
+
+
+def plan_found(
+    found: FoundSource,
+    place: str,
+    options: GatherOptions,
+    base: BaseModel | None,
+    given: LayoutMap | None,
+    recipe: str | os.PathLike[str] | None = None,
+) -> FolderPlan:
+    """Plan the gather of a source that was read from a place. Errors are those of `gather_checkpoint`."""
     if options.strict_pickles:
         refuse_foreign_names(found.model)
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)
-    notes = _source_notes(decision, given, where.path)
+    notes = _source_notes(decision, given, place)
     if recipe == "none" and fits_any_recipe(decision.source):
         notes.append(("training-names", _TRAINING_NAMES))
     return _plan_output(decision, notes)

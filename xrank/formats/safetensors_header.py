@@ -29,8 +29,8 @@ MAX_HEADER_NBYTES = 100_000_000
 _METADATA = "__metadata__"
 _LENGTH_NBYTES = 8
 _MAX_INTEGER = (1 << 64) - 1
-# safetensors/src/tensor.rs: enum Dtype: valid types that do not have whole bytes or that xrank does not copy.
-_OTHER_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+# safetensors/src/tensor.rs: enum Dtype: valid types that do not have whole bytes and that torch lacks.
+_OTHER_DTYPES = frozenset({"F6_E2M3", "F6_E3M2"})
 _MAX_METADATA = 1 << 16
 _SPACE = rb"[ \t\n\r]*+"
 _QUOTED = rb'("(?:[^"\\\x00-\x1f]|\\.)*+")'
@@ -52,6 +52,7 @@ class HeaderTensor:
     dtype: str
     """Name of the element type in safetensors."""
     shape: tuple[int, ...]
+    """Shape as torch has it, in elements. The header counts values; an element of F4 is two."""
     start: int
     """First byte, counted from the end of the header."""
     end: int
@@ -123,7 +124,7 @@ def build_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         table[tensor.name] = {
             "dtype": tensor.dtype,
-            "shape": tensor.shape,
+            "shape": _count_values(tensor),
             "data_offsets": (tensor.start, tensor.end),
         }
     try:
@@ -147,6 +148,12 @@ def build_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *
     return len(padded).to_bytes(_LENGTH_NBYTES, "little") + padded
 
 
+def _count_values(tensor: HeaderTensor) -> tuple[int, ...]:
+    """Return a tensor's shape in a header; the last dim is the packed one (safetensors/torch.py: _tobytes)."""
+    num_packed = dtype(tensor.dtype).num_packed
+    return tensor.shape if num_packed == 1 else (*tensor.shape[:-1], tensor.shape[-1] * num_packed)
+
+
 def _check_tensors(tensors: Sequence[HeaderTensor]) -> None:
     """Raise an error for tensors that `read_header` would refuse."""
     names: set[str] = set()
@@ -158,6 +165,8 @@ def _check_tensors(tensors: Sequence[HeaderTensor]) -> None:
             fault = "its name is taken"
         elif not all(type(extent) is int and extent >= 0 for extent in tensor.shape):
             fault = "its shape is not a tuple of counts"
+        elif not tensor.shape and dtype(tensor.dtype).num_packed > 1:
+            fault = f"{tensor.dtype} packs the last dim, and it has none"
         elif tensor.start != offset:
             fault = f"it starts at byte {tensor.start}, the tensors before it end at byte {offset}"
         elif _nbytes(tensor.shape, width, tensor.end) != tensor.end - tensor.start:
@@ -303,6 +312,13 @@ def _tensor(name: str, entry: Any, data_nbytes: int, origin: Origin) -> HeaderTe
         raise error
     if dtype_name not in DTYPES:
         raise origin.corrupt(f"tensor {quote(name)} has an unknown element type", got=quote(dtype_name))
+    num_packed = dtype(dtype_name).num_packed
+    if num_packed > 1:
+        if not shape or shape[-1] % num_packed:
+            error = unsupported(f"{dtype_name} of shape {shape}")
+            error.about(origin.locate(f"tensor {quote(name)}"), tensor=name, file=origin.path)
+            raise error
+        shape = [*shape[:-1], shape[-1] // num_packed]
     nbytes = _nbytes(shape, dtype(dtype_name).nbytes, data_nbytes)
     if not start <= end <= data_nbytes or nbytes != end - start:
         raise origin.corrupt(

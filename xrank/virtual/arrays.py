@@ -107,7 +107,10 @@ def spec_of(array: Array) -> ArraySpec:
         UsageError: as in `kind_of`, or `xrank.dtypes` lacks the element type.
     """
     if kind_of(array) == "torch":
-        return ArraySpec(tuple(array.shape), dtypes.by_torch_name(str(array.dtype).removeprefix("torch.")).name)
+        kind = dtypes.by_torch_name(str(array.dtype).removeprefix("torch."))
+        if kind.num_packed > 1:  # nothing computes with it
+            raise dtypes.unsupported(kind.name)
+        return ArraySpec(tuple(array.shape), kind.name)
     name = _numpy_names().get(array.dtype)
     if name is None:
         raise UsageError(
