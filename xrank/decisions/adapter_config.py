@@ -100,7 +100,8 @@ class AdapterConfig:
         found = []
         if self.is_completed:
             says = f"{os.path.basename(self.path)} says r {self.values['r']} and lora_alpha {self.values['lora_alpha']}"
-            found.append(f"{says}; the rest follows from names and shapes, and that it is no rslora is assumed")
+            assumed = "that it is not rslora" + (", and that no bias was trained," if has_own_base else "")
+            found.append(f"{says}; the rest follows from names and shapes, and {assumed} is assumed")
         if has_own_base and _changes_base(self.values):
             kind = self.values["init_lora_weights"]
             says = f"{CONFIG_NAME} says true, that it may not be changed again"
@@ -312,7 +313,7 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
     if names.is_alone:
         # PEFT's names do not contain modules_to_save, and biases that were trained lack their module's weight.
         held = [name.rpartition(".") for name in names.base.values()]
-        weights = {module for module, _, leaf in held if leaf != "bias"} - adapted
+        weights = {module for module, _, leaf in held if leaf != "bias"} - adapted - names.tokens.keys()
         biases = {module for module, _, leaf in held if leaf == "bias"} - weights - trained
         trained |= weights if names.adapter is None else set()
     return {
