@@ -133,6 +133,28 @@ def leave_problem(folder: Path, problem: str) -> None:
         save_file(state, folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_tied_tensors_that_are_stored_apart_are_compared(tmp_path: Path, form: str, is_equal: bool) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "tie_word_embeddings": True}))
+    state = llama()
+    if is_equal:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    if form == "safetensors":
+        save_file(state, folder / "model.safetensors")
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, checkpoint_id=folder, no_dist=True)
+    gathered = run("gather", folder, "--out", tmp_path / "out", "--json")
+    found = json.loads(run("inspect", folder, "--json").stdout)["problems"]
+    assert gathered.exit_code == (0 if is_equal else 4)
+    error = json.loads(gathered.stdout)["error"]
+    assert [each["message"] for each in found] == ([] if is_equal else [error["message"]])
+
+
 @pytest.mark.parametrize(
     "problem",
     [

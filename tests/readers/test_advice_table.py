@@ -61,6 +61,12 @@ FOLLOWED: Mapping[str, str] = {
         "readers/test_foreign_kinds.py::test_other_formats_beside_a_model_are_no_hindrance"
     ),
     r"gather a checkpoint that a ZeRO optimizer saved": COPIED,
+    r"give the folder of a version that is whole .*|the engine that pulls these deltas applies them to it": (
+        "readers/test_weight_folders.py::test_a_delta_is_not_a_model"
+    ),
+    r"if the trained model has no values there, give a base model that has it so with {base_model}": (
+        "readers/test_weight_folders.py::test_placeholders_of_zero_3"
+    ),
     # options
     r"choose one(: {}| of them with {part}|: {part})": "readers/test_next_steps.py::test_a_part_that_is_advised",
     r"choose one with {format}": "readers/test_next_steps.py::test_a_format_that_is_advised",
@@ -129,9 +135,9 @@ FOLLOWED: Mapping[str, str] = {
     r"give a state dict of DTensors .*|make FSDP .*|export from a checkpoint .*": ANOTHER,
     r"give the module|its state dict": "conversion/test_export_refusals.py::test_arguments_of_wrong_types_are_named",
     # looks
-    r"check .*|do not use this .*|report it to the authors of .*|nothing was written|if all are there, {}": NOTHING,
+    r"check .*|do not use this .*|use a version of xrank that knows it|report it to the authors of .*|nothing was written|if all are there, {}": NOTHING,
     r"if the rank had no piece for it, {}|where it was written|the node of rank {}|ranks? {}|{}, pickled whole": PART,
-    r"{}, then {}|{}": PART,
+    r"{}, then {}|{}|if each is a model, {}": PART,
 }
 """Expression for a clause of advice, and the test that follows it, or why none does."""
 

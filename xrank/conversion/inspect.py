@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from typing import Any
 
 from xrank.conversion.report import count_rank_tensors, model_facts
 from xrank.conversion.traffic import counts_requests
 from xrank.decisions.base_model import open_base_model
-from xrank.decisions.folder_plan import plan_found, read_layouts
+from xrank.decisions.folder_plan import FolderPlan, plan_found, read_layouts
 from xrank.decisions.found_source import companions_of, read_found
 from xrank.decisions.options import GatherOptions
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
-from xrank.plan.planner import divide_replicas
+from xrank.plan.buffers import NullTarget
+from xrank.plan.decoding import open_source
+from xrank.plan.executor import execute
+from xrank.plan.output import OutputFile, OutputTensor
+from xrank.plan.planner import divide_replicas, make_plan
 from xrank.plan.report import Report
 from xrank.plan.report_facts import InspectDetails, SourceFacts
 from xrank.plan.source import StoredModel
@@ -42,8 +47,8 @@ def inspect(
     """Describe a source: format, run, ranks, tensors, and the problems that a gather would meet.
 
     ``details["problems"]`` lists the problems, each with the exit code of the gather; without any, ``gather --dry-run``
-    with the same options succeeds. The report is `ok` even then. Only metadata is read, unless two forms of the model
-    lie there, which are compared.
+    with the same options succeeds. The report is `ok` even then. Only metadata is read, except of two forms of a model
+    in one folder, and of tied tensors that are stored apart: these are compared.
 
     Args:
         path: the folder, or file.
@@ -94,6 +99,7 @@ def inspect(
         if adapted is not None and adapted.is_alone and adapted.config_text is not None:
             companions.append("adapter_config.json")
         notes = [note for note in planned.notes if note not in model.notes]
+        _compare_ties(planned)
     except XrankError as error:
         if all(error.message != problem.message for problem in problems):
             problems.append(error)
@@ -120,6 +126,24 @@ def inspect(
 
 inspect_source = inspect
 """The name inside xrank, where `inspect` is Python's module."""
+
+
+def _compare_ties(planned: FolderPlan) -> None:
+    """Compare the tensors that are tied and stored apart, as a gather does while it copies them.
+
+    Raises:
+        ContradictionError: they differ, so that config.json or the tensors are another model's.
+    """
+    records = {shard.name: set(shard.record.tolist()) for shard in planned.source.shards}
+    tied = {
+        target: names
+        for target, names in planned.selection.tied.items()
+        if any(records[name] != records[target] for name in names)
+    }
+    outputs = [OutputTensor(each.name, each.dtype, each.shape) for each in planned.selection.outputs]
+    plan = make_plan(planned.source, [OutputFile.bare(each) for each in outputs if each.name in tied], tied=tied)
+    with closing(open_source(plan.source)) as files:
+        execute(plan, files, NullTarget(), budget=planned.options.budget)
 
 
 def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:
