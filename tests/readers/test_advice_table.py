@@ -135,7 +135,8 @@ FOLLOWED: Mapping[str, str] = {
     r"give a state dict of DTensors .*|make FSDP .*|export from a checkpoint .*": ANOTHER,
     r"give the module|its state dict": "conversion/test_export_refusals.py::test_arguments_of_wrong_types_are_named",
     # looks
-    r"check .*|do not use this .*|use a version of xrank that knows it|report it to the authors of .*|nothing was written|if all are there, {}": NOTHING,
+    r"check .*|do not use this .*|use a version of xrank that knows it|report it to the authors of .*": NOTHING,
+    r"nothing was written|if all are there, {}": NOTHING,
     r"if the rank had no piece for it, {}|where it was written|the node of rank {}|ranks? {}|{}, pickled whole": PART,
     r"{}, then {}|{}|if each is a model, {}": PART,
 }
