@@ -83,6 +83,23 @@ def test_nemos_folders(tmp_path: Path) -> None:
     assert "config.json" in str(caught.value.next_step)
 
 
+@pytest.mark.parametrize("is_alone", [False, True], ids=["whole", "alone"])
+def test_lora_of_megatron_bridge_is_named(tmp_path: Path, is_alone: bool) -> None:
+    """Its wrapped layers have `to_wrap` in their names, and its checkpoints of an adapter hold the factors alone."""
+    model = whole_model(RUN)
+    for name in [name for name in model if name.endswith("linear_qkv.weight")]:
+        layer, weight = name.removesuffix(".weight"), model.pop(name)
+        model[f"{layer}.to_wrap.weight"] = weight
+        model[f"{layer}.adapter.linear_in.weight"] = torch.rand(4, weight.shape[1])
+        model[f"{layer}.adapter.linear_out.weight"] = torch.rand(weight.shape[0], 4)
+    if is_alone:
+        model = {name: tensor for name, tensor in model.items() if ".adapter." in name}
+    source = write_dist(tmp_path / "run", RUN, model)
+    with pytest.raises(UsageError, match="contains Megatron-Bridge's LoRA") as caught:
+        gather_checkpoint(source, tmp_path / "out")
+    assert "export it for PEFT" in str(caught.value.next_step) and not (tmp_path / "out").exists()
+
+
 def test_verls_megatron_backend(tmp_path: Path) -> None:
     """verl: ``dist_ckpt`` beside ``huggingface``, whose config.json is the model's; its weights are a second source."""
     model = whole_model(RUN)
