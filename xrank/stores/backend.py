@@ -38,6 +38,10 @@ class Folder:
 class Backend(Protocol):
     """Sends requests to one bucket, host or repository; any thread may call it.
 
+    A store is not trusted to end an answer. A read receives not much more than the bytes that were asked for, whatever
+    the answer says of its length. A read into the caller's memory ends within `StoreSettings.timeout_seconds`, and so
+    does a write; `Store` leaves other requests behind after that time.
+
     Raises (from every method):
         FaultError: the request failed.
     """

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import TypeVar, cast
 
 from xrank import system
 from xrank.environment import environ
@@ -20,6 +21,10 @@ __all__ = ["Clock", "Store", "Traffic", "add_traffic", "open_store", "take_traff
 
 _FIRST_PAUSE_SECONDS = dict.fromkeys((FaultKind.PASSING, FaultKind.THROTTLED), 0.1)
 _LONGEST_PAUSE_SECONDS = 20.0
+_LEAST_SECONDS = 1.0
+"""Time that a repetition has at least, when the deadline is near."""
+_LOOK_SECONDS = 0.1
+"""Time between two looks whether a request shall be given up."""
 _Result = TypeVar("_Result")
 
 
@@ -96,7 +101,8 @@ def add_traffic(other: Traffic) -> None:
 class Store:
     """The objects of one bucket, container, host or repository; any thread may call it.
 
-    Each method repeats a request whose failure may pass, until `StoreSettings.timeout_seconds` are over.
+    Each method repeats a request whose failure may pass, until `StoreSettings.timeout_seconds` are over. A request that
+    has not ended by then, such as one whose answer comes byte by byte or has no end, has failed, too.
 
     Raises (from every method):
         IncompleteError: there is no such object.
@@ -119,7 +125,7 @@ class Store:
 
     def head(self, key: str) -> ObjectStatus:
         """Return the size and the version of an object."""
-        return self._request(key, "looked at", lambda: self._backend.head(key))
+        return self._request(key, "looked at", lambda: self._backend.head(key), may_leave=True)
 
     def read(
         self,
@@ -155,11 +161,14 @@ class Store:
 
         if nbytes == 0:
             return memoryview(b"")
-        return self._request(key, f"read at bytes {offset:,} to {offset + nbytes - 1:,}", read, stop)
+        what = f"read at bytes {offset:,} to {offset + nbytes - 1:,}"
+        # A request that was left behind must not write to memory that its owner uses again.
+        may_leave = into is None or not self.fills_memory
+        return self._request(key, what, read, stop, may_leave=may_leave)
 
     def list_folder(self, key: str) -> Folder:
         """Return the objects and folders directly below a key; an empty folder if nothing is there."""
-        return self._request(key, "listed", lambda: self._backend.list_folder(key))
+        return self._request(key, "listed", lambda: self._backend.list_folder(key), may_leave=True)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False, if_version: str | None = None) -> str:
         """Write an object at one instant; return its version.
@@ -208,7 +217,13 @@ class Store:
         return f"{self.root}/{key}" if key else self.root
 
     def _request(
-        self, key: str, what: str, send: Callable[[], _Result], stop: threading.Event | None = None
+        self,
+        key: str,
+        what: str,
+        send: Callable[[], _Result],
+        stop: threading.Event | None = None,
+        *,
+        may_leave: bool = False,
     ) -> _Result:
         started, tries = self._clock.now(), 0
         stop = stop or threading.Event()
@@ -217,13 +232,48 @@ class Store:
             _counter.add(requests=1, retries=int(tries > 1))
             try:
                 with self._slots:
-                    return send()
+                    if not may_leave:
+                        return send()
+                    left = started + self.settings.timeout_seconds - self._clock.now()
+                    return _send_within(send, max(left, _LEAST_SECONDS), stop)
             except FaultError as fault:
                 spent = self._clock.now() - started
                 pause = _pause(fault.kind, tries)
                 if pause is None or spent + pause > self.settings.timeout_seconds or stop.is_set():
                     raise make_error(fault, self.url(key), what, tries=tries, seconds=spent) from None
             self._clock.wait(pause, stop)
+
+
+def _send_within(send: Callable[[], _Result], seconds: float, stop: threading.Event) -> _Result:
+    """Send a request in a thread of its own, which is left behind if it does not end in time.
+
+    Clients bound the time of a single read of a connection; an answer that comes byte by byte has no end for them.
+
+    Raises:
+        FaultError: as `send`; or the time is over, or `stop` was set after the first moment.
+    """
+    ended: SimpleQueue[tuple[_Result | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            ended.put((send(), None))
+        except BaseException as error:
+            ended.put((None, error))
+
+    is_stopped = stop.is_set()  # then it only ends the repetitions
+    deadline = time.monotonic() + seconds
+    threading.Thread(target=run, name="xrank-request", daemon=True).start()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            result, error = ended.get(timeout=min(max(left, 0.001), _LOOK_SECONDS))
+        except Empty:
+            if left <= 0 or (stop.is_set() and not is_stopped):
+                raise FaultError(FaultKind.PASSING, f"no whole answer within {seconds:.0f} s") from None
+            continue
+        if error is not None:
+            raise error
+        return cast("_Result", result)
 
 
 def _pause(kind: FaultKind, tries: int) -> float | None:

@@ -6,18 +6,24 @@ Redirects are not followed, so that no other host gets the credentials.
 from __future__ import annotations
 
 import http.client
+import socket
 import ssl
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self
 from urllib.parse import quote
 
 from xrank import system
 from xrank.stores.faults import FaultError, FaultKind
 
-__all__ = ["Answer", "HttpConnection", "encode_path", "encode_query"]
+__all__ = ["MOST_NBYTES", "Answer", "HttpConnection", "encode_path", "encode_query"]
 
 _REQUEST_SECONDS = 60.0
+MOST_NBYTES = 32 << 20
+"""Most bytes of an answer that is not an object's: a page of a list, an error."""
+_STEP_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +44,13 @@ class HttpConnection:
     Args:
         host: host and port.
         is_plain: whether without TLS.
-        timeout_seconds: patience for one answer.
+        timeout_seconds: patience for one answer, from the request to its last byte.
     """
 
     def __init__(self, host: str, *, is_plain: bool, timeout_seconds: float) -> None:
         self.host = host
         self._timeout_seconds = min(_REQUEST_SECONDS, timeout_seconds)
+        self._total_seconds = timeout_seconds
         self._idle: list[http.client.HTTPConnection] = []
         self._tls = None if is_plain else ssl.create_default_context()
 
@@ -62,20 +69,32 @@ class HttpConnection:
         headers: Mapping[str, str],
         body: bytes | memoryview,
         into: memoryview | None = None,
+        *,
+        most_nbytes: int = MOST_NBYTES,
     ) -> Answer:
         """Send one request and return its answer, whatever its status is.
 
         The body of a good answer that has as many bytes as `into` is received there.
 
+        Args:
+            method: of the request.
+            target: of the request.
+            headers: of the request.
+            body: of the request.
+            into: a buffer for the answer's body.
+            most_nbytes: most bytes of another body.
+
         Raises:
-            FaultError: no whole answer came.
+            FaultError: no whole answer came in time, or a longer one.
         """
         connection = self._connect()
         try:
-            connection.request(method, target, body or None, {**headers, "Content-Length": str(len(body))})
-            response = connection.getresponse()
-            is_in_place = _receive_into(response, into)
-            content = b"" if is_in_place else response.read()
+            with _Watch(connection, self._total_seconds) as watch:
+                connection.request(method, target, body or None, {**headers, "Content-Length": str(len(body))})
+                response = connection.getresponse()
+                is_in_place = _receive_into(response, into)
+                content = b"" if is_in_place else _receive(response, most_nbytes)
+                watch.check()
         except (OSError, http.client.HTTPException) as error:
             # The next request connects again: this connection may still carry the rest of an answer.
             connection.close()
@@ -96,6 +115,49 @@ class HttpConnection:
         if self._tls is None:
             return http.client.HTTPConnection(self.host, timeout=self._timeout_seconds)
         return http.client.HTTPSConnection(self.host, timeout=self._timeout_seconds, context=self._tls)
+
+
+class _Watch:
+    """Ends a connection that carries one request for too long: its own time-out is for each read of some bytes."""
+
+    def __init__(self, connection: http.client.HTTPConnection, seconds: float) -> None:
+        if connection.sock is None:
+            connection.connect()
+        # The socket itself: a connection gives it away once an answer says that it is the last.
+        self._socket: socket.socket = connection.sock
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def check(self) -> None:
+        """Raise if the time was over, as the end of the connection may look like the end of an answer."""
+        if self._is_over:
+            raise TimeoutError
+
+    def _end(self) -> None:
+        self._is_over = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(response: http.client.HTTPResponse, most_nbytes: int) -> bytes:
+    """Return a body of at most so many bytes, whatever the answer says of its length."""
+    if response.length is not None and response.length <= most_nbytes:
+        return response.read()
+    parts, nbytes = [], 0
+    while part := response.read(_STEP_NBYTES):
+        parts.append(part)
+        nbytes += len(part)
+        if nbytes > most_nbytes:
+            raise http.client.HTTPException(f"more than {most_nbytes:,} bytes")
+    return b"".join(parts)
 
 
 def _receive_into(response: http.client.HTTPResponse, into: memoryview | None) -> bool:
@@ -123,4 +185,6 @@ def _describe(error: Exception) -> str:
         return f"the certificate is not valid: {error.verify_message}"
     if isinstance(error, ConnectionRefusedError):
         return "no connection"
+    if type(error) is http.client.HTTPException:
+        return str(error)
     return "the connection broke"

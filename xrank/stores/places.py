@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from xrank import system
-from xrank.errors import IncompleteError
+from xrank.errors import IncompleteError, UsageError
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.url import can_list, clean_path, is_url
 
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _COPY_NBYTES = 4 << 20
+_MOST_COPIED_NBYTES = 4 << 30
 _lock = threading.Lock()
 _folders: dict[str, Folder] = {}
 _statuses: dict[str, ObjectStatus | None] = {}
@@ -165,6 +166,14 @@ def open_descriptor(path: str) -> int:
 
     store, key = open_store(path)
     status = object_status(path)
+    if status.nbytes > _MOST_COPIED_NBYTES:
+        raise UsageError(
+            f"{path}: is too large for a file beside weights",
+            file=path,
+            got=f"{status.nbytes:,} bytes",
+            want=f"at most {_MOST_COPIED_NBYTES:,} bytes",
+            next_step="check the URL; or copy the folder to a disk, and give its path",
+        )
     with tempfile.TemporaryFile(buffering=0) as file:
         for start in range(0, status.nbytes, _COPY_NBYTES):
             system.write_all(file.fileno(), store.read(key, start, min(_COPY_NBYTES, status.nbytes - start), status))

@@ -16,6 +16,10 @@ from xrank.stores.s3_connection import S3Connection, crc32_text
 
 __all__ = ["S3Backend"]
 
+_ERROR_NBYTES = 64 << 10
+_MOST_DIGITS = 18
+"""Of an object's size in bytes."""
+
 
 class S3Backend:
     """One bucket; see `Backend`.
@@ -41,7 +45,8 @@ class S3Backend:
         headers = {"Range": f"bytes={start}-{end - 1}"}
         if status is not None and status.is_etag and status.version:
             headers["If-Match"] = status.version
-        answer = self._connection.send("GET", key, headers=headers, into=into)
+        most_nbytes = max(end - start, _ERROR_NBYTES)
+        answer = self._connection.send("GET", key, headers=headers, into=into, most_nbytes=most_nbytes)
         nbytes = answer.headers.get("content-range", "").rpartition("/")[2]
         view = into if into is not None and answer.is_in_place else memoryview(answer.body)
         return view, _status(answer, nbytes)
@@ -79,7 +84,7 @@ class S3Backend:
 
 
 def _status(answer: Answer, nbytes: str) -> ObjectStatus:
-    if not nbytes.isdecimal():
+    if not nbytes.isdecimal() or len(nbytes) > _MOST_DIGITS:
         raise FaultError(FaultKind.PASSING, "an answer without the object's size")
     etag = answer.headers.get("etag", "")
     is_strong = bool(etag) and not etag.startswith("W/")

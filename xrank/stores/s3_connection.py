@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind
-from xrank.stores.http_connection import Answer, HttpConnection, encode_path, encode_query
+from xrank.stores.http_connection import MOST_NBYTES, Answer, HttpConnection, encode_path, encode_query
 from xrank.stores.object_connection import ObjectConnection
 from xrank.stores.settings import StoreSettings, check_https
 from xrank.stores.signature import find_credentials, sign_request
@@ -57,6 +57,7 @@ class S3Connection(ObjectConnection):
         headers: Mapping[str, str] | None = None,
         body: bytes | memoryview = b"",
         into: memoryview | None = None,
+        most_nbytes: int = MOST_NBYTES,
     ) -> Answer:
         """Send one request and return its answer; see `HttpConnection.exchange`.
 
@@ -76,7 +77,9 @@ class S3Connection(ObjectConnection):
             region=self._region,
             payload_sha256=payload_sha256,
         )
-        answer = self._http.exchange(method, f"{path}?{text}" if text else path, signed, body, into)
+        answer = self._http.exchange(
+            method, f"{path}?{text}" if text else path, signed, body, into, most_nbytes=most_nbytes
+        )
         code = _CODE.search(answer.body[:4096])
         # A completion may fail after the store has begun a good answer (S3 API reference, CompleteMultipartUpload).
         is_error = method == "POST" and code is not None and b"<Error>" in answer.body[:4096]

@@ -30,6 +30,7 @@ __all__ = ["FileRecord", "Journal", "OpenJournal", "Upload", "read_journal", "re
 
 _VERSION = 1
 _BEAT_SECONDS = 10.0
+_MAX_NBYTES = 64 << 20
 _SILENT_SECONDS = 35.0
 """An owner on another host that has not changed its journal for this long counts as dead: three beats."""
 
@@ -245,6 +246,8 @@ def _read(store: Store, key: str) -> tuple[bytes, str] | None:
     for _ in range(5):
         try:
             status = store.head(key)
+            if status.nbytes > _MAX_NBYTES:
+                return b"", status.version
             return bytes(store.read(key, 0, status.nbytes, status)), status.version
         except IncompleteError:
             return None
