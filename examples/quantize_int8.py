@@ -12,7 +12,6 @@ one whole layer as it was trained.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,9 +19,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
 
-from xrank import get_configs_parallel, get_tensors_parallel
+from xrank import get_configs_parallel, get_tensors_parallel, save_model
 
 TP = 2
 MAX_SHARD_SIZE = "200KB"  # so small that even this model takes several files
@@ -128,15 +126,8 @@ def write_model(weights: dict[str, torch.Tensor | Int8Weight], out: str) -> None
             tensors[name], tensors[f"{name}_scale"] = weight.values, weight.scale
         else:
             tensors[name] = weight
-    parent = os.path.dirname(os.path.abspath(out))
-    os.makedirs(parent, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        model = os.path.join(folder, "model")
-        os.mkdir(model)
-        save_torch_state_dict(tensors, model, max_shard_size=MAX_SHARD_SIZE)
-        with open(os.path.join(model, "config.json"), "w") as file:
-            json.dump(CONFIG | {"quantization_config": QUANTIZATION}, file, indent=2)
-        os.rename(model, out)
+    config = CONFIG | {"quantization_config": QUANTIZATION}
+    save_model(tensors, out, config_overrides=config, max_shard_size=MAX_SHARD_SIZE)
 
 
 def run_rank(rank: int, num_ranks: int, rendezvous: str, out: str) -> None:

@@ -169,6 +169,7 @@ NEED_TORCH = {
     "export_model": "xrank.export_model({}, 'out')",
     "iter_model": "list(xrank.iter_model({}))",
     "load_model": "xrank.load_model(None, 'out')",
+    "save_model": "xrank.save_model({}, 'out')",
     "get_tensors_parallel": "xrank.get_tensors_parallel(None, [0])",
     "write_configs_and_weights": "workspace.write_configs_and_weights({}, {})",
     "read_configs_and_weights_from_rank": "workspace.read_configs_and_weights_from_rank(0)",

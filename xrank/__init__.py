@@ -12,7 +12,7 @@ from xrank.deferred import defer_imports
 if TYPE_CHECKING:
     from xrank.conversion.checkpoint import open_checkpoint
     from xrank.conversion.clean import clean
-    from xrank.conversion.export import export_model
+    from xrank.conversion.export import export_model, save_model
     from xrank.conversion.gather import gather_checkpoint
     from xrank.conversion.inspect import inspect
     from xrank.conversion.iterate import iter_model
@@ -48,6 +48,7 @@ __all__ = [
     "open_checkpoint",
     "record_layouts",
     "reshard_checkpoint",
+    "save_model",
     "simulate",
     "take_weights",
     "verify_model",
@@ -71,6 +72,7 @@ _HOMES = {
     "open_checkpoint": "conversion.checkpoint",
     "record_layouts": "refit.engine_layout",
     "reshard_checkpoint": "conversion.reshard",
+    "save_model": "conversion.export",
     "simulate": "simulation.simulation",
     "take_weights": "refit.take",
     "verify_model": "conversion.verify",

@@ -7,8 +7,10 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from tests.cli.bench import Ended, run
 from tests.conversion.forked_ranks import ForkedRanks, Rank, forked_ranks
 from tests.conversion.made_workspaces import assert_holds, flip, layout_of, leave, made_model, state_of, wide_model
+from tests.free_port import free_port
 from tests.sampled import sampled
 from xrank.layout import DeviceMesh, LayoutMap
 
@@ -26,6 +29,8 @@ SMALL: dict[str, Any] = {"window_nbytes": 4096, "round_nbytes": 20_000}
 """Of the engine: so that a small model crosses windows, ranks and rounds."""
 FILES = ("--max-shard-size", "60KB")
 """About ten."""
+_START_SECONDS = 25.0
+"""In which a process begins on a busy machine: Python, and torch."""
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +315,51 @@ def test_a_rank_killed_at_any_moment(ranks: ForkedRanks, source: Path, tmp_path:
     shared(ranks(*command, **SMALL, **far))
     assert content(out) == content(want)
     assert not beside(out), (victim, moment)
+
+
+@pytest.mark.parametrize("moment", ["before it came", "while others are awaited"])
+def test_a_first_rank_killed_before_all_have_met(source: Path, tmp_path: Path, moment: str) -> None:
+    """Real processes with a store of rank 0's: each of the others ends in time, with one line and none of torch's."""
+    port, out = free_port(), tmp_path / "out"
+    environ = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "xrank", "gather", str(source), "--out", str(out), "--distributed", "--timeout"]
+
+    def start(rank: int, timeout: int) -> subprocess.Popen[str]:
+        environ["RANK"] = str(rank)
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*command, str(timeout)], env=environ, stdout=pipe, stderr=pipe, text=True)
+
+    began = time.monotonic()
+    if moment == "before it came":
+        others, limit = [start(1, 8), start(2, 8)], 8 + 5 + _START_SECONDS
+    else:
+        first, others, limit = start(0, 600), [start(1, 600)], 5 + _START_SECONDS  # rank 2 never comes
+        store = connected_store(port)
+        while not any("/here/1" in key for key in store.list_keys()):
+            assert others[0].poll() is None and first.poll() is None, others[0].stderr.read()
+            time.sleep(0.05)
+        first.kill()
+        first.communicate()
+        began = time.monotonic()
+    for other in others:
+        stdout, stderr = other.communicate()
+        assert other.returncode == 1 and stdout == "" and time.monotonic() - began < limit, stderr
+        assert re.match(r"xrank: Rank(Timeout|Failed)Error: rank 0 (opened no store|failed)", stderr), stderr
+        assert len(stderr.splitlines()) <= 3 and "frame #" not in stderr, stderr
+    assert not out.exists()
+
+
+def connected_store(port: int) -> Any:
+    """Return a connection to the store at a port, once there is one."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        else:
+            return torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 import numpy as np
 
 from xrank.lending.peer_source import MemoryOffer, PeerSource
+from xrank.sockets.host_addresses import host_addresses
 
 NBYTES = (6_000_001, 3_000_017, 0, 40)
 """The first in a row, the second not, the third empty; the last cannot be read."""
@@ -149,7 +150,7 @@ def assert_right(made: PeerSource, seed: int, repeats: int = 60) -> None:
 def main(options: list[str]) -> None:
     if "undumpable" in options:
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-    offer = MemoryOffer(views(), across_hosts="one host" not in options)
+    offer = MemoryOffer(views(), across_hosts="one host" not in options, addresses=["127.0.0.1", *host_addresses()])
     print(json.dumps(offer.describe()), flush=True)
     if "fork" in options:
         sys.stdin.readline()

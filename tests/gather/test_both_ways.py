@@ -14,7 +14,7 @@ import torch
 from tests.gather.notes import assert_soon, await_note, read_note, write_note
 from tests.named_memory import named_memory
 from tests.open_files import open_files
-from xrank.errors import RankFailedError, UsageError
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 from xrank.testing.workspace_contract import has_same_bytes, tensor_zoo
 
@@ -274,3 +274,69 @@ def test_nothing_is_left_after_many_gathers(rank, workspace_path, num_repeats):
         # A writer removes its file when it leaves, which the first rank does not wait for; by its next gather it has.
         with get_tensors_parallel(None, [0, 1], workspace_path=workspace_path):
             assert os.listdir(workspace_path) == []
+
+
+@pytest.mark.parametrize("dropping", [0, 1])
+@worlds(2, 3)
+def test_a_gather_that_was_entered_and_dropped_fails_on_all_others(rank, num_ranks, workspace_path, dropping):
+    def gather():
+        return get_tensors_parallel(torch.full((4,), rank), range(num_ranks), workspace_path=workspace_path)
+
+    for _ in range(2):
+        began = time.monotonic()
+        if rank == dropping:
+            dropped = gather()
+            dropped.__enter__()
+            del dropped
+        else:
+            with pytest.raises(RankFailedError, match="dropped without being left") as caught, gather():
+                pass
+            assert caught.value.rank == dropping and time.monotonic() - began < 20
+        with gather() as parts:
+            assert [int(part[0]) for part in parts] == ([*range(num_ranks)] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("closing", [0, 1])
+@worlds(2)
+def test_a_gather_that_another_thread_closes_fails_on_all(rank, num_ranks, workspace_path, closing):
+    def gather():
+        return get_tensors_parallel(torch.full((4,), rank), [0, 1], workspace_path=workspace_path)
+
+    if rank == closing:
+        entered, errors = gather(), []
+        entered.__enter__()
+
+        def leave():
+            try:
+                entered.__exit__(None, None, None)
+            except UsageError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert "in the thread that entered it" in errors[0].next_step
+    else:
+        began = time.monotonic()
+        with pytest.raises(RankFailedError, match="ends in") as caught, gather():
+            pass
+        assert caught.value.rank == closing and time.monotonic() - began < 20
+    with gather() as parts:
+        assert len(parts) == 2 * (rank == 0)
+
+
+@worlds(2)
+def test_the_first_rank_leaves_at_its_deadline_whatever_another_does(rank, num_ranks, workspace_path):
+    """The other rank has entered the gather, and neither leaves it nor looks at anything."""
+    kept = get_tensors_parallel(torch.ones(4), [0, 1], workspace_path=workspace_path, timeout_seconds=3)
+    kept.__enter__()
+    if rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RankTimeoutError) as caught:
+            kept.__exit__(None, None, None)
+        assert caught.value.waiting_for == (1,) and time.monotonic() - began < 3 + 3.5
+        write_note(f"gave up {workspace_path}")
+    else:
+        assert await_note(f"gave up {workspace_path}")
+        with pytest.raises(RankFailedError, match="did not end the body"):
+            kept.__exit__(None, None, None)

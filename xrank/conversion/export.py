@@ -17,6 +17,7 @@ from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size
 from xrank.decisions.transforms import Transform
+from xrank.errors import UsageError
 from xrank.extras import require_torch
 from xrank.layout import LayoutMap
 from xrank.lending.copied_part import copy_part
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["export_model"]
+__all__ = ["export_model", "save_model"]
 
 _BUFFERS_NBYTES = 64_000_000
 """Bytes of a rank's buffers by default."""
@@ -173,7 +174,7 @@ def export_model(
     name = f"the export of {path}"
     check_meeting(group, timeout_seconds)
     await_background(name)
-    team = find_group_team(group, path, timeout_seconds=timeout_seconds)
+    team = find_group_team(group, path, timeout_seconds=timeout_seconds, call="export_model")
 
     def read_arguments() -> ModelRequest:
         raise_background_failure()
@@ -214,6 +215,96 @@ def export_model(
 
     request = replace(request, model={})  # the copy replaces it
     return run_in_background(name, export_copy)
+
+
+@names_own_arguments
+def save_model(
+    model_or_state_dict: torch.nn.Module | Mapping[str, Any],
+    out: str | os.PathLike[str],
+    *,
+    recipe: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    max_shard_size: str | int = "5GB",
+    transform: Transform | None = None,
+    adapter: AdapterChoice | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    max_memory: str | int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Write whole tensors of this process alone as a Hugging Face folder; no other rank takes part.
+
+    It is `export_model` for one rank, such as the first one in the body of `get_tensors_parallel`, which holds tensors
+    that it has gathered: the same names, shards, manifest and commit.
+
+    Args:
+        model_or_state_dict: a module, or tensors by name, each whole, on any device.
+        out: the folder to make, or its URL in a store.
+        recipe: as `export_model`; so are `dtype`, `base_model` and `adapter`.
+        dtype: element type of floating-point tensors.
+        base_model: a model folder, or the ID of one in the local Hugging Face cache.
+        max_shard_size: bytes of tensors in a file.
+        transform: makes other tensors of whole ones, as `export_model`.
+        adapter: the form of LoRA adapters.
+        config_overrides: additional or replaced content of config.json.
+        max_memory: bytes of the buffers; None: ``"64MB"``.
+        overwrite: whether an existing model may be replaced.
+        progress: called with (bytes written so far, bytes in all).
+
+    Raises:
+        UsageError: a tensor is a DTensor, of which this rank holds a part.
+        XrankError: as `export_model`.
+
+    Example:
+        >>> import torch, xrank
+        >>> with xrank.get_tensors_parallel(torch.ones(4), ranks=[0]) as parts:
+        ...     if parts:
+        ...         report = xrank.save_model({"norm.weight": torch.cat(parts)}, "model")
+        >>> report.num_parameters
+        4
+    """
+    require_torch("save_model")
+    require_linux("save_model")
+    path = clean_path(out)
+    check_types(None, None, config_overrides)
+    _check_whole(model_or_state_dict)
+    request = ModelRequest(
+        model_or_state_dict,
+        GatherOptions(
+            dtype=dtype_choice(dtype),
+            max_shard_size=max_shard_size,
+            max_memory=_buffers(max_memory, background=False),
+            adapter=adapter,
+            overwrite=overwrite,
+        ),
+        recipe=recipe,
+        base_model=base_model,
+        config_overrides=config_overrides,
+        transform=transform,
+        call="save_model",
+        place=path,
+    )
+    with ExitStack() as loan:
+        return _export(request, None, path, Team(), loan, progress)
+
+
+def _check_whole(model: torch.nn.Module | Mapping[str, Any]) -> None:
+    """Check that no tensor is a DTensor, of which other ranks hold the other parts.
+
+    Raises:
+        UsageError: one is.
+    """
+    tensors = model if isinstance(model, Mapping) else dict(getattr(model, "named_parameters", dict)())
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
+            raise UsageError(
+                f"{name} is a DTensor, of which this rank holds a part",
+                tensor=name,
+                got=f"a DTensor over {tensor.device_mesh.size()} ranks",
+                want="whole tensors",
+                next_step="call export_model on all ranks in place of save_model",
+            )
 
 
 def _buffers(max_memory: str | int | None, *, background: bool) -> str | int:

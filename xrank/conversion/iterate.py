@@ -86,7 +86,7 @@ def iter_model(
     require_linux("iter_model")
     place = os.path.join(environment.environ().get("XRANK_WORKSPACE") or os.curdir, "model")
     check_meeting(group, timeout_seconds)
-    team = find_group_team(group, place, timeout_seconds=timeout_seconds)
+    team = find_group_team(group, place, timeout_seconds=timeout_seconds, call="iter_model")
 
     def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)

@@ -104,7 +104,7 @@ def load_model(
         return {"call": "load_model", "recipe": path_text(recipe), "part": part, "max_memory": size}
 
     check_meeting(group, timeout_seconds)
-    team = find_group_team(group, place, timeout_seconds=timeout_seconds, joins_launch=False)
+    team = find_group_team(group, place, timeout_seconds=timeout_seconds, call="load_model", joins_launch=False)
     with team.together():
         max_memory_nbytes, _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
         budget = Budget.from_memory(max_memory_nbytes, default_workers())

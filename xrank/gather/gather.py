@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,10 +19,13 @@ from xrank.gather.exchange import Call, GatherExchange
 from xrank.gather.groups import GroupGathers, find_group, find_world, open_gathers, report_at_large
 from xrank.gather.sessions import Session
 from xrank.gather.tree import check_sendable, is_plain, pack, unpack
+from xrank.ranks.circle import Circle
 from xrank.ranks.failure import FailureRecord
 from xrank.system import require_linux
 
 __all__ = ["Gather"]
+
+_logger = logging.getLogger(__name__)
 
 _NUM_REPORTS = 3
 """Attempts to report a failure: a signal's handler may raise in the midst of one."""
@@ -66,6 +71,25 @@ class Gather(AbstractContextManager[list[Any]]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         call_uncompiled(self._leave, error)
+
+    @property
+    def circle(self) -> Circle:
+        """The ranks that have met, in the body of a gather of several."""
+        assert self._open is not None
+        return self._open.exchange.circle
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        opened = getattr(self, "_open", None)
+        if opened is None or _is_finalizing() or opened.pid != os.getpid():
+            return  # the end of a process is noticed as such
+        error = UsageError(
+            f"{opened.call} was entered, and dropped without being left",
+            want="a `with` block, which leaves it",
+            next_step="enter gathers by `with`, or keep the context and call its __exit__ in the same thread",
+        )
+        _logger.error("%s; the other ranks' gather fails", error)
+        _report(partial(opened.abandon, error), error)
+        self._close(opened)
 
     # ---- the beginning
 
@@ -189,6 +213,11 @@ class _Open:
                 want="a `with` block in one thread",
                 next_step="leave the gather in the thread that entered it",
             )
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail the call on all ranks, from any thread at any moment: nothing is closed, which may be in use."""
+        self.exchange.fail(self.call, error)
+        self.group.note(error, self.session.ranks, str(self.call))
 
     def fail(self, error: BaseException) -> None:
         """Fail the call on all ranks."""

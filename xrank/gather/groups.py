@@ -8,24 +8,27 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
 from xrank import environment
-from xrank.errors import UsageError
+from xrank.errors import ContradictionError, RankFailedError, UsageError
 from xrank.gather.exchange import Call, GatherExchange
 from xrank.gather.sessions import Session, Surroundings
-from xrank.ranks.failure import FailureRecord
+from xrank.ranks.appointment import has_joined
+from xrank.ranks.failure import FailureRecord, failure_of
 from xrank.ranks.group_connections import GroupConnections
 from xrank.ranks.launched_siblings import LaunchedSiblings, launch_of
-from xrank.ranks.long_wait import Wait, name_of_ranks, parties_of
+from xrank.ranks.long_wait import START_SECONDS, Awaits, LongWait, Wait, name_of_ranks, parties_of
 from xrank.ranks.membership import Membership
 from xrank.ranks.store import LaunchedRanks, find_store
+from xrank.sockets.host_addresses import used_addresses
 from xrank.system import after_fork_in_child
 
-__all__ = ["GroupGathers", "World", "failure_check", "find_group", "find_world", "forget", "open_gathers"]
+__all__ = ["GroupGathers", "WorkWatch", "World", "failure_check", "find_group", "find_world", "forget", "open_gathers"]
 
 
 class _OpenGathers(threading.local):
@@ -103,6 +106,7 @@ class GroupGathers:
     def __init__(self, world: World, group: Any) -> None:
         self.pid = os.getpid()
         self.membership = world.find_membership()
+        self.name = _name_of(world, group)
         self._rank = world.rank
         self._store = find_store(group, environment.environ())
         self._sessions: dict[tuple[int, ...], Session] = {}
@@ -114,9 +118,11 @@ class GroupGathers:
             around = Surroundings(
                 self._rank,
                 self._store,
+                self.name,
                 self.membership,
                 lambda is_begun: self._check_around(self._sessions[ranks], is_begun),
-                self._owes,
+                lambda wait: _owes(self.membership, wait),
+                lambda: used_addresses(self._store.host, environment.environ()),
             )
             session = self._sessions[ranks] = Session(ranks, around)
         return session
@@ -169,20 +175,25 @@ class GroupGathers:
         for exchange, call in _open.gathers[:-1] if is_begun else _open.gathers:
             exchange.look(call)
 
-    def _owes(self, wait: Wait) -> bool:
+    def owes(self, wait: Wait) -> bool:
+        """Return whether this thread still owes another rank's wait in this group its event."""
+        if self._thread.is_alive() and not self.is_of_this_thread:
+            return False
         session = self._sessions.get(wait.ranks)
         return session is None or session.owes(wait, _open.gathers)
 
     def note(self, error: BaseException, ranks: tuple[int, ...], call: str) -> None:
         """Note that an error has failed a call of these ranks; in other circles it then fails none."""
-        self.membership.note(error, name_of_ranks(ranks))
-        for wait in parties_of(error):
-            if self._rank in wait.ranks:
-                session = self.session(wait.ranks)
-                # Now, not when the other ranks have closed it: a call might begin there meanwhile.
-                session.fail_next(FailureRecord.from_error(error, self._rank, call))
-                if wait.number == 0:
-                    session.skip_meeting(wait.meeting)
+        _note(self.membership, error, name_of_ranks(ranks), call)
+
+    def fail_party(self, wait: Wait, error: BaseException, call: str) -> None:
+        """Fail a call of this group whose ranks waited for those of the present one, in which this rank is not."""
+        if self._rank in wait.ranks and self.is_of_this_thread:
+            session = self.session(wait.ranks)
+            # Now, not when the other ranks have closed it: a call might begin there meanwhile.
+            session.fail_next(FailureRecord.from_error(error, self._rank, call))
+            if wait.number == 0:
+                session.skip_meeting(wait.meeting)
 
     def fail_at_large(self, record: FailureRecord) -> None:
         """Fail the next call of every list of ranks that has met: one of them is the call that failed."""
@@ -200,6 +211,101 @@ class GroupGathers:
 _groups: WeakKeyDictionary[Any, GroupGathers] = WeakKeyDictionary()
 """Gathers by process group: they end when the group is destroyed."""
 _memberships: WeakKeyDictionary[Any, tuple[int, Membership]] = WeakKeyDictionary()
+
+
+class WorkWatch:
+    """Looks for reasons why other ranks do not come to a piece of work, in place of a gather's meeting.
+
+    Args:
+        group: as of `find_store`.
+        call: the call that begins the work, for people.
+    """
+
+    def __init__(self, group: Any, call: str) -> None:
+        self._world, self._group, self._call = find_world(group), group, call
+        self._begins_at = monotonic() + START_SECONDS
+        self._check = failure_check()
+        self._name: str | None = None
+        self._wait: LongWait | None = None
+
+    def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
+        """Look; this does nothing if the last look was a moment ago.
+
+        Args:
+            ranks: all ranks, the first rank first.
+            name: of the work; empty while the first rank has not announced it.
+            absent: ranks that have not come.
+
+        Raises:
+            RankFailedError: one of them has ended, or a gather around this call has failed.
+            ContradictionError: this rank and others wait for each other in different calls.
+        """
+        self._check()
+        if monotonic() < self._begins_at:
+            return
+        if self._wait is None or name != self._name:
+            self.end()
+            rank, group, thread = self._world.rank, _name_of(self._world, self._group), threading.current_thread().name
+            awaits = Awaits.ARRIVAL if name else Awaits.FIRST
+            wait = Wait("", rank, tuple(ranks), 0, 0, name, self._call, awaits, (), group, thread)
+            membership = self._world.find_membership()
+
+            def owes(other: Wait) -> bool:
+                is_same = other.is_of_work and other.group == group
+                return not is_same and _owes(membership, other)
+
+            self._name, self._wait = name, LongWait(wait, membership.store, membership, owes)
+        self._wait.look(absent, absent)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the wait, with the error that has failed the call; it then fails no further one."""
+        if error is not None and isinstance(error, RankFailedError | ContradictionError):
+            _note(self._world.find_membership(), error, "work", self._call)
+        if self._wait is not None:
+            self._wait.end()
+
+    def is_settled(self, error: RankFailedError) -> bool:
+        """Return whether a failure has failed an earlier call of this rank.
+
+        Raises:
+            RankFailedError: a gather around this call has failed.
+        """
+        self._check()
+        return failure_of(error)[0] in self._world.find_membership().known_failures
+
+    def raise_if_confirmed(self) -> None:
+        """Raise if this rank and others were found to wait for each other; errors as in `look`."""
+        if self._wait is not None:
+            self._wait.raise_if_confirmed()
+
+
+def _name_of(world: World, group: Any) -> str:
+    """Return the name of a group, which is the same on all of its ranks."""
+    return str(getattr(world.owner if group is None else group, "group_name", ""))
+
+
+def _owes(membership: Membership, wait: Wait) -> bool:
+    """Return whether this thread still owes another rank's wait its event.
+
+    Calls of threads of one name belong together where nothing else shows it (docs/live-gathers.md, Threads).
+    """
+    is_of_this_thread = wait.thread == threading.current_thread().name
+    if wait.is_of_work:
+        return is_of_this_thread and not has_joined(wait.way)
+    gathers = _find_named(membership, wait.group)
+    return is_of_this_thread if gathers is None else gathers.owes(wait)
+
+
+def _find_named(membership: Membership, name: str) -> GroupGathers | None:
+    return next((one for one in list(_groups.values()) if one.membership is membership and one.name == name), None)
+
+
+def _note(membership: Membership, error: BaseException, claim: str, call: str) -> None:
+    """Note that an error has failed a call of this rank."""
+    membership.note(error, claim)
+    for wait in parties_of(error):
+        if not wait.is_of_work and (gathers := _find_named(membership, wait.group)) is not None:
+            gathers.fail_party(wait, error, call)
 
 
 class _Making:

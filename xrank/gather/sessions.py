@@ -13,7 +13,7 @@ for `Meeting.way`, and an argument of `get_tensors_parallel`, `get_configs_paral
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,11 +44,15 @@ class Surroundings:
 
     rank: int
     store: Store
+    group: str
+    """The group's name."""
     membership: Membership
     check_around: Callable[[bool], None]
     """Raises if a gather around the present one failed; called with whether the present one has begun."""
     owes: Callable[[Wait], bool]
     """Returns whether this rank still owes another rank's wait its event."""
+    find_addresses: Callable[[], Sequence[str]]
+    """Returns the addresses at which ranks of other hosts reach this one."""
 
 
 class Session:
@@ -117,7 +121,8 @@ class Session:
             circle = _meet_through(path, meeting)
             with self._turn:
                 self._is_meeting = False
-                exchange = self.exchanges[path] = GatherExchange(circle, _make_messages(path, circle), number)
+                messages = _make_messages(path, circle, self._around.find_addresses)
+                exchange = self.exchanges[path] = GatherExchange(circle, messages, number)
                 if self.pending is not None:  # it came after the last look
                     exchange.fail_next(self.pending)
                     self.pending = None
@@ -154,8 +159,9 @@ class Session:
 
     def _begin_wait(self, meeting: int, number: int, way: str, text: str, awaits: Awaits) -> LongWait:
         around = self._around
-        description = Wait("", around.rank, self.ranks, meeting, number, way, text, awaits, ())
-        return LongWait(description, around.store, around.membership, around.owes)
+        thread = threading.current_thread().name
+        description = Wait("", around.rank, self.ranks, meeting, number, way, text, awaits, (), around.group, thread)
+        return LongWait(description, around.membership.store, around.membership, around.owes)
 
     def owes(self, wait: Wait, open_calls: list[tuple[GatherExchange, Call]]) -> bool:
         """Return whether this rank still owes a rank's wait for it in a call of these ranks.
@@ -254,10 +260,13 @@ def _meet_through(path: str | None, meeting: Meeting) -> Circle:
         return meet_across_hosts(meeting)
 
 
-def _make_messages(path: str | None, circle: Circle) -> MessageWorkspace:
+def _make_messages(path: str | None, circle: Circle, find_addresses: Callable[[], Sequence[str]]) -> MessageWorkspace:
     if path is not None:
         return _open_messages(path, circle)
-    return MemoryMessages() if circle.wire.shares_memory else SocketMessages(circle.look_now)
+    if circle.wire.shares_memory:
+        return MemoryMessages()
+    across_hosts = not circle.is_one_network
+    return SocketMessages(circle.look_now, secret=circle.secret, across_hosts=across_hosts, addresses=find_addresses)
 
 
 def _open_messages(path: str, circle: Circle) -> MessageWorkspace:

@@ -20,7 +20,8 @@ from xrank.faces import AGAIN
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
 from xrank.lending.local_bytes import LocalBytes, local_bytes
-from xrank.lending.peer_source import MemoryOffer, PeerSource
+from xrank.lending.memory_offer import MemoryOffer, add_token
+from xrank.lending.peer_source import PeerSource
 from xrank.plan.faults import difference_error
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import digest_twins, find_different_twin
@@ -176,12 +177,20 @@ def lend_model(
     """
     # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
     part = locate_part(request, team) if part is None else part
-    offer = MemoryOffer(part.views, across_hosts=across_hosts or not team.is_one_host, by_mooncake=by_mooncake)
+    offer = MemoryOffer(
+        part.views,
+        across_hosts=across_hosts or team.needs_ports,
+        by_mooncake=by_mooncake,
+        addresses=() if across_hosts else team.addresses,
+        secret=team.secret,
+    )
     loan.callback(offer.close)
     loan.push(partial(_raise_own, team.rank, offer))
     own = json.dumps({"model": part.description, "offer": offer.describe(), "own": asdict(part.config)})
     _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, partial(_collect_parts, check))
     parts = [json.loads(text) for text in texts]
+    for one in parts:
+        one["offer"] = add_token(one["offer"], team.secret)  # which the store, through which texts came, must not have
     (gather, live), _ = team.agree(
         "the plan", partial(_make_plan, request, team.ranks, parts), _describe_plan, partial(_check_plans, team)
     )

@@ -18,8 +18,9 @@ from xrank.lending.peer_memory import LendingEndedError, LendingSign, PeerMemory
 from xrank.ranks.link import is_readable
 from xrank.ranks.peer import Peer, process_space
 from xrank.sockets.peer_service import PeerService
+from xrank.sockets.peer_wire import derive_token
 
-__all__ = ["MemoryOffer", "PeerOffer"]
+__all__ = ["MemoryOffer", "PeerOffer", "add_token"]
 
 
 class MemoryOffer:
@@ -29,20 +30,32 @@ class MemoryOffer:
         views: bytes of tensors, which must not change meanwhile.
         across_hosts: whether ranks on other hosts also read; the offer then listens on a port.
         by_mooncake: whether Mooncake may read the views that are in a row in memory, too.
+        addresses: of the port, as `PeerService` takes them.
+        secret: shared with the readers, who add the token to the description (`add_token`); None: it is in it.
 
     Raises:
         UsageError: as `MooncakeEngine`.
     """
 
-    def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool = True, by_mooncake: bool = False) -> None:
+    def __init__(
+        self,
+        views: Sequence[LocalBytes],
+        *,
+        across_hosts: bool = True,
+        by_mooncake: bool = False,
+        addresses: Sequence[str] = (),
+        secret: bytes | None = None,
+    ) -> None:
         self.views = tuple(views)
         spans = [(view.address, view.nbytes) for view in self.views if view.address]
         self._mooncake = MooncakeEngine(spans) if by_mooncake else None
-        self._service = PeerService(dict(enumerate(self.views)), across_hosts=across_hosts)
+        self._service = PeerService(
+            dict(enumerate(self.views)), across_hosts=across_hosts, addresses=addresses, secret=secret
+        )
         self._sign = LendingSign()
 
     def describe(self) -> dict[str, Any]:
-        """Return a JSON description with which other ranks read the offer. Only those ranks may receive it."""
+        """Return a JSON description with which other ranks read the offer; with a token, only those may receive it."""
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -81,6 +94,11 @@ class MemoryOffer:
         self._service.close()
         if self._mooncake is not None:
             self._mooncake.close()
+
+
+def add_token(description: Mapping[str, Any], secret: bytes) -> dict[str, Any]:
+    """Return an offer's description with the token that its readers derive from their secret."""
+    return {**description, "token": derive_token(secret, str(description.get("socket"))).hex()}
 
 
 @dataclass(slots=True, eq=False)

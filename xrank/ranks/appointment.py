@@ -10,23 +10,27 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import sleep
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.faces import AGAIN, option
 from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import process_space
 from xrank.ranks.store import GroupStore, LaunchedRanks, find_store
 from xrank.words import ranks_text
 
-__all__ = ["Appointment", "appoint"]
+__all__ = ["Appointment", "Watch", "appoint", "has_joined"]
+
 
 _NAME = "appointment"
+_ENDED = "ended"
 _PAUSE_SECONDS = (0.0005, 0.02)
 """Shortest and longest pause between two looks: ranks of one program come almost together."""
 
@@ -50,18 +54,49 @@ class Appointment:
         return self.num_here == len(self.ranks)
 
 
+class Watch(Protocol):
+    """Looks for reasons why other ranks do not come (`xrank.gather.groups.WorkWatch`)."""
+
+    def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
+        """Raise if a rank is known not to come to the work of that name."""
+
+    def raise_if_confirmed(self) -> None:
+        """Raise if ranks were found to wait for each other; some of them may have come with their next calls."""
+
+    def is_settled(self, error: RankFailedError) -> bool:
+        """Return whether a failure is that of an earlier call of this rank."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the wait."""
+
+
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Process group -> name of the last work that this rank joined."""
 
 
-def appoint(group: Any, environ: Mapping[str, str], *, timeout_seconds: float) -> Appointment | None:
+def has_joined(name: str) -> bool:
+    """Return whether this process has come to the work of that name."""
+    return bool(name) and name in _known.values()
+
+
+def appoint(
+    group: Any, environ: Mapping[str, str], *, timeout_seconds: float, watch: Watch | None = None
+) -> Appointment | None:
     """Let the ranks of a process group, or of the world if None, begin a piece of work; each of them must call it.
+
+    Args:
+        group: their group.
+        environ: the environment of this process.
+        timeout_seconds: how long ranks may take to come.
+        watch: looks for reasons why they do not.
 
     Returns:
         The appointment; None if there is one rank alone.
 
     Raises:
         RankTimeoutError: ranks did not come; `waiting_for` names them.
+        RankFailedError: a rank has failed, or has ended.
+        ContradictionError: from `watch`.
         UsageError: this rank is not in the group.
     """
     import torch.distributed
@@ -82,12 +117,48 @@ def appoint(group: Any, environ: Mapping[str, str], *, timeout_seconds: float) -
         )
     if len(ranks) == 1:
         return None
-    store, deadline = find_store(group, environ), Deadline(timeout_seconds)
+    store, deadline, watch = find_store(group, environ), Deadline(timeout_seconds), watch or _Blind()
+    try:
+        while True:
+            try:
+                found = _meet(store, owner, rank, ranks, deadline, watch)
+                break
+            except RankFailedError as error:
+                # Ranks may have waited for each other, and another of them may have noticed it first.
+                watch.raise_if_confirmed()
+                if not watch.is_settled(error):
+                    raise
+    except BaseException as error:
+        watch.end(error)
+        raise
+    watch.end()
+    return found
+
+
+class _Blind:
+    """A `Watch` that sees nothing."""
+
+    def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
+        pass
+
+    def raise_if_confirmed(self) -> None:
+        pass
+
+    def is_settled(self, error: RankFailedError) -> bool:
+        return False
+
+    def end(self, error: BaseException | None = None) -> None:
+        pass
+
+
+def _meet(
+    store: GroupStore, owner: Any, rank: int, ranks: tuple[int, ...], deadline: Deadline, watch: Watch
+) -> Appointment:
     if rank == ranks[0]:
         name = secrets.token_hex(8)
         store.put(_NAME, json.dumps({"name": name, "open": True}))
     else:
-        name = _await_name(store, _known.get(owner), ranks, deadline)
+        name = _await_name(store, _known.get(owner), ranks, deadline, watch)
     # Before the wait below: a rank that gives up there must not join the same work again.
     _known[owner] = name
 
@@ -98,29 +169,39 @@ def appoint(group: Any, environ: Mapping[str, str], *, timeout_seconds: float) -
 
     own = store.with_prefix(f"xrank/{name}")
     try:
-        places = _await_places(own, rank, ranks, deadline)
-    except BaseException:
+        places = _await_places(own, rank, ranks, deadline, partial(watch.look, ranks, name))
+        watch.raise_if_confirmed()
+    except BaseException as error:
         if rank == ranks[0]:
             end()
+        if not isinstance(error, RankTimeoutError):  # else the others' time is over, too
+            with suppress(RankFailedError):
+                own.put(
+                    _ENDED, FailureRecord.from_error(error, rank, "the beginning of shared work").to_bytes().decode()
+                )
         raise
     return Appointment(
-        LaunchedRanks(own, is_own=False, on_end=end), ranks, rank, places.count(places[ranks.index(rank)])
+        LaunchedRanks(own, is_own=False, on_end=end, name=name), ranks, rank, places.count(places[ranks.index(rank)])
     )
 
 
-def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], deadline: Deadline) -> str:
+def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], deadline: Deadline, watch: Watch) -> str:
     pause = _PAUSE_SECONDS[0]
     while True:
         found = json.loads(store.peek(_NAME) or "{}")
         if found.get("open") and found["name"] != known:
+            watch.raise_if_confirmed()
             return str(found["name"])
         if deadline.has_passed:
             raise _timeout(ranks[:1], ranks, deadline)
+        watch.look(ranks, "", ranks[:1])
         sleep(pause)
         pause = min(2 * pause, _PAUSE_SECONDS[1])
 
 
-def _await_places(store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline) -> list[str]:
+def _await_places(
+    store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline, look: Callable[[Sequence[int]], None]
+) -> list[str]:
     """Publish this rank's host, and return those of all ranks."""
     # Abstract sockets are seen inside one network namespace only (unix(7)), process numbers inside one of their own.
     store.put(f"place/{rank}", f"{process_space()}.{os.stat('/proc/self/ns/net').st_ino}")
@@ -133,8 +214,11 @@ def _await_places(store: GroupStore, rank: int, ranks: Sequence[int], deadline: 
         absent = [one for one in ranks if one not in places]
         if not absent:
             return [places[one] for one in ranks]
+        if (ended := store.peek(_ENDED)) is not None:
+            raise FailureRecord.from_bytes(ended.encode()).to_error()
         if deadline.has_passed:
             raise _timeout(absent, ranks, deadline)
+        look(absent)
         sleep(pause)
         pause = min(2 * pause, _PAUSE_SECONDS[1])
 

@@ -36,6 +36,7 @@ class Circle:
         rank: this rank.
         wire: connection to the other ranks.
         peers: processes of the other ranks.
+        secret: known to these ranks alone.
         spin_seconds: seconds for which a wait looks without sleeping: most answers come at once, and a sleep costs as
             much as the whole call. 0 if ranks share processors: the answering rank then needs this one's.
     """
@@ -47,9 +48,10 @@ class Circle:
         wire: Wire,
         peers: Mapping[int, Peer],
         *,
+        secret: bytes = b"",
         spin_seconds: float = 0.0,
     ) -> None:
-        self.ranks, self.rank, self.wire, self.peers = tuple(ranks), rank, wire, dict(peers)
+        self.ranks, self.rank, self.wire, self.peers, self.secret = tuple(ranks), rank, wire, dict(peers), secret
         self._spin = Spin(wire, spin_seconds)
         self.first = self.ranks[0]
         """The rank that gathers."""
@@ -61,6 +63,12 @@ class Circle:
         self._last = 0
         self._num_ended = 0
         self._open: set[int] = set()  # calls begun and not left; nested ones end before those around them
+
+    @property
+    def is_one_network(self) -> bool:
+        """Whether all ranks reach each other's abstract sockets, so that none needs a port."""
+        own = Peer.from_this_process(self.rank).network
+        return all(peer.network == own for peer in self.peers.values())
 
     # ---- progress of the ranks
 
@@ -212,7 +220,11 @@ class Circle:
             self._wait(have_ended, self.others, call, deadline, self.find_open_bodies, sleep=Sleep.UNTIL_ALL)
         else:
             first, get_status, num_ended = self.first, self.wire.get_status, self._num_ended
-            self._wait(lambda: get_status(first, Status.ENDED) >= num_ended, (first,), call, deadline)
+            # It has arrived, too: bodies are counted over all calls, and a rank may be in another call than the first.
+            has_released = lambda: (  # noqa: E731
+                get_status(first, Status.ENDED) >= num_ended and get_status(first, Status.ARRIVED) >= call
+            )
+            self._wait(has_released, (first,), call, deadline)
 
     def find_open_bodies(self) -> tuple[int, ...]:
         """Return the other ranks that are known to have ended fewer bodies than this one."""

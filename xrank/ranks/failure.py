@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from xrank.errors import RankFailedError, XrankError
+from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.faces import marked
 
 __all__ = ["MAX_NBYTES", "FailureRecord", "failure_of", "mark_failure"]
@@ -35,6 +35,8 @@ class FailureRecord:
     """Id of the failure, which all records of it share: a failure fails one call of a rank, whichever way it comes."""
     is_at_large: bool = False
     """Whether the ranks of the failed call are not known: they were the error."""
+    absent: tuple[int, ...] = ()
+    """Ranks that did not come in time, if that is the failure."""
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int, call: str, number: int = 0) -> FailureRecord:
@@ -50,7 +52,8 @@ class FailureRecord:
         if isinstance(error, XrankError):
             parts = (("got", error.got), ("want", error.want))
             cause += "".join(f"; {word} {marked(part)}" for word, part in parts if part)
-        return cls(rank, socket.gethostname(), os.getpid(), cause, call, number, failure_id, is_at_large)
+        absent = error.waiting_for if isinstance(error, RankTimeoutError) else ()
+        return cls(rank, socket.gethostname(), os.getpid(), cause, call, number, failure_id, is_at_large, absent)
 
     def anew(self) -> FailureRecord:
         """Return the record as that of another failure, which follows from this one."""
@@ -61,14 +64,15 @@ class FailureRecord:
         text = json.dumps(asdict(self)).encode()
         if len(text) > MAX_NBYTES:
             # Escapes make a character up to 12 bytes long, so a cause of this length always fits.
-            short = {**asdict(self), "cause": self.cause[:100] + " ...", "call": self.call[:50]}
+            short = {**asdict(self), "cause": self.cause[:100] + " ...", "call": self.call[:50], "absent": ()}
             text = json.dumps(short).encode()
         return text
 
     @classmethod
     def from_bytes(cls, content: bytes) -> FailureRecord:
         """Return the record that `to_bytes` wrote."""
-        return cls(**json.loads(content))
+        fields = json.loads(content)
+        return cls(**{**fields, "absent": tuple(fields["absent"])})
 
     def to_error(self) -> RankFailedError:
         """Return the error that every other rank raises."""

@@ -23,7 +23,7 @@ from xrank.ranks.membership import Membership
 from xrank.ranks.store import Store
 from xrank.words import join_words, list_text, ranks_text
 
-__all__ = ["Awaits", "LongWait", "Wait", "name_of_ranks", "parties_of"]
+__all__ = ["START_SECONDS", "Awaits", "LongWait", "Wait", "name_of_ranks", "parties_of"]
 
 START_SECONDS = 0.25
 """Length of a wait that is long, and time between two of its looks: a death is to be named within 2 seconds."""
@@ -65,6 +65,15 @@ class Wait:
     """The call, for people."""
     awaits: str
     awaited: tuple[int, ...]
+    group: str = ""
+    """The name of the process group."""
+    thread: str = ""
+    """The name of the waiting thread."""
+
+    @property
+    def is_of_work(self) -> bool:
+        """Whether the ranks begin a piece of work (`xrank.ranks.appointment`), and `way` is its name."""
+        return self.meeting == 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} waits for {ranks_text(self.awaited)} in {self.call} of {list_text(self.ranks, 16)}"
@@ -95,7 +104,7 @@ class LongWait:
 
     Args:
         description: the wait; its id and awaited ranks are not used.
-        store: the group's store.
+        store: the store of all groups of these processes.
         membership: the ranks' processes.
         owes: whether this rank still owes another rank's wait its event; called with waits for this rank.
     """
@@ -155,35 +164,34 @@ class LongWait:
         if self._published:
             self._published = ""
             with suppress(RankFailedError):  # the store may be gone
-                self._store.put(_name(self._description.rank), "")
+                self._membership.publish_wait(self._id, None)
 
     def _publish(self, awaited: Sequence[int]) -> Wait:
         mine = Wait(**{**asdict(self._description), "id": self._id, "awaited": tuple(awaited[:_MAX_LISTED])})
         if (text := mine.to_text()) != self._published:
-            self._store.put(_name(mine.rank), text)
+            self._membership.publish_wait(self._id, text)
             self._published = text
         return mine
 
-    def _read(self, rank: int) -> Wait | None:
-        text = self._store.peek(_name(rank))
-        return Wait.from_text(text) if text else None
+    def _read(self, rank: int) -> list[Wait]:
+        return [Wait.from_text(text) for text in self._membership.read_waits(rank)]
 
     # ---- ranks that wait for each other
 
     def _vote(self, mine: Wait) -> None:
         """Confirm this rank's part of every circle of waits that it is in: it waits, and owes the wait for it."""
-        waits = {mine.rank: mine}
-        unread = [*mine.awaited]
+        waits, read, unread = {mine.id: mine}, {mine.rank}, [*mine.awaited]
         while unread and len(waits) < _MAX_READ:
-            rank = unread.pop(0)
-            if rank not in waits and (wait := self._read(rank)) is not None:
-                waits[rank] = wait
-                unread += [r for r in wait.awaited if r not in waits]
-        for circle in _circles(mine.rank, waits):
+            if (rank := unread.pop(0)) not in read:
+                read.add(rank)
+                for wait in self._read(rank):
+                    waits[wait.id] = wait
+                    unread += wait.awaited
+        for circle in _circles(mine, waits):
             name = f"circle/{_digest(circle)}"
             if name not in self._votes and self._owes(circle[-1]):
                 self._votes[name] = circle
-                self._store.put(f"{name}/{mine.rank}", "1")
+                self._store.put(f"{name}/{mine.id}", "1")
 
     def raise_if_confirmed(self) -> None:
         """Raise if all ranks of a circle have confirmed it: none of them can have gone on since.
@@ -195,7 +203,7 @@ class LongWait:
             ContradictionError: they have.
         """
         for name, circle in self._votes.items():
-            if all(self._store.peek(f"{name}/{wait.rank}") is not None for wait in circle):
+            if all(self._store.peek(f"{name}/{wait.id}") is not None for wait in circle):
                 raise _make_error(circle)
 
     # ---- the log
@@ -203,10 +211,8 @@ class LongWait:
     def _log(self, awaited: Sequence[int], seconds: float) -> None:
         known = []
         for rank in awaited[:4]:
-            wait = self._read(rank)
-            known.append(
-                f"rank {rank}: {self._membership.describe(rank)}" + (f"; {wait.call} waits there" if wait else "")
-            )
+            there = "".join(f"; {wait.call} waits there" for wait in self._read(rank))
+            known.append(f"rank {rank}: {self._membership.describe(rank)}{there}")
         mine = self._description
         _logger.warning(
             "rank %d has waited %.0f s for %s of %s, in %s (%s)",
@@ -214,45 +220,45 @@ class LongWait:
         )  # fmt: skip
 
 
-def _name(rank: int) -> str:
-    return f"wait/{rank}"
-
-
 def _digest(circle: Sequence[Wait]) -> str:
     """Return a name of a circle that is the same on all of its ranks."""
-    first = min(range(len(circle)), key=lambda i: circle[i].rank)
+    first = min(range(len(circle)), key=lambda i: (circle[i].rank, circle[i].id))
     ids = [wait.id for wait in (*circle[first:], *circle[:first])]
     return blake2b(" ".join(ids).encode(), digest_size=16).hexdigest()
 
 
-def _circles(start: int, waits: Mapping[int, Wait]) -> Iterator[tuple[Wait, ...]]:
-    """Yield circles of waits through a rank, each from its wait on: the shortest, up to one for each of its waits."""
+def _circles(start: Wait, waits: Mapping[str, Wait]) -> Iterator[tuple[Wait, ...]]:
+    """Yield circles of waits, by id, each from one on: the shortest, up to one for each wait for its rank."""
     for last in waits.values():
-        if start in last.awaited and last.rank != start:
-            # The shortest path from the start to the rank that waits for it.
-            before: dict[int, int] = {start: start}
+        if start.rank in last.awaited and last.rank != start.rank:
+            # The shortest path from the start to the wait for it.
+            before = {start.id: start.id}
             queue = [start]
-            while queue and last.rank not in before:
-                rank = queue.pop(0)
-                for following in waits[rank].awaited:
-                    if following in waits and following not in before:
-                        before[following] = rank
+            while queue and last.id not in before:
+                here = queue.pop(0)
+                for following in waits.values():
+                    if following.rank in here.awaited and following.id not in before:
+                        before[following.id] = here.id
                         queue.append(following)
-            if last.rank in before:
-                path = [last.rank]
-                while path[-1] != start:
+            if last.id in before:
+                path = [last.id]
+                while path[-1] != start.id:
                     path.append(before[path[-1]])
-                yield tuple(waits[rank] for rank in reversed(path))
+                yield tuple(waits[one] for one in reversed(path))
 
 
 def _make_error(circle: Sequence[Wait]) -> ContradictionError:
-    texts = sorted(map(str, circle))
+    texts, ranks = sorted(map(str, circle)), join_words(f"rank {wait.rank}" for wait in circle)
+    are_gathers = not any(wait.is_of_work for wait in circle)
     error = ContradictionError(
-        f"{ranks_text(wait.rank for wait in circle)} are at different gathers, and wait for each other",
+        f"{ranks_text(wait.rank for wait in circle)} are at different {'gathers' if are_gathers else 'calls'}, "
+        "and wait for each other",
         rank=circle[1].rank,
         got="; ".join(texts)[:1500],
-        want="the same gathers in the same order on all of their ranks",
-        next_step=f"give the same `ranks`, in the same order, on {join_words(f'rank {wait.rank}' for wait in circle)}",
+        want=f"the same {'gathers' if are_gathers else 'calls'} in the same order on all of their ranks",
+        next_step=f"give the same `ranks`, in the same order, on {ranks}"
+        if are_gathers
+        else f"make the same calls on {ranks}; one rank alone writes tensors that it has gathered by xrank.save_model",
     )
     # One failure, which all of them notice.
     mark_failure(error, _digest(circle))

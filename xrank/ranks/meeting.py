@@ -105,7 +105,9 @@ class Meeting:
 
         Raises:
             RankFailedError: one does.
+            ContradictionError: as `raise_if_confirmed`; ranks that have noticed it may have come with their next calls.
         """
+        self.raise_if_confirmed()
         if any(thread != self.thread for thread in threads):
             end = monotonic() + _THREAD_SECONDS
             while monotonic() < end:
@@ -150,6 +152,8 @@ class Meeting:
             self.check([rank for rank in self.ranks if rank != self.rank])
             sleep(min(pause, self.deadline.remaining_seconds))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
+        # Another rank may know already that they waited for each other, and have come here with its next call.
+        self.raise_if_confirmed()
         if announced["way"] != self.way:
             raise ContradictionError(
                 f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -66,6 +67,8 @@ class Membership:
         self._num_seen: dict[int, int] = {}
         self._paired: dict[int, set[str]] = {}
         """Rank -> own failures at large that have failed one of that rank's calls, or were the same call's."""
+        self._waits: dict[str, str] = {}
+        self._waits_lock = threading.Lock()
         self._pid = os.getpid()
         self._heartbeat: Heartbeat | None = None
         if beats:
@@ -142,6 +145,26 @@ class Membership:
         if peer is None:
             return "it has not called xrank in this process group"
         return f"it runs on host {peer.host}, pid {peer.pid}"
+
+    # ---- waits
+
+    @property
+    def store(self) -> Store:
+        """The world's store."""
+        return self._store
+
+    def publish_wait(self, wait_id: str, text: str | None) -> None:
+        """Publish a long wait of this rank beside those of its other threads; None: it has ended."""
+        with self._waits_lock:
+            self._waits.pop(wait_id, None)
+            if text is not None:
+                self._waits[wait_id] = text
+            self._store.put(f"wait/{self._rank}", json.dumps([*self._waits.values()]))
+
+    def read_waits(self, rank: int) -> list[str]:
+        """Return the published long waits of a rank."""
+        waits: list[str] = json.loads(self._store.peek(f"wait/{rank}") or "[]")
+        return waits
 
     # ---- failures of calls whose ranks are not known
 

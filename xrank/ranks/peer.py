@@ -23,15 +23,23 @@ class Peer:
     pid: int
     space: str
     """Kernel and process namespace in which `pid` is this process."""
+    network: str = ""
+    """Kernel and network namespace, in which processes reach each other's abstract sockets (unix(7))."""
 
     @classmethod
     def from_this_process(cls, rank: int) -> Peer:
         """Return the peer of a rank that runs in this process."""
-        return cls(rank, socket.gethostname(), os.getpid(), process_space())
+        return cls(rank, socket.gethostname(), os.getpid(), process_space(), _network())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the peer as a JSON object."""
-        return {"rank": self.rank, "host": self.host, "pid": self.pid, "space": self.space}
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "pid": self.pid,
+            "space": self.space,
+            "network": self.network,
+        }
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Peer:
@@ -42,7 +50,7 @@ class Peer:
         """
         rank, host, pid, space = (description.get(name) for name in ("rank", "host", "pid", "space"))
         if type(rank) is int and type(host) is str and type(pid) is int and type(space) is str:
-            return cls(rank, host, pid, space)
+            return cls(rank, host, pid, space, str(description.get("network", "")))
         raise CorruptError(
             "a rank's description of its process is damaged",
             got=ascii(description)[:200],
@@ -73,6 +81,13 @@ def process_space() -> str:
         # No module beyond those imported anyway.
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:
             return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except FileNotFoundError:
+        return socket.gethostname()  # another system than Linux
+
+
+def _network() -> str:
+    try:
+        return f"{process_space().partition('.')[0]}.{os.stat('/proc/self/ns/net').st_ino}"
     except FileNotFoundError:
         return socket.gethostname()  # another system than Linux
 

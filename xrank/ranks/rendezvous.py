@@ -61,6 +61,7 @@ class _Host:
         self.meeting = meeting
         self.others = tuple(meeting.ranks[1:])
         self.nonce = secrets.token_hex(16)
+        self.secret = secrets.token_bytes(32)
         self.links: dict[int, Link] = {}
         self.guests: list[Link] = []  # connected, first message not yet received
         self.peers: dict[int, Peer] = {}
@@ -84,7 +85,7 @@ class _Host:
                 self._gather_guests(listener)
             meeting.check_threads(self.threads)
             board, bells = self._start()
-            circle = _circle(meeting, board, bells, self.links, self.peers)
+            circle = _circle(meeting, board, bells, self.links, self.peers, self.secret)
             undo.pop_all()
             listener.close()
             for guest in self.guests:
@@ -127,7 +128,9 @@ class _Host:
                     for start in range(0, len(peers), _PEERS_PER_MESSAGE):
                         link.send(Message({"peers": peers[start : start + _PEERS_PER_MESSAGE]}))
                     # The board last: its receiver takes it for the end of the roster.
-                    link.send(Message({"board": len(ranks)}), (fd, *bells.descriptors))
+                    # Links connect processes of this user on this host, so what they carry stays among them.
+                    content = {"board": len(ranks), "secret": self.secret.hex()}
+                    link.send(Message(content), (fd, *bells.descriptors))
                 except (BrokenPipeError, ConnectionResetError):
                     board.fail(0, self._record_death(rank))  # for ranks that have the board already
                     bells.close()
@@ -201,10 +204,19 @@ def _join(meeting: Meeting) -> Circle:
         raise _report_apart(meeting) from None
     link = Link(sock)
     try:
+        if link.peer_uid() != os.getuid():  # another user's process that has written itself into the store
+            raise RankFailedError(
+                f"{CALL} is announced by a process of another user",
+                rank=host.rank,
+                host=host.host,
+                got=f"user {link.peer_uid()}",
+                want=f"user {os.getuid()}, as all ranks",
+                next_step="start all ranks as one user, and let no other user reach the store's port",
+            )
         with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` raises
             link.send(Message({**meeting.describe(), "nonce": announced["nonce"]}))
-        peers, board, bells = _roster(meeting, link, host)
-        return _circle(meeting, board, bells, {host.rank: link}, peers)
+        peers, board, bells, secret = _roster(meeting, link, host)
+        return _circle(meeting, board, bells, {host.rank: link}, peers, secret)
     except RanksApartError:
         link.close()
         raise
@@ -214,8 +226,8 @@ def _join(meeting: Meeting) -> Circle:
         raise
 
 
-def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], Board, Bells]:
-    """Return the other ranks' processes, the board and the bells, which the first rank sends when all have come."""
+def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], Board, Bells, bytes]:
+    """Return the other ranks' processes, the board, the bells and the secret, which the first rank sends at the end."""
     peers: dict[int, Peer] = {}
     poller = select.poll()
     poller.register(link.fileno(), select.POLLIN)
@@ -251,7 +263,7 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
         if descriptors:
             board, *bells = descriptors
             try:
-                return peers, Board(board, len(meeting.ranks)), Bells(bells)
+                return peers, Board(board, len(meeting.ranks)), Bells(bells), bytes.fromhex(message.content["secret"])
             finally:
                 os.close(board)
         for peer in map(Peer.from_dict, message.content["peers"]):
@@ -260,12 +272,17 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
 
 
 def _circle(
-    meeting: Meeting, board: Board, bells: Bells, links: Mapping[int, Link], peers: Mapping[int, Peer]
+    meeting: Meeting,
+    board: Board,
+    bells: Bells,
+    links: Mapping[int, Link],
+    peers: Mapping[int, Peer],
+    secret: bytes,
 ) -> Circle:
     wire = HostWire(meeting.ranks, meeting.rank, board, bells, links, peers)
     has_own_processor = len(meeting.ranks) <= count_cores()
     spin_seconds = _SPIN_SECONDS if has_own_processor else 0.0
-    return Circle(meeting.ranks, meeting.rank, wire, peers, spin_seconds=spin_seconds)
+    return Circle(meeting.ranks, meeting.rank, wire, peers, secret=secret, spin_seconds=spin_seconds)
 
 
 def _apart_name(meeting: Meeting) -> str:

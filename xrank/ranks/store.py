@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -11,12 +14,17 @@ from typing import Any, Protocol
 
 from xrank.environment import Launch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.ranks.deadline import Deadline
 
 __all__ = ["GroupStore", "LaunchedRanks", "LocalStore", "Store", "connect_launched_ranks", "find_store"]
 
 _PREFIX = "xrank/"
 _PAUSE_SECONDS = 0.001
 _NUM_PAUSES = 1000
+_CONNECT_SECONDS = 3.0
+_CONNECT_PAUSE_SECONDS = 0.05
+_AGENT_SECONDS = 300.0
+"""Time in which torchrun's store, which is there before its ranks, must answer."""
 _groups = count(1)
 
 
@@ -86,8 +94,18 @@ class GroupStore:
 
     def clone(self) -> GroupStore:
         """Return the same store for another thread, over a connection of its own."""
+        self.peek("")  # raises at once if the store is gone: a new connection would be tried again and again
         with _name_store_failure():
             return GroupStore(self._store.clone())
+
+    @property
+    def host(self) -> str | None:
+        """The host of the store, as this process knows it; None if it is none that listens."""
+        store = self._store
+        while hasattr(store, "underlying_store"):  # a prefix's
+            store = store.underlying_store
+        found = getattr(store, "host", None)
+        return found if isinstance(found, str) else None
 
     def with_prefix(self, name: str) -> GroupStore:
         """Return a part of this store: a prefix keeps its names apart."""
@@ -133,6 +151,7 @@ class LaunchedRanks:
         on_end: called on the first of them when their work has ended.
         place: this rank's number and the number of ranks, for work that outlives the process groups; None: those of
             torch's world, or of the launcher.
+        name: the same on all ranks, and no other group's.
     """
 
     def __init__(
@@ -142,8 +161,9 @@ class LaunchedRanks:
         is_own: bool,
         on_end: Callable[[], None] = lambda: None,
         place: tuple[int, int] | None = None,
+        name: str = "",
     ) -> None:
-        self.store = store
+        self.store, self.group_name = store, name
         self.is_own = is_own
         self.place = place
         self._on_end = on_end
@@ -204,8 +224,10 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
         RankTimeoutError: rank 0 opened no store in time.
     """
     name = f"group_{next(_groups)}"  # a name in a store is not used twice
+    deadline = Deadline(timeout_seconds)
+    _import_torch_quietly()
     if _has_agent_store(environ):
-        return LaunchedRanks(_agent_store(environ, name), is_own=False)
+        return LaunchedRanks(_agent_store(environ, name, deadline=deadline), is_own=False, name=name)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         origin = "of RANK and WORLD_SIZE" if launch.launcher == "bare" else f"that {launch.launcher} started"
@@ -218,45 +240,87 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
     import torch.distributed
 
     distributed: Any = torch.distributed
-    is_first = launch.rank == 0
+    if launch.rank != 0:
+        store = _connect_store(address, int(port), deadline)
+        return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True, name=name)
     try:
         store = distributed.TCPStore(
             address,
             int(port),
             launch.world_size,
-            is_first,
+            True,
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
         )
     except RuntimeError as error:  # torch.distributed.DistError
         cause = str(error).splitlines()[0][:200]
-        if is_first:
-            raise UsageError(
-                f"rank 0 cannot open a store at {address}:{port}, where MASTER_ADDR and MASTER_PORT are: {cause}",
-                rank=0,
-                got=cause,
-                next_step="give MASTER_PORT a port that is free on rank 0's host",
-            ) from error
-        raise RankTimeoutError(
-            f"rank 0 opened no store at {address}:{port} within {timeout_seconds:g} s: {cause}",
+        raise UsageError(
+            f"rank 0 cannot open a store at {address}:{port}, where MASTER_ADDR and MASTER_PORT are: {cause}",
             rank=0,
-            waiting_for=(0,),
-            next_step="look at rank 0's own error first; MASTER_ADDR must be rank 0's host, seen from all others",
+            got=cause,
+            next_step="give MASTER_PORT a port that is free on rank 0's host",
         ) from error
-    return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True)
+    return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True, name=name)
+
+
+def _connect_store(address: str, port: int, deadline: Deadline) -> Any:
+    """Return a connection to the store at an address; torch connects once something listens there.
+
+    Alone, torch takes up to three times its time limit, and writes its C++ frames.
+
+    Raises:
+        RankTimeoutError: there is no store in time.
+    """
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    while True:
+        try:
+            limit = max(0.1, min(_CONNECT_SECONDS, deadline.remaining_seconds))
+            socket.create_connection((address, port), timeout=limit).close()
+            store = distributed.TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
+            )
+        except (OSError, RuntimeError) as error:  # torch.distributed.DistError
+            if deadline.has_passed:
+                cause = str(error).splitlines()[0][:200]
+                raise RankTimeoutError(
+                    f"rank 0 opened no store at {address}:{port} within {deadline.timeout_seconds:g} s: {cause}",
+                    rank=0,
+                    waiting_for=(0,),
+                    next_step="look at rank 0's own error first; MASTER_ADDR must be rank 0's host, seen from all "
+                    "others",
+                ) from error
+            sleep(min(_CONNECT_PAUSE_SECONDS, deadline.remaining_seconds))
+        else:
+            store.set_timeout(timedelta(seconds=deadline.timeout_seconds))
+            return store
+
+
+def _import_torch_quietly() -> None:
+    """Import torch so that it does not write C++ frames where a connection ends, unless the user chose what it writes.
+
+    Its first import reads the variable (c10/util/Logging.cpp).
+    """
+    if "torch" in sys.modules or (variable := "TORCH_CPP_LOG_LEVEL") in os.environ:
+        return
+    os.environ[variable] = "FATAL"
+    try:
+        import torch.distributed  # noqa: F401
+    finally:
+        del os.environ[variable]
 
 
 def _has_agent_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ
 
 
-def _agent_store(environ: Mapping[str, str], *names: str) -> GroupStore:
+def _agent_store(environ: Mapping[str, str], *names: str, deadline: Deadline | None = None) -> GroupStore:
     import torch.distributed
 
     distributed: Any = torch.distributed
-    store = distributed.TCPStore(
-        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
-    )
+    deadline = deadline or Deadline(_AGENT_SECONDS)
+    store = _connect_store(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), deadline)
     # The agent's store outlives a restart, and the next attempt must not find the names of the last one.
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return GroupStore(distributed.PrefixStore("/".join(("xrank", f"attempt_{attempt}", *names)), store))

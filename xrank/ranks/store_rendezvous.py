@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 from xrank.errors import RankFailedError, RankTimeoutError
@@ -12,11 +13,14 @@ from xrank.ranks.failure import FailureRecord
 from xrank.ranks.heartbeat import PERIOD_SECONDS
 from xrank.ranks.meeting import CALL, Meeting
 from xrank.ranks.peer import Peer
+from xrank.ranks.shared_key import own_key_pair
 from xrank.ranks.store_wire import StoreWire
 
 __all__ = ["meet_across_hosts"]
 
 _TICK_SECONDS = 0.02
+_KEY = "key"
+"""Entry of a rank's public key."""
 _GRACE_SECONDS = 2.0
 """Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
 
@@ -30,6 +34,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
     """
     is_first = meeting.rank == meeting.ranks[0]
     known: dict[int, Peer] = {}
+    keys = own_key_pair()
     if not is_first:
         first = Peer.from_dict(meeting.await_first())
         known[first.rank] = first
@@ -39,16 +44,25 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
             meeting.announce()  # after the first beat: the others may wait for this rank from now on
         wire.watch(known)
         me = Peer.from_this_process(meeting.rank)
-        meeting.store.put(_name(meeting, me.rank), json.dumps(meeting.describe()))
+        meeting.store.put(_name(meeting, me.rank), json.dumps({**meeting.describe(), _KEY: keys.public}))
         if is_first:
-            _collect(meeting, wire, known)
-            roster = json.dumps([peer.to_dict() for peer in (me, *known.values())])
-            meeting.store.put(f"{meeting.name}/roster", roster)
+            publics = _collect(meeting, wire, known)
+            secret = secrets.token_bytes(32)
+            roster: dict[str, Any] = {
+                "peers": [peer.to_dict() for peer in (me, *known.values())],
+                _KEY: keys.public,
+                "sealed": {
+                    rank: keys.seal(secret, public, f"{meeting.name} {rank}") for rank, public in publics.items()
+                },
+            }
+            meeting.store.put(f"{meeting.name}/roster", json.dumps(roster))
         else:
-            _await_roster(meeting, wire, known)
+            roster = _await_roster(meeting, wire, known)
+            sealed = roster["sealed"][str(meeting.rank)]
+            secret = keys.unseal(sealed, roster[_KEY], f"{meeting.name} {meeting.rank}")
         # Each from the moment it is known, so its death is seen while others are still awaited.
         wire.watch(known)
-        return Circle(meeting.ranks, meeting.rank, wire, known)
+        return Circle(meeting.ranks, meeting.rank, wire, known, secret=secret)
     except BaseException as error:
         if is_first:
             meeting.end(error)
@@ -60,14 +74,16 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         raise
 
 
-def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
-    """On the first rank: wait until all have come."""
+def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> dict[int, str]:
+    """On the first rank: wait until all have come; return their public keys."""
     threads: set[str] = set()
+    publics: dict[int, str] = {}
     while absent := [rank for rank in meeting.ranks[1:] if rank not in known]:
         for rank in absent:
             if (described := _find_description(meeting, rank)) is not None:
                 meeting.check_at_large(described)
                 threads.add(described.get("thread", ""))
+                publics[rank] = str(described.get(_KEY, ""))
                 known[rank] = Peer.from_dict(described)
         wire.watch(known)
         meeting.raise_refusal(absent)
@@ -76,10 +92,11 @@ def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
             raise meeting.make_timeout_error(absent)
         wire.pump(_TICK_SECONDS)
     meeting.check_threads(threads)
+    return publics
 
 
-def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
-    """On another rank: wait until the first publishes the roster, when all have come."""
+def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> dict[str, Any]:
+    """On another rank: wait until the first publishes the roster, when all have come; return it."""
     first = meeting.ranks[0]
     patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
     while (text := meeting.store.peek(f"{meeting.name}/roster")) is None:
@@ -99,8 +116,10 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
                 next_step=f"look at rank {first}'s own error first",
             )
         wire.pump(_TICK_SECONDS)
-    peers = [Peer.from_dict(description) for description in json.loads(text)]
+    roster: dict[str, Any] = json.loads(text)
+    peers = map(Peer.from_dict, roster["peers"])
     known |= {peer.rank: peer for peer in peers if peer.rank != meeting.rank}
+    return roster
 
 
 def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:

@@ -202,7 +202,9 @@ class StoreWire:
     def _await_readers(self) -> None:
         """Wait until all others have closed, failed or ended: the store that they read may end with this process."""
         assert self._failure is not None
-        end, others = self._clock() + _FAILURE_READ_SECONDS, set(self._ranks) - {self._rank, self._failure.rank}
+        end = self._clock() + _FAILURE_READ_SECONDS
+        # A rank that this one has waited for in vain may not read anything for hours.
+        others = set(self._ranks) - {self._rank, self._failure.rank, *self._failure.absent}
         with suppress(RankFailedError):
             while self._clock() < end:
                 named = {record.rank for record in self._failures.values()}  # dead, or the first to know

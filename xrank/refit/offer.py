@@ -17,7 +17,7 @@ from xrank.decisions.quantization import Quantization
 from xrank.decisions.transforms import Transform
 from xrank.extras import require_torch
 from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
-from xrank.lending.memory_offer import MemoryOffer
+from xrank.lending.memory_offer import MemoryOffer, add_token
 from xrank.lending.mooncake_memory import is_mooncake
 from xrank.public_calls import names_own_arguments
 from xrank.refit.card import Address
@@ -100,7 +100,9 @@ def offer_weights(
     require_linux("offer_weights")
     check_meeting(group, timeout_seconds)
     place = Address(address)
-    team = find_group_team(group, os.path.join(place.path, "offer"), timeout_seconds=timeout_seconds)
+    team = find_group_team(
+        group, os.path.join(place.path, "offer"), timeout_seconds=timeout_seconds, call="offer_weights"
+    )
     quantization = transform if isinstance(transform, Quantization) else None
 
     def read_arguments() -> ModelRequest:
@@ -195,12 +197,14 @@ def _lend_prepared(
         lambda _, __: None,
     )
     loan.callback(prepared.close)
-    offer = MemoryOffer([*prepared.views, block], across_hosts=True, by_mooncake=by_mooncake)
+    offer = MemoryOffer([*prepared.views, block], across_hosts=True, by_mooncake=by_mooncake, secret=team.secret)
     loan.callback(offer.close)
     own = {**lent.parts[team.position], "model": prepared.description, "offer": offer.describe()}
     text = json.dumps(own)
     _, texts = team.agree("the lent tensors", lambda: text, lambda text: text, lambda _, texts: list(texts))
     parts = [json.loads(one) for one in texts]
+    for part_of_rank in parts:
+        part_of_rank["offer"] = add_token(part_of_rank["offer"], team.secret)
     prepared.connect(offer, team, [one["offer"] for one in parts], watch)
     part.prepared = prepared
     return _Lent(parts, block, watch)

@@ -15,7 +15,7 @@ from xrank.decisions.options import default_workers, parse_size
 from xrank.errors import UsageError
 from xrank.extras import require_torch
 from xrank.faces import option
-from xrank.lending.memory_offer import MemoryOffer
+from xrank.lending.memory_offer import MemoryOffer, add_token
 from xrank.lending.mooncake_memory import is_mooncake
 from xrank.plan.budget import Budget
 from xrank.public_calls import names_own_arguments
@@ -30,6 +30,7 @@ from xrank.refit.targets import Loader, LoaderTarget, ModuleTarget, Target
 from xrank.system import require_linux
 from xrank.teams.agreement import check_alike, nbytes_text
 from xrank.teams.launches import find_group_team, find_world
+from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,7 +93,9 @@ def take_weights(
     require_linux("take_weights")
     check_meeting(group, timeout_seconds)
     place = Address(address)
-    team = find_group_team(group, os.path.join(place.path, "engine"), timeout_seconds=timeout_seconds)
+    team = find_group_team(
+        group, os.path.join(place.path, "engine"), timeout_seconds=timeout_seconds, call="take_weights"
+    )
     loan, block = ExitStack(), StatusBlock()
 
     def read_arguments() -> tuple[Target, int]:
@@ -114,17 +117,20 @@ def take_weights(
     try:
         with team.together():
             (made, nbytes), _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
-            offer = MemoryOffer([block], across_hosts=True)
+            offer = MemoryOffer([block], across_hosts=True, secret=team.secret)
             loan.callback(offer.close)
-            own = json.dumps(offer.describe())
-            _, texts = team.agree("the engine's ranks", lambda: own, lambda text: text, lambda _, texts: list(texts))
-            engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
-            card = place.write_engine(
-                engine, team.rank, {"engine": engine, "rank": team.rank, "offer": json.loads(own)}
+            own = add_token(offer.describe(), team.secret)
+            _, texts = team.agree(
+                "the engine's ranks",
+                lambda: json.dumps(offer.describe()),
+                lambda text: text,
+                lambda _, texts: list(texts),
             )
+            engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
+            card = place.write_engine(engine, team.rank, {"engine": engine, "rank": team.rank, "offer": own})
             loan.callback(place.remove, card)
-        lender = Relay(place, engine, team.rank, team.ranks, json.loads(own)) if relay else None
-        siblings = _find_siblings(texts, team.ranks, team.rank)
+        lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
+        siblings = _find_siblings(texts, team)
     except BaseException:
         loan.close()
         raise
@@ -158,9 +164,9 @@ def _make_target(target: FilledModule, layouts: LayoutMap | None, mesh: Any, loa
     return LoaderTarget(target, loader)
 
 
-def _find_siblings(texts: Sequence[str], ranks: Sequence[int], own: int) -> list[PeerRank]:
+def _find_siblings(texts: Sequence[str], team: Team) -> list[PeerRank]:
     return [
-        PeerRank(f"engine rank {rank}", rank, json.loads(text))
-        for rank, text in zip(ranks, texts, strict=True)
-        if rank != own
+        PeerRank(f"engine rank {rank}", rank, add_token(json.loads(text), team.secret))
+        for rank, text in zip(team.ranks, texts, strict=True)
+        if rank != team.rank
     ]

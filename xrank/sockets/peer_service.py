@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from time import monotonic
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from xrank.sockets.peer_wire import (
     REQUEST,
     TOKEN_NBYTES,
     AnswerKind,
+    derive_token,
     lender_proof,
     reader_proof,
 )
@@ -63,14 +64,24 @@ class PeerService:
         views: the bytes, by the number under which readers request them. The caller may add and remove entries.
         across_hosts: whether to listen also on a port of this host's network, where any process may connect; otherwise
             only processes of this host can.
+        addresses: of this host, on which the port is; empty: all, except loopback.
+        secret: shared with the readers, who derive the token from it; None: the description has the token.
     """
 
-    def __init__(self, views: Mapping[int, ServedBytes], *, across_hosts: bool) -> None:
+    def __init__(
+        self,
+        views: Mapping[int, ServedBytes],
+        *,
+        across_hosts: bool,
+        addresses: Sequence[str] = (),
+        secret: bytes | None = None,
+    ) -> None:
         self.failure: Exception | None = None
         """The first exception of a read for another rank; this rank would not notice it otherwise."""
         self._views = views
-        self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._name = f"xrank-{secrets.token_hex(16)}"
+        self._is_told = secret is None
+        self._token = secrets.token_bytes(TOKEN_NBYTES) if secret is None else derive_token(secret, self._name)
         self._guests: dict[int, _Guest] = {}
         self._strangers: set[_Guest] = set()
         """Guests that have not yet proven knowledge of the token."""
@@ -80,6 +91,7 @@ class PeerService:
         self._max_guests = max(16, min(1024, descriptor_limit() // 4))
         self._listeners: dict[int, socket.socket] = {}
         self._port: int | None = None
+        self._addresses: list[str] = []
         self._ends = False
         with ExitStack() as undo:
             unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -87,10 +99,11 @@ class PeerService:
             unix.bind(f"\0{self._name}")
             self._listen(unix)
             if across_hosts:
-                tcp = _port_socket()
-                undo.callback(tcp.close)
-                self._port = tcp.getsockname()[1]
-                self._listen(tcp)
+                self._addresses = [*dict.fromkeys(addresses)] or host_addresses()
+                for tcp in _port_sockets(self._addresses):
+                    undo.callback(tcp.close)
+                    self._port = tcp.getsockname()[1]
+                    self._listen(tcp)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             undo.callback(close_read, self._wake)
             self._events = select.epoll()
@@ -108,8 +121,8 @@ class PeerService:
 
     def describe(self) -> dict[str, Any]:
         """Return a JSON description with which others reach this service."""
-        addresses = [] if self._port is None else host_addresses()
-        return {"socket": self._name, "port": self._port, "addresses": addresses, "token": self._token.hex()}
+        token = {"token": self._token.hex()} if self._is_told else {}
+        return {"socket": self._name, "port": self._port, "addresses": self._addresses, **token}
 
     def close(self) -> None:
         """Stop serving; the bytes are not touched afterwards. Further calls do nothing."""
@@ -303,21 +316,21 @@ class _Guest:
             self.pending[0] = self.pending[0][count:]
 
 
-def _port_socket() -> socket.socket:
-    """Return a socket bound to a free port of all of this host's addresses."""
-    if socket.has_dualstack_ipv6():
-        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            sock.bind(("::", 0))
-        except OSError:  # IPv6 is built in but disabled
-            sock.close()
-        else:
-            return sock
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.bind(("", 0))
-    except OSError:
-        sock.close()
-        raise
-    return sock
+def _port_sockets(addresses: Sequence[str]) -> list[socket.socket]:
+    """Return sockets bound to one free port of each of these addresses of this host."""
+    while True:
+        with ExitStack() as undo:
+            made: list[socket.socket] = []
+            for address in addresses:
+                sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+                undo.callback(sock.close)
+                try:
+                    sock.bind((address, made[0].getsockname()[1] if made else 0))
+                except OSError as error:
+                    if made and error.errno == errno.EADDRINUSE:  # by another process, on this address alone
+                        break
+                    raise
+                made.append(sock)
+            else:
+                undo.pop_all()
+                return made

@@ -6,8 +6,8 @@
     reader: view, start, nbytes                              one request at a time, any number of them
     lender: (kind, nbytes, that many bytes), …               data until all has been sent, or a text with the reason
 
-Connections never carry the token itself: ranks read it in their group's store. Bytes cross the network unencrypted,
-like all tensors of a training.
+Neither connections nor the ranks' store carry the token: it derives from a secret that the ranks share. Bytes cross the
+network unencrypted, like all tensors of a training.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "REQUEST",
     "TOKEN_NBYTES",
     "AnswerKind",
+    "derive_token",
     "lender_proof",
     "reader_proof",
 ]
@@ -42,6 +43,11 @@ class AnswerKind(IntEnum):
     """Reason of a refusal: the requested bytes do not exist."""
     FAILED = 2
     """Reason why no more can be sent: reading the bytes failed."""
+
+
+def derive_token(secret: bytes, name: str) -> bytes:
+    """Return the token of the service of that name, for processes that share a secret."""
+    return hmac.digest(secret, b"service" + name.encode(), "sha256")
 
 
 def reader_proof(token: bytes, challenge: bytes, nonce: bytes) -> bytes:

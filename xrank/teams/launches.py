@@ -10,6 +10,7 @@ from xrank import environment
 from xrank.environment import Launch
 from xrank.errors import UsageError
 from xrank.faces import option
+from xrank.gather.arguments import find_place
 from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.writers.output_place import OutputPlace
@@ -66,22 +67,28 @@ def find_launched_team(out: str, *, distributed: bool, timeout_seconds: float) -
     return Team() if launch is None else _team_of_launch(launch, out, timeout_seconds)
 
 
-def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_launch: bool = True) -> Team:
+def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str, joins_launch: bool = True) -> Team:
     """Return the team of a process group, of the world where the group is None, or of this process alone.
 
     Args:
         group: torch's process group, or None.
         place: a path whose folder carries messages between hosts; beside a URL, sockets do.
         timeout_seconds: how long a live rank may take to arrive.
+        call: name of the function that the user called.
         joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialised.
 
     Raises:
         UsageError: this rank is not in the group.
         RankTimeoutError: ranks did not arrive.
+        RankFailedError: a rank failed, or has ended.
+        ContradictionError: ranks wait for each other in different calls.
     """
+    from xrank.gather.groups import WorkWatch
     from xrank.ranks.appointment import appoint
 
-    found = appoint(group, environment.environ(), timeout_seconds=timeout_seconds)
+    file, line = find_place()
+    watch = WorkWatch(group, f"{call}, called at {file}:{line}") if _is_initialised() else None
+    found = appoint(group, environment.environ(), timeout_seconds=timeout_seconds, watch=watch)
     if found is not None:
         from xrank.teams.shared_team import SharedTeam  # one process does not need this module
 

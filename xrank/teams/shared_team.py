@@ -14,11 +14,13 @@ from threading import Lock
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
+from xrank import environment
 from xrank.errors import RankFailedError, XrankError
 from xrank.gather.gather import Gather
 from xrank.gather.groups import failure_check, find_world, forget
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import LaunchedRanks
+from xrank.sockets.host_addresses import used_addresses
 from xrank.teams.team import Team
 
 __all__ = ["SharedTeam"]
@@ -72,7 +74,10 @@ class SharedTeam(Team):
         """Run the body on all ranks, as `Team.together`."""
         known_dead: set[int] = set()
         try:
-            with self._gather("all of it", None):
+            with (gather := self._gather("all of it", None)):
+                self.secret, self.needs_ports = gather.circle.secret, not gather.circle.is_one_network
+                if self.needs_ports:
+                    self.addresses = used_addresses(self._group.store.host, environment.environ())
                 yield
             for name in self._entries:  # after a failure some ranks may still have to read them
                 self._group.store.remove(name)
@@ -165,7 +170,7 @@ class SharedTeam(Team):
         """Record that the output is in place, as `Team.mark_committed`."""
         self._is_committed = True
 
-    def _gather(self, key: str, value: object, *, early_exit: bool = False) -> AbstractContextManager[list[Any]]:
+    def _gather(self, key: str, value: object, *, early_exit: bool = False) -> Gather:
         return Gather(
             "the shared conversion",
             value,

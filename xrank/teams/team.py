@@ -6,6 +6,7 @@ raises, exits or does not arrive is named on all others (`xrank.teams.shared_tea
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -32,6 +33,12 @@ class Team:
         self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
         self.position = self.ranks.index(rank)
         self.is_first, self.is_one_host, self.num_here = self.position == 0, is_one_host, num_here
+        self.secret = secrets.token_bytes(32)
+        """Known to these ranks alone, while they are together."""
+        self.needs_ports = False
+        """Whether ranks reach each other over the network alone, while they are together."""
+        self.addresses: Sequence[str] = ()
+        """At which other hosts reach this rank, if ranks need ports."""
 
     @contextmanager
     def together(self) -> Iterator[None]:

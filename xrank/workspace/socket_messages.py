@@ -1,8 +1,8 @@
 """Messages over sockets, for ranks of several hosts that share neither memory nor a directory.
 
-The writer keeps a copy of each message and serves it. The receipt contains the writer's addresses and a token; only a
-process that knows the token can read. So receipts must go only to ranks of the job. Tensors cross the network
-unencrypted, like all tensors of a training, with a checksum.
+The writer keeps a copy of each message and serves it. The receipt contains the writer's addresses; only a process that
+knows a token can read, and the token derives from a secret that the ranks share. Tensors cross the network unencrypted,
+like all tensors of a training, with a checksum.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import xxhash
 from xrank.errors import CorruptError, IncompleteError
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 from xrank.sockets.peer_service import PeerService
+from xrank.sockets.peer_wire import derive_token
 from xrank.workspace.arena import ALIGNMENT, new_buffer
 from xrank.workspace.free_space import make_no_memory_error
 from xrank.workspace.message_file import make_receipt_error
@@ -34,14 +35,25 @@ class SocketMessages:
 
     Args:
         check: raises if a rank is known to have failed; called while a writer is silent.
+        secret: shared by the ranks alone; None: receipts contain the token, and must go only to ranks of the job.
+        across_hosts: whether readers may be on other hosts, so that this rank needs a port.
+        addresses: returns the addresses of the port, as `PeerService` takes them.
     """
 
     patience_seconds = 20.0
     """A message is visible at once, or its writer has ended. Another host knows of that after ten to fourteen seconds
     (`xrank.ranks.heartbeat`)."""
 
-    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        check: Callable[[], None] = lambda: None,
+        *,
+        secret: bytes | None = None,
+        across_hosts: bool = True,
+        addresses: Callable[[], Sequence[str]] = lambda: (),
+    ) -> None:
         self._check = check
+        self._secret, self._across_hosts, self._addresses = secret, across_hosts, addresses
         self._contents: dict[int, _Content] = {}
         self._num_published = 0
         self._service: PeerService | None = None
@@ -61,7 +73,10 @@ class SocketMessages:
             content[place : place + tensor.nbytes] = row_major_bytes(tensor).data
         content[places[-1] :] = head
         if self._service is None:
-            self._service = PeerService(self._contents, across_hosts=True)
+            addresses = self._addresses() if self._across_hosts else ()
+            self._service = PeerService(
+                self._contents, across_hosts=self._across_hosts, addresses=addresses, secret=self._secret
+            )
         self._num_published += 1
         self._contents[self._num_published] = _Content(content)
         return json.dumps(
@@ -80,7 +95,7 @@ class SocketMessages:
             IncompleteError: the writer does not answer, or has released the message.
             CorruptError: the bytes differ from those that were published.
         """
-        message = _Receipt.from_json(receipt, rank)
+        message = _Receipt.from_json(receipt, rank, self._secret)
         places = _places_of(message.sizes)
         content = new_buffer(places[-1] + message.sizes[-1])
         try:
@@ -118,7 +133,7 @@ class SocketMessages:
 
     def retire(self, receipt: str) -> None:
         """Release a message of this rank after its reader has fetched it."""
-        self._contents.pop(_Receipt.from_json(receipt, -1).number, None)
+        self._contents.pop(_Receipt.from_json(receipt, -1, self._secret).number, None)
 
     def close(self) -> None:
         """Release all messages, and close all connections. Fetched messages stay valid. A second call does nothing."""
@@ -150,7 +165,7 @@ class _Receipt:
     """A receipt's fields."""
 
     socket: str
-    port: int
+    port: int | None
     addresses: tuple[str, ...]
     token: bytes
     number: int
@@ -160,15 +175,15 @@ class _Receipt:
     """XXH3-128 of the whole message in hexadecimal digits."""
 
     @classmethod
-    def from_json(cls, text: str, rank: int) -> _Receipt:
+    def from_json(cls, text: str, rank: int, secret: bytes | None) -> _Receipt:
         try:
             fields: dict[str, Any] = json.loads(text)
             service = fields["service"]
             receipt = cls(
                 str(service["socket"]),
-                int(service["port"]),
+                None if service["port"] is None else int(service["port"]),
                 tuple(map(str, service["addresses"])),
-                bytes.fromhex(service["token"]),
+                bytes.fromhex(service["token"]) if secret is None else derive_token(secret, str(service["socket"])),
                 int(fields["number"]),
                 tuple(map(int, fields["sizes"])),
                 str(fields["digest"]),
@@ -190,7 +205,7 @@ def _places_of(sizes: Sequence[int]) -> list[int]:
 
 
 def _missing_error(rank: int, message: _Receipt, got: str) -> IncompleteError:
-    places = ", ".join(f"{address} port {message.port}" for address in message.addresses)
+    places = ", ".join(f"{address} port {message.port}" for address in message.addresses) or "a socket of this host"
     return IncompleteError(
         f"the message of rank {rank} cannot be read from it",
         rank=rank,
