@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import sleep
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -30,7 +29,7 @@ __all__ = ["Appointment", "Watch", "appoint", "has_joined"]
 
 
 _NAME = "appointment"
-_ENDED = "ended"
+_BEGUN, _ENDED = "begun", "ended"
 _PAUSE_SECONDS = (0.0005, 0.02)
 """Shortest and longest pause between two looks: ranks of one program come almost together."""
 
@@ -162,23 +161,23 @@ def _meet(
     # Before the wait below: a rank that gives up there must not join the same work again.
     _known[owner] = name
 
-    def end() -> None:
-        # Closed, so that a rank that comes later waits for the next work instead of joining this one.
+    def end(*, has_failed: bool = False) -> None:
+        # Closed, so that a rank that comes later waits for the next work instead of joining this one. A failure fails
+        # one call of every rank: one that comes later joins, and finds the failure.
         with suppress(RankFailedError):  # the store may be what failed
-            store.put(_NAME, json.dumps({"name": name, "open": False}))
+            store.put(_NAME, json.dumps({"name": name, "open": has_failed}))
 
     own = store.with_prefix(f"xrank/{name}")
     try:
-        places = _await_places(own, rank, ranks, deadline, partial(watch.look, ranks, name))
-        watch.raise_if_confirmed()
+        places = _await_places(own, rank, ranks, deadline, name, watch)
     except BaseException as error:
-        if rank == ranks[0]:
-            end()
-        if not isinstance(error, RankTimeoutError):  # else the others' time is over, too
+        has_failed = not isinstance(error, RankTimeoutError)  # else the others' time is over, too
+        if has_failed:
+            record = FailureRecord.from_error(error, rank, "the beginning of shared work")
             with suppress(RankFailedError):
-                own.put(
-                    _ENDED, FailureRecord.from_error(error, rank, "the beginning of shared work").to_bytes().decode()
-                )
+                own.put(_ENDED, record.to_bytes().decode())
+        if rank == ranks[0]:
+            end(has_failed=has_failed)
         raise
     return Appointment(
         LaunchedRanks(own, is_own=False, on_end=end, name=name), ranks, rank, places.count(places[ranks.index(rank)])
@@ -200,25 +199,31 @@ def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], dead
 
 
 def _await_places(
-    store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline, look: Callable[[Sequence[int]], None]
+    store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline, name: str, watch: Watch
 ) -> list[str]:
-    """Publish this rank's host, and return those of all ranks."""
+    """Publish this rank's host, and return those of all ranks once the first rank has found all of them."""
     # Abstract sockets are seen inside one network namespace only (unix(7)), process numbers inside one of their own.
     store.put(f"place/{rank}", f"{process_space()}.{os.stat('/proc/self/ns/net').st_ino}")
     places: dict[int, str] = {}
-    pause = _PAUSE_SECONDS[0]
+    pause, is_first = _PAUSE_SECONDS[0], rank == ranks[0]
     while True:
-        for one in ranks:
-            if one not in places and (place := store.peek(f"place/{one}")) is not None:
-                places[one] = place
-        absent = [one for one in ranks if one not in places]
-        if not absent:
-            return [places[one] for one in ranks]
+        has_begun = not is_first and store.peek(_BEGUN) is not None
+        if is_first or has_begun or deadline.has_passed:
+            for one in ranks:
+                if one not in places and (place := store.peek(f"place/{one}")) is not None:
+                    places[one] = place
+        if has_begun or len(places) == len(ranks):
+            if is_first:
+                watch.raise_if_confirmed()
+                store.put(_BEGUN, "1")
+            if is_first or has_begun:
+                return [places[one] for one in ranks]
         if (ended := store.peek(_ENDED)) is not None:
             raise FailureRecord.from_bytes(ended.encode()).to_error()
+        absent = [one for one in ranks if one not in places] if is_first or deadline.has_passed else ranks[:1]
         if deadline.has_passed:
-            raise _timeout(absent, ranks, deadline)
-        look(absent)
+            raise _timeout(absent or ranks[:1], ranks, deadline)
+        watch.look(ranks, name, absent)
         sleep(pause)
         pause = min(2 * pause, _PAUSE_SECONDS[1])
 
