@@ -125,7 +125,10 @@ def test_what_is_there_is_not_replaced(ranks: ForkedExports, tmp_path: Path) -> 
 @pytest.mark.parametrize("absent", sampled([2, 0], 2))
 def test_a_rank_that_does_not_come_is_named(ranks: ForkedExports, tmp_path: Path, absent: int) -> None:
     said = ranks(tmp_path / "out", absent=absent, options={"timeout_seconds": PATIENCE_SECONDS})
-    check_named(said, absent, "RankTimeoutError")
+    # Its process ends, which the others notice if they look for longer than a moment.
+    kind = next(one["type"] for one in said if "type" in one)
+    assert kind in ("RankTimeoutError", "RankFailedError")
+    check_named(said, absent, kind)
     assert os.listdir(tmp_path) == []
 
 

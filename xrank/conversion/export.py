@@ -260,7 +260,7 @@ def save_model(
         >>> import torch, xrank
         >>> with xrank.get_tensors_parallel(torch.ones(4), ranks=[0]) as parts:
         ...     if parts:
-        ...         report = xrank.save_model({"norm.weight": torch.cat(parts)}, "model")
+        ...         report = xrank.save_model({"norm.weight": torch.cat(parts)}, "saved")
         >>> report.num_parameters
         4
     """

@@ -258,7 +258,7 @@ def _make_error(circle: Sequence[Wait]) -> ContradictionError:
         want=f"the same {'gathers' if are_gathers else 'calls'} in the same order on all of their ranks",
         next_step=f"give the same `ranks`, in the same order, on {ranks}"
         if are_gathers
-        else f"make the same calls on {ranks}; one rank alone writes tensors that it has gathered by xrank.save_model",
+        else f"call the same functions on {ranks}; one rank alone writes gathered tensors by xrank.save_model",
     )
     # One failure, which all of them notice.
     mark_failure(error, _digest(circle))

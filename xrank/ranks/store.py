@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -12,7 +10,7 @@ from itertools import count
 from time import sleep
 from typing import Any, Protocol
 
-from xrank.environment import Launch
+from xrank.environment import Launch, silent_torch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.deadline import Deadline
 
@@ -225,7 +223,8 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
     """
     name = f"group_{next(_groups)}"  # a name in a store is not used twice
     deadline = Deadline(timeout_seconds)
-    _import_torch_quietly()
+    with silent_torch():  # where a connection ends, it writes 40 lines
+        import torch.distributed
     if _has_agent_store(environ):
         return LaunchedRanks(_agent_store(environ, name, deadline=deadline), is_own=False, name=name)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
@@ -295,20 +294,6 @@ def _connect_store(address: str, port: int, deadline: Deadline) -> Any:
         else:
             store.set_timeout(timedelta(seconds=deadline.timeout_seconds))
             return store
-
-
-def _import_torch_quietly() -> None:
-    """Import torch so that it does not write C++ frames where a connection ends, unless the user chose what it writes.
-
-    Its first import reads the variable (c10/util/Logging.cpp).
-    """
-    if "torch" in sys.modules or (variable := "TORCH_CPP_LOG_LEVEL") in os.environ:
-        return
-    os.environ[variable] = "FATAL"
-    try:
-        import torch.distributed  # noqa: F401
-    finally:
-        del os.environ[variable]
 
 
 def _has_agent_store(environ: Mapping[str, str]) -> bool:
