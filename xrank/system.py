@@ -35,6 +35,7 @@ __all__ = [
     "count_cores",
     "descriptor_limit",
     "free_nbytes",
+    "keep_descriptors_free",
     "peak_rss_nbytes",
     "process_state",
     "read_at",
@@ -183,6 +184,29 @@ def descriptor_limit() -> int:
         return 512  # of the C library of Windows
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return limit if limit > 0 else 1 << 20  # without a limit the number is -1
+
+
+def keep_descriptors_free(newest: int) -> bool:
+    """Raise the soft limit of open files if a descriptor comes near it; return whether the last quarter is free.
+
+    A process that lends its memory to hundreds of others needs as many descriptors, and the rest of its program needs
+    some, too. The limit is not raised before: programs that use select(2) cannot have more than 1,024.
+
+    Args:
+        newest: a new descriptor. The kernel gives the lowest free number, so it tells how many are in use.
+    """
+    while newest >= (soft := descriptor_limit()) * 3 // 4:
+        try:
+            import resource
+
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            wanted = 2 * soft if hard < 0 else min(2 * soft, hard)
+            if wanted <= soft:
+                return False
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ImportError, OSError, ValueError):
+            return False
+    return True
 
 
 def peak_rss_nbytes() -> int:

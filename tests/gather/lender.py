@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -150,6 +151,8 @@ def assert_right(made: PeerSource, seed: int, repeats: int = 60) -> None:
 def main(options: list[str]) -> None:
     if "undumpable" in options:
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    if "few descriptors" in options:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     offer = MemoryOffer(views(), across_hosts="one host" not in options, addresses=["127.0.0.1", *host_addresses()])
     print(json.dumps(offer.describe()), flush=True)
     if "fork" in options:

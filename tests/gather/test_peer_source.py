@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from xrank.lending import peer_memory, peer_source
 from xrank.lending.local_bytes import local_bytes
 from xrank.lending.peer_memory import LendingSign, address_of
 from xrank.lending.peer_source import MemoryOffer, PeerSource
-from xrank.sockets import peer_connection, peer_service
+from xrank.sockets import peer_connection, peer_service, peer_wire
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 from xrank.sockets.peer_wire import AnswerKind
 
@@ -491,47 +491,94 @@ def test_invalid_descriptions_of_offers_are_refused(change):
 # Many at once
 
 
-@pytest.mark.parametrize("limit, most", [(20, 16), (400, 100), (1 << 20, 1024), (-1, 1024)])
-def test_as_many_readers_as_the_limit_of_descriptors_lets(monkeypatch, limit, most):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    with closing(MemoryOffer(views())) as offer:
-        assert offer._service._max_guests == most
+@pytest.mark.parametrize("is_known", [True, False], ids=["known readers", "strangers"])
+def test_the_limit_of_descriptors_grows_with_the_connections(is_known, request):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+    with closing(MemoryOffer(views())) as offer, ExitStack() as loan:
+        told = offer.describe()
+        for _ in range(150):
+            if is_known:
+                loan.enter_context(closing(connect_to(told, []))).read_into(0, 0, memoryview(bytearray(9)), wait)
+            else:
+                connect_stranger(told, loan)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 300  # both ends are this process's
 
 
-def test_a_connection_that_was_closed_for_others_is_made_again(monkeypatch):
+def test_a_connection_that_was_closed_for_others_is_made_again():
+    """Where no more descriptors are to be had, readers that have proven themselves take turns."""
+    into = memoryview(bytearray(10))
+    with lender("few descriptors") as other, source(other.told, way="unix") as made, ExitStack() as loan:
+        for view in (0, 1):
+            made.read_into(view, 5, into)
+            first = made._idle[0][1]
+            for _ in range(64):
+                loan.enter_context(closing(connect_to(other.told, []))).read_into(0, 0, into, wait)
+            made.read_into(view, 5, into)
+            assert into == CONTENT[view][5:15] and made._idle[0][1] is not first
+
+
+def connect_stranger(told: dict, loan: ExitStack) -> None:
+    """Connect and keep silent, as a port scanner does."""
+    stranger = loan.enter_context(closing(socket.socket(socket.AF_UNIX)))
+    stranger.settimeout(20)
+    stranger.connect(f"\0{told['socket']}")
+    with suppress(ConnectionResetError):  # another stranger came
+        stranger.recv(32)
+
+
+def test_strangers_change_nothing_for_known_readers():
+    """1,500 of them come to each of two services, one of which has hardly a descriptor left."""
+    into = memoryview(bytearray(10))
+    with closing(MemoryOffer(views())) as offer, ExitStack() as loan:
+        told = offer.describe()
+        known = [loan.enter_context(closing(connect_to(told, []))) for _ in range(20)]
+        for _ in range(1500):
+            connect_stranger(told, loan)
+        for connection in known:  # these connections, not new ones
+            connection.read_into(0, 5, into, wait)
+            assert into == CONTENT[0][5:15]
+        with closing(connect_to(told, [])) as new:
+            new.read_into(0, 5, into, wait)
+    with lender("few descriptors") as other, ExitStack() as loan:
+        known = [loan.enter_context(closing(connect_to(other.told, []))) for _ in range(12)]
+        for _ in range(1500):
+            connect_stranger(other.told, loan)
+        for connection in known:
+            connection.read_into(1, 5, into, wait)
+            assert into == CONTENT[1][5:15]
+
+
+def wait(seconds: float) -> None:
+    assert seconds < 20
+
+
+def test_readers_that_stop_do_not_delay_others():
+    """As many as one likes, and of tensors that pass a buffer: strided ones, or a device's."""
     with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
-        offer._service._max_guests = 2
-        made.read_into(0, 0, memoryview(bytearray(10)))
-        first = made._idle[0][1]
-        with closing(connect_to(offer.describe(), [])), closing(connect_to(offer.describe(), [])) as last:
-            last.read_into(0, 0, memoryview(bytearray(10)), lambda seconds: None)
-            assert len(offer._service._guests) == 2
-            made.read_into(0, 0, memoryview(bytearray(10)))
-        assert made._idle[0][1] is not first
-
-
-def test_a_stopped_reader_does_not_delay_others(monkeypatch):
-    monkeypatch.setattr(peer_service, "_NUM_STAGES", 2)
-    with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
-        stopped = [connect_to(offer.describe(), []) for _ in range(3)]
-        for connection, view in zip(stopped, (0, 0, 1), strict=True):  # ask for much, and take nothing
-            connection._send(peer_service.REQUEST.pack(view, 0, NBYTES[view]), lambda seconds: None)
+        stopped = [connect_to(offer.describe(), []) for _ in range(30)]
+        for number, connection in enumerate(stopped):  # ask for much, and take nothing
+            view = 0 if number % 10 == 0 else 1
+            connection._send(peer_service.REQUEST.pack(view, 0, NBYTES[view]), wait)
         assert_right(made, seed=10, repeats=5)
         threads_are_right(made)
+        whole = memoryview(bytearray(NBYTES[1]))
+        for connection in stopped[1:4]:  # one that goes on gets the rest, as if nothing had been
+            fill_answer(connection, whole)
+            assert whole == CONTENT[1]
         for connection in stopped:
             connection.close()
-
-
-def test_more_readers_than_buffers_take_turns(monkeypatch):
-    monkeypatch.setattr(peer_service, "_NUM_STAGES", 1)
-    with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
-        threads_are_right(made)
-        # One that ends while it waits for a buffer, or has the only one, leaves it to the others.
-        for _ in range(3):
-            leaving = connect_to(offer.describe(), [])
-            leaving._send(peer_service.REQUEST.pack(1, 0, NBYTES[1]), lambda seconds: None)
-            leaving.close()
         assert_right(made, seed=11, repeats=3)
+
+
+def fill_answer(connection: PeerConnection, into: memoryview) -> None:
+    """Receive the answer to a request that was sent earlier."""
+    while into:
+        kind, nbytes = peer_wire.PART.unpack(connection._receive(peer_wire.PART.size, wait))
+        assert kind == AnswerKind.DATA
+        connection._fill(into[:nbytes], wait)
+        into = into[nbytes:]
 
 
 def test_few_connections_are_kept(monkeypatch):

@@ -24,10 +24,8 @@ SIDES = {"trainer": 4, "engine": 2}
 RELAYED_SIDES = {"trainer": 4, "relay": 2, "taker": 2}
 """The relay takes each step from the trainer, and the taker copies it from the relay. Then the trainer goes on."""
 _EXTRA_STEPS = {"taker": 3}
-"""Steps that a trainer publishes after a taker of a relay was struck, which concerns the relay in no way.
-
-After another rank was struck it publishes one: some trainer ranks may have seen all engine ranks take the step in which
-the others saw the rank struck, and wait for the others in the next step.
+"""Steps that a trainer publishes after a taker of a relay was struck, which concerns the relay in no way. After another
+rank of an engine was struck it publishes one.
 """
 
 
@@ -52,19 +50,23 @@ def _train(job: dict[str, Any], rank: int, number: int) -> dict[str, Any]:
     offer = xrank.offer_weights(held, job["address"], layouts=layouts, transform=transform)
     sides = _find_sides(job)
     offer.wait_for_takers(sum(sides.values()) - sides["trainer"], timeout_seconds=60)
-    answer: dict[str, Any] = {"error": None}
+    answer: dict[str, Any] = {"error": None, "raised": False, "reports": []}
+    last = Path(job["address"], f"last-{number}")
     for step in range(1, job["steps"] + 1):
         for name, tensor in shard(step, layouts, rank).items():
             held[name].copy_(tensor)
         if step == 3:
             _strike_if_asked(job, "trainer", rank)
         try:
-            offer.publish(step, timeout_seconds=40)
+            report = offer.publish(step, timeout_seconds=40)
         except XrankError as error:
-            if answer["error"] is None:
-                answer = {"error": str(error), "at": time.monotonic()}
-                _write_once(Path(job["address"], f"last-{number}"), step + _EXTRA_STEPS.get(job["side"], 1))
-        last = Path(job["address"], f"last-{number}")
+            answer |= {"error": str(error), "at": time.monotonic(), "raised": True}
+            break
+        answer["reports"].append([step, sorted(report.takers), dict(report.failed)])
+        if report.failed and answer["error"] is None:
+            entries = "; ".join(f"{role} failed: {cause}" for role, cause in report.failed.items())
+            answer |= {"error": entries, "at": time.monotonic()}
+            _write_once(last, step + _EXTRA_STEPS.get(job["side"], 1))
         if last.exists() and step >= int(last.read_text()):
             break
     return _leave(job, number, answer | {"step": step}, offer.close)
@@ -100,7 +102,7 @@ def _serve(job: dict[str, Any], side: str, rank: int, number: int) -> dict[str, 
 
 
 def _write_once(path: Path, number: int) -> None:
-    """Write a number unless another rank has: steps of ranks differ by one at most."""
+    """Write a number unless another rank has."""
     staged = path.with_suffix(f".{os.getpid()}")
     staged.write_text(str(number))
     with contextlib.suppress(FileExistsError):
@@ -113,6 +115,8 @@ def _find_sides(job: dict[str, Any]) -> dict[str, int]:
 
 def _leave(job: dict[str, Any], number: int, answer: dict[str, Any], close: Callable[[], None]) -> dict[str, Any]:
     """Close when all ranks have an answer: an error then names the struck rank, and not one that followed it."""
+    from xrank.errors import XrankError
+
     if job.get("what") or job.get("relays"):
         answers = Path(job["address"], f"answers-{number}")
         with answers.open("a", encoding="utf-8") as file:
@@ -122,7 +126,11 @@ def _leave(job: dict[str, Any], number: int, answer: dict[str, Any], close: Call
             count -= RELAYED_SIDES["relay"]
         while time.monotonic() < end and answers.stat().st_size < count:
             time.sleep(0.005)
-    close()
+    answer["close"] = None
+    try:
+        close()
+    except XrankError as error:
+        answer |= {"close": str(error)}
     return answer
 
 

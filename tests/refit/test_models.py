@@ -32,8 +32,7 @@ def test_an_engine_with_fused_weights_takes_each_step(run_jobs: Any, tmp_path: P
         assert all(report.direct_nbytes > 0.9 * report.nbytes for report in reports)
         assert [report.plan_seconds > 0 for report in reports] == [True, *[False] * (steps - 1)]
     if not snapshot:
-        # The engine may have closed before a trainer rank sees that it took the last step.
-        assert all(len(report.takers) == 2 and not report.missed for reports in published for report in reports[:-1])
+        assert all(len(report.takers) == 2 and not report.failed for reports in published for report in reports)
     assert [name for name in (tmp_path / "address").iterdir() if name.suffix == ".json"] == []
 
 
@@ -99,7 +98,7 @@ def train_llama(folder: str) -> None:
                 torch.save(whole, f"{folder}/{step}.pt")
                 (Path(folder) / f"{step}.ready").touch()
             report = offer.publish(step, timeout_seconds=60)
-            assert len(report.takers) == 2 or step == 2
+            assert len(report.takers) == 2
 
 
 def serve_llama(folder: str) -> None:

@@ -92,7 +92,7 @@ def test_a_model_that_changed_its_tensors_is_refused(tmp_path: Path, change: Any
         change(held)
         with pytest.raises(ContradictionError, match="weight is not the tensor that was offered"):
             offer.publish(1)
-        with pytest.raises(RankFailedError, match="trainer rank 0 failed: weight is not the tensor"):
+        with pytest.raises(RankFailedError, match="rank 0 failed: ContradictionError: weight is not the tensor"):
             taken.update(timeout_seconds=5)
         assert taken.step is None
 
@@ -126,7 +126,10 @@ def test_a_change_in_place_while_a_step_is_visible_is_found_on_both_sides(tmp_pa
 
 def test_a_trainer_that_closes_after_an_engine_has_failed_says_why(tmp_path: Path) -> None:
     bad = {"weight": torch.zeros(9, 8)}
-    with xrank.offer_weights(weight(), tmp_path) as offer, xrank.take_weights(bad, tmp_path) as failing:
+    with (
+        xrank.offer_weights(weight(), tmp_path, on_engine_failure="raise") as offer,
+        xrank.take_weights(bad, tmp_path) as failing,
+    ):
         with pytest.raises(UsageError):
             failing.update(timeout_seconds=5)
         with xrank.take_weights(weight(0.0), tmp_path) as waiting, ThreadPoolExecutor(1) as pool:

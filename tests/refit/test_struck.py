@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,12 +32,14 @@ def jobs() -> Iterator[Forker]:
 
 def test_all_steps_are_right_where_nothing_happens(jobs: Forker, tmp_path: Path) -> None:
     _, answers = jobs.ask(address=str(tmp_path), steps=4)
-    assert all(answer["error"] is None for _, _, answer in answers), answers
+    assert all(answer["error"] is answer["close"] is None for _, _, answer in answers), answers
+    check_outcomes([answer for side, _, answer in answers if side == "trainer"])
     assert [answer["held"] for side, _, answer in answers if side == "engine"] == [4, 4]
     assert all(answer["right"] for side, _, answer in answers if side == "engine")
 
 
 def test_a_struck_rank_is_named_by_all_others(jobs: Forker, tmp_path: Path, seed: int, soak: bool) -> None:
+    """All ranks of the trainer come to the same outcome: they raise in one step, or go on with one report."""
     rng = random.Random(seed)
     side = rng.choice(list(SIDES))
     victim, what = rng.randrange(SIDES[side]), rng.choice(["kill", "stop"])
@@ -49,6 +52,23 @@ def test_a_struck_rank_is_named_by_all_others(jobs: Forker, tmp_path: Path, seed
         if (own_side, rank) != (side, victim):
             assert f"{side} rank {victim}" in answer["error"], (own_side, rank, answer)
             assert answer["at"] - struck < NOTICED_SECONDS * (1 if soak else 5), (own_side, rank, answer)
+    trainers = [
+        answer for own_side, rank, answer in answers if own_side == "trainer" and (side, victim) != ("trainer", rank)
+    ]
+    check_outcomes(trainers)
+    for answer in trainers:
+        assert answer["raised"] == (side == "trainer"), answer
+        if side == "engine":  # the training has gone on
+            assert answer["step"] > min(step for step, _, failed in answer["reports"] if failed), answer
+            assert answer["close"] is None, answer
+        elif what == "kill":
+            assert f"trainer rank {victim} failed" in answer["close"], answer
     if seed % 3 == 0:  # new ranks at the same address, where dead ones have left their cards
         (tmp_path / "struck").unlink()
         test_all_steps_are_right_where_nothing_happens(jobs, tmp_path)
+
+
+def check_outcomes(trainers: list[dict[str, Any]]) -> None:
+    """Check that all ranks of a trainer have ended in one step, and have the same reports of all steps before."""
+    assert len({answer["step"] for answer in trainers}) == 1, trainers
+    assert all(answer["reports"] == trainers[0]["reports"] for answer in trainers), trainers

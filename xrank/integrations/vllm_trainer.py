@@ -81,6 +81,7 @@ class XrankTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
             dtype=init_info.dtype,
             transform=init_info.transform,
             snapshot=init_info.snapshot,
+            on_engine_failure="raise",  # as vLLM's client, on the sender
             group=init_info.group,
             timeout_seconds=init_info.timeout_seconds,
         )

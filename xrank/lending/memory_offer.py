@@ -19,6 +19,7 @@ from xrank.ranks.link import is_readable
 from xrank.ranks.peer import Peer, process_space
 from xrank.sockets.peer_service import PeerService
 from xrank.sockets.peer_wire import derive_token
+from xrank.system import keep_descriptors_free
 
 __all__ = ["MemoryOffer", "PeerOffer", "add_token"]
 
@@ -168,6 +169,8 @@ class PeerOffer:
             return
         try:
             self.life = Peer(self.rank, self.host, self.pid, self.space).open_life()
+            if self.life is not None:
+                keep_descriptors_free(self.life)
         except ProcessLookupError:
             self._is_gone = True
         if direct:

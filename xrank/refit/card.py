@@ -27,6 +27,8 @@ __all__ = ["Address", "Card"]
 _TRAINER = "trainer.json"
 _ENGINE = "engine-"
 _RELAY = "relay-"
+_LEFT = "left-"
+_FAILURE = "failure.json"
 _ENDING = ".json"
 _FORMAT = 2
 _MAX_NBYTES = 1 << 30
@@ -118,6 +120,23 @@ class Address:
     def write_relay(self, engine: str, rank: int, content: Mapping[str, Any]) -> Card:
         """Write the card of an engine rank that lends its weights, in place of an earlier one."""
         return self._write(f"{_RELAY}{engine}-{rank}{_ENDING}", content)
+
+    def write_left(self, engine: str, rank: int, content: Mapping[str, Any]) -> Card:
+        """Write the last words of an engine rank that closes, for the trainer."""
+        return self._write(f"{_LEFT}{engine}-{rank}{_ENDING}", content)
+
+    def read_left(self) -> list[Card]:
+        """Return the last words of all engine ranks that have closed."""
+        return list(self._read_all(_LEFT, {}).values())
+
+    def write_failure(self, offer: Card, error: Mapping[str, Any]) -> None:
+        """Write down why an offer ended, for the ranks of the trainer that have not closed it yet."""
+        self._write(_FAILURE, {"offer": offer.id, "error": dict(error)})
+
+    def read_failure(self, offer: Card) -> Mapping[str, Any] | None:
+        """Return why an offer ended; None if no rank has written it down."""
+        found = self._read(_FAILURE)
+        return None if found is None or found.content.get("offer") != offer.id else found.content["error"]
 
     def has(self, card: Card) -> bool:
         """Return whether a card, or a newer one in its place, is there."""

@@ -15,7 +15,9 @@ from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import GatherOptions, dtype_choice
 from xrank.decisions.quantization import Quantization
 from xrank.decisions.transforms import Transform
+from xrank.errors import UsageError
 from xrank.extras import require_torch
+from xrank.faces import option
 from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
 from xrank.lending.memory_offer import MemoryOffer, add_token
 from xrank.lending.mooncake_memory import is_mooncake
@@ -23,10 +25,12 @@ from xrank.public_calls import names_own_arguments
 from xrank.refit.card import Address
 from xrank.refit.held_memory import list_places
 from xrank.refit.offer_card import check_no_trainer, write_offer
+from xrank.refit.outcome import OutcomeBlock
 from xrank.refit.own_part import OwnPart
 from xrank.refit.peer_rank import PeerRank
 from xrank.refit.prepared_part import prepare_part
-from xrank.refit.status import StatusBlock
+from xrank.refit.status import Status, StatusBlock
+from xrank.refit.trainer_ranks import TrainerRanks
 from xrank.refit.weights_offer import Watch, WeightsOffer
 from xrank.system import require_linux
 from xrank.teams.agreement import check_alike
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from xrank.layout import LayoutMap
 
 __all__ = ["offer_weights"]
+
+_NO_OUTCOME = Status(committed=-1)
 
 
 @names_own_arguments
@@ -55,6 +61,7 @@ def offer_weights(
     transform: Transform | None = None,
     snapshot: bool = False,
     wire: str | None = None,
+    on_engine_failure: str = "report",
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800.0,
 ) -> WeightsOffer:
@@ -80,6 +87,9 @@ def offer_weights(
             host memory as the part. Without a snapshot, `publish` returns when the engines have taken the step.
         wire: ``"mooncake"``: engines may copy by Mooncake's transfer engine, too, if they ask for it; its ports demand
             no token. None: the kernel copies on one host, sockets between hosts.
+        on_engine_failure: what `publish` does when engine ranks fail or end. ``"report"``: it names them in its report
+            (`PublishReport.failed`), and the training goes on. ``"raise"``: it raises on all ranks of the trainer, once
+            for each failure.
         group: the ranks of the trainer; None: all of the world.
         timeout_seconds: how long ranks may take to arrive.
 
@@ -108,6 +118,12 @@ def offer_weights(
     def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)
         is_mooncake(wire, "offer_weights")
+        if on_engine_failure not in ("report", "raise"):
+            raise UsageError(
+                f"{option('on_engine_failure')} must be one of report, raise",
+                got=repr(on_engine_failure),
+                want="'report' or 'raise'",
+            )
         return ModelRequest(
             model,
             GatherOptions(dtype=dtype_choice(dtype)),
@@ -122,7 +138,13 @@ def offer_weights(
         )
 
     def describe(request: ModelRequest) -> dict[str, str | None]:
-        return {**request.describe(), "snapshot": str(snapshot), "quantization": repr(quantization), "wire": wire}
+        return {
+            **request.describe(),
+            "snapshot": str(snapshot),
+            "quantization": repr(quantization),
+            "wire": wire,
+            "on_engine_failure": on_engine_failure,
+        }
 
     loan, part = ExitStack(), OwnPart(snapshot, team)
     try:
@@ -144,7 +166,11 @@ def offer_weights(
         loan.close()
         raise
     loan.callback(place.remove, card)
-    return WeightsOffer(place, card, lent.block, siblings, loan, part, partial(list_places, model), lent.watch)
+    ranks = TrainerRanks(lent.block, lent.outcomes, siblings, is_first=team.is_first)
+    places = partial(list_places, model)
+    return WeightsOffer(
+        place, card, ranks, team.rank, loan, part, places, lent.watch, raises=on_engine_failure == "raise"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,6 +179,7 @@ class _Lent:
 
     parts: Sequence[dict[str, Any]]
     block: StatusBlock
+    outcomes: OutcomeBlock
     watch: Watch
 
 
@@ -166,12 +193,12 @@ def _lend_as_they_are(
     by_mooncake: bool,
 ) -> _Lent:
     """Lend this rank's tensors, in place or copied."""
-    block = StatusBlock()
+    block, outcomes = StatusBlock(_NO_OUTCOME), OutcomeBlock()
     located = locate_part(request, team, part.view)
-    located = ModelPart(located.description, [*located.views, block], located.config)
+    located = ModelPart(located.description, [*located.views, outcomes, block], located.config)
     lent = lend_model(request, team, loan, part=located, check=check, across_hosts=True, by_mooncake=by_mooncake)
     lent.source.close()  # no rank reads another one's part any more
-    return _Lent(lent.parts, block, Watch(lambda: None))
+    return _Lent(lent.parts, block, outcomes, Watch(lambda: None))
 
 
 def _lend_prepared(
@@ -188,7 +215,7 @@ def _lend_prepared(
     is_snapshot, part.is_snapshot = part.is_snapshot, False
     located = locate_part(request, team, part.view)
     part.is_snapshot = is_snapshot
-    block, watch = StatusBlock(), Watch(team.make_failure_check())
+    block, outcomes, watch = StatusBlock(_NO_OUTCOME), OutcomeBlock(), Watch(team.make_failure_check())
     lent = lend_model(request, team, loan, part=located, check=check, failures=watch)
     prepared, _ = team.agree(
         "the prepared tensors",
@@ -197,7 +224,8 @@ def _lend_prepared(
         lambda _, __: None,
     )
     loan.callback(prepared.close)
-    offer = MemoryOffer([*prepared.views, block], across_hosts=True, by_mooncake=by_mooncake, secret=team.secret)
+    views = [*prepared.views, outcomes, block]
+    offer = MemoryOffer(views, across_hosts=True, by_mooncake=by_mooncake, secret=team.secret)
     loan.callback(offer.close)
     own = {**lent.parts[team.position], "model": prepared.description, "offer": offer.describe()}
     text = json.dumps(own)
@@ -207,4 +235,4 @@ def _lend_prepared(
         part_of_rank["offer"] = add_token(part_of_rank["offer"], team.secret)
     prepared.connect(offer, team, [one["offer"] for one in parts], watch)
     part.prepared = prepared
-    return _Lent(parts, block, watch)
+    return _Lent(parts, block, outcomes, watch)

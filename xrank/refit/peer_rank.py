@@ -6,14 +6,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any
+from zlib import crc32
 
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.lending.memory_offer import PeerOffer
 from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
+from xrank.refit.outcome import OUTCOME_HEAD
 from xrank.refit.status import STATUS_NBYTES, Phase, Status
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 
-__all__ = ["PeerRank", "check_phase", "wait_until_done"]
+__all__ = ["PeerRank", "check_phase", "make_failure", "wait_until_done"]
 
 _SILENT_SECONDS = 1.5
 """Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
@@ -46,13 +48,15 @@ class PeerRank:
         self._offer.watch(direct=True)
         self._view = len(self._offer.nbytes) - 1
         self._connection: PeerConnection | None = None
-        self._next_look = 0.0
+        self._looked_at = -_LOOK_SECONDS
         self._stopped_since: float | None = None
         self._content = bytearray(STATUS_NBYTES)
         self._last: tuple[bytes, Status] | None = None
         self._lock = threading.Lock()
         self.may_return = False
         """Whether the last error was that the rank is stopped or silent, and not that it ended."""
+        self.has_answered = False
+        """Whether its status could be read the last time."""
 
     @property
     def place(self) -> str:
@@ -67,15 +71,16 @@ class PeerRank:
             RankTimeoutError: it does not answer over the network.
         """
         with self._lock:
-            self.may_return = False
+            self.may_return = self.has_answered = False
             if self._offer.has_ended:
                 raise self.make_error("its process ended")
             end = monotonic() + _DAMAGED_SECONDS
             while True:
-                self._bring()
+                self._bring(self._view, memoryview(self._content))
                 status = self._decode()
                 self._look()
                 if status is not None:
+                    self.has_answered = True
                     return status
                 if monotonic() > end:
                     break
@@ -83,6 +88,26 @@ class PeerRank:
                     raise self.make_error("its process ended")
                 sleep(_PAUSE_SECONDS)
         raise self.make_error("its status is damaged")
+
+    @property
+    def last(self) -> Status | None:
+        """The status that was read last, also of a rank that is stopped since; None if it was damaged."""
+        return None if self._last is None else self._last[1]
+
+    def read_outcome(self) -> bytes:
+        """Return the text of the outcome that a trainer rank keeps beside its status; errors as `read`."""
+        head = bytearray(OUTCOME_HEAD.size)
+        with self._lock:
+            end = monotonic() + _DAMAGED_SECONDS
+            while monotonic() < end:
+                self._bring(self._view - 1, memoryview(head))
+                checksum, length = OUTCOME_HEAD.unpack(head)
+                text = bytearray(len(head) + min(length, int(self._offer.nbytes[self._view - 1]) - len(head)))
+                self._bring(self._view - 1, memoryview(text))
+                if text.startswith(head) and crc32(text[len(head) :]) == checksum:
+                    return bytes(text[len(head) :])
+                sleep(_PAUSE_SECONDS)
+        raise self.make_error("its outcome is damaged")
 
     def _decode(self) -> Status | None:
         """Return the status that was read; most looks find the bytes of the last one."""
@@ -95,15 +120,7 @@ class PeerRank:
 
     def make_error(self, cause: str) -> RankFailedError:
         """Return the error that names this rank."""
-        return RankFailedError(
-            f"{self.role} failed: {cause}",
-            rank=self.rank,
-            host=self._offer.host,
-            pid=self._offer.pid,
-            cause=cause,
-            got=f"{cause}; {self.place}",
-            next_step=f"look at {self.role}'s own error first, start it again if it ended, then repeat the call",
-        )
+        return make_failure(self.role, self.rank, cause, self._offer.host, self._offer.pid)
 
     def close(self) -> None:
         """Close the connection, and stop watching the process."""
@@ -112,9 +129,8 @@ class PeerRank:
             self._connection = None
         self._offer.close()
 
-    def _bring(self) -> None:
-        memory, address = self._offer.memory, int(self._offer.addresses[self._view])
-        into = memoryview(self._content)
+    def _bring(self, view: int, into: memoryview) -> None:
+        memory, address = self._offer.memory, int(self._offer.addresses[view])
         if memory is not None:
             try:
                 memory.read_into(address, into)
@@ -124,18 +140,24 @@ class PeerRank:
                 self._offer.memory = None
             else:
                 return
-        try:
-            if self._connection is None:
-                offer = self._offer
-                self._connection = connect(offer.socket, offer.port, offer.hosts, offer.token, self._tick)
-            self._connection.read_into(self._view, 0, into, self._tick)
-        except BaseException as error:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-            if isinstance(error, PeerGoneError | PeerRefusalError):
-                raise self.make_error(str(error)) from None
-            raise
+        while True:
+            is_fresh = self._connection is None
+            try:
+                if self._connection is None:
+                    offer = self._offer
+                    self._connection = connect(offer.socket, offer.port, offer.hosts, offer.token, self._tick)
+                self._connection.read_into(view, 0, into, self._tick)
+            except BaseException as error:
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+                # A service with too many connections closes idle ones, and still serves new ones.
+                if isinstance(error, PeerGoneError) and error.is_early and not is_fresh:
+                    continue
+                if isinstance(error, PeerGoneError | PeerRefusalError):
+                    raise self.make_error(str(error)) from None
+                raise
+            return
 
     def _tick(self, silent_seconds: float) -> None:
         if self._offer.has_ended:
@@ -159,16 +181,30 @@ class PeerRank:
             RankFailedError: it is stopped.
         """
         now = monotonic()
-        if self._offer.life is None or now < self._next_look:
+        if self._offer.life is None:
             return
-        self._next_look = now + _LOOK_SECONDS
-        if not _is_stopped(self._offer.pid):
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
-        elif now >= self._stopped_since + _LOOK_SECONDS:
+        if now >= self._looked_at + _LOOK_SECONDS:
+            self._looked_at = now
+            if not _is_stopped(self._offer.pid):
+                self._stopped_since = None
+            elif self._stopped_since is None:
+                self._stopped_since = now
+        if self._stopped_since is not None and self._looked_at >= self._stopped_since + _LOOK_SECONDS:
             self.may_return = True
             raise self.make_error("its process is stopped (SIGSTOP)")
+
+
+def make_failure(role: str, rank: int, cause: str, host: str | None = None, pid: int | None = None) -> RankFailedError:
+    """Return the error that names a rank, and its process if that is known."""
+    return RankFailedError(
+        f"{role} failed: {cause}",
+        rank=rank,
+        host=host,
+        pid=pid,
+        cause=cause,
+        got=cause if host is None else f"{cause}; host {host}, pid {pid}",
+        next_step=f"look at {role}'s own error first, start it again if it ended, then repeat the call",
+    )
 
 
 def check_phase(peer: PeerRank, status: Status) -> None:
@@ -177,7 +213,7 @@ def check_phase(peer: PeerRank, status: Status) -> None:
     Raises:
         RankFailedError: it names the rank and its cause.
     """
-    if status.phase is Phase.FAILED:
+    if status.phase in (Phase.FAILED, Phase.LATE):
         raise peer.make_error(status.cause)
     if status.phase is Phase.ENDED:
         raise peer.make_error(f"it has closed its side{f' after {status.cause}' if status.cause else ''}")

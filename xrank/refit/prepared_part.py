@@ -66,7 +66,7 @@ class PreparedPart:
         Args:
             own: this rank's offer.
             team: the trainer's ranks.
-            offers: by position, the ranks' offers, whose last views are the maxima and the status.
+            offers: by position, the ranks' offers, whose last views are the maxima, the outcome and the status.
             check: raises if a rank has failed.
         """
         self.maxima_source = PeerSource(
@@ -74,7 +74,7 @@ class PreparedPart:
             team.rank,
             {rank: dict(offer) for rank, offer in zip(team.ranks, offers, strict=True)},
             list(team.ranks),
-            [len(offer["views"]) - 2 for offer in offers],
+            [len(offer["views"]) - 3 for offer in offers],
             check=check,
             timeout_seconds=_SILENT_SECONDS,
             grace_seconds=_GRACE_SECONDS,

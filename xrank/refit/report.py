@@ -15,13 +15,14 @@ __all__ = ["PublishReport", "UpdateReport", "make_update_report"]
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """The result of `WeightsOffer.publish` on one trainer rank."""
+    """The result of `WeightsOffer.publish`; all but `seconds` is the same on all ranks of the trainer."""
 
     step: int
     takers: tuple[str, ...]
     """Engine ranks that have taken the step."""
-    missed: tuple[str, ...]
-    """Engine ranks that came after another trainer rank had closed the step; they take the next one."""
+    failed: Mapping[str, str]
+    """Engine ranks that have failed and therefore not taken the step, and why: those that ended or were stopped since
+    the last report, and those whose last `update` raised."""
     seconds: float
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -11,7 +10,7 @@ from zlib import crc32
 
 from xrank.lending.peer_memory import memory_at
 
-__all__ = ["STATUS_NBYTES", "Phase", "Status", "StatusBlock", "find_missed_step", "is_past"]
+__all__ = ["STATUS_NBYTES", "Phase", "Status", "StatusBlock", "is_past"]
 
 _FIELDS = Struct("<qqqqqqqH")
 STATUS_NBYTES = 512
@@ -36,8 +35,8 @@ class Phase(IntEnum):
     """Engine: the rank has copied all bytes of a step, and waits until each trainer rank confirms them."""
     DONE = 4
     """Engine: the rank has all weights of the step."""
-    MISSED = 5
-    """Engine: a trainer rank closed the step before the rank had read it."""
+    LATE = 5
+    """Engine: no new step came in time, and the rank raised. The trainer waits for its next call."""
     MEASURED = 9
     """Trainer: the other ranks may read the values of the step that this rank has measured, to prepare their own."""
     FAILED = 6
@@ -52,7 +51,7 @@ class Status:
 
     phase: Phase = Phase.CLOSED
     step: int = -1
-    """Trainer: the step that is open, or was last. Engine: the last step that the rank has taken or missed."""
+    """Trainer: the step that is open, or was last. Engine: the last step that the rank has taken."""
     generation: int = 0
     """Trainer: the number of changes of the phase. Engine: the number of times that the rank began to write to its
     tensors. Weights read between two equal ones are of one step."""
@@ -63,7 +62,8 @@ class Status:
     offer: int = 0
     """Engine: the number of the offer that `step` belongs to."""
     committed: int = 0
-    """Engine: the last round in which this rank saw all ranks with one step."""
+    """Trainer: the last step whose outcome this rank knows. Engine: the last round in which this rank saw all ranks
+    with one step."""
     cause: str = ""
     """The reason of a failure."""
 
@@ -88,14 +88,18 @@ class Status:
 
 
 class StatusBlock:
-    """This rank's status in memory, lent as any other bytes; one thread writes it."""
+    """This rank's status in memory, lent as any other bytes; one thread writes it.
 
-    def __init__(self) -> None:
+    Args:
+        status: the first one.
+    """
+
+    def __init__(self, status: Status = Status()) -> None:  # it is immutable
         self.nbytes = STATUS_NBYTES
         self._memory = (ctypes.c_ubyte * STATUS_NBYTES)()
         self.address: int | None = ctypes.addressof(self._memory)
-        self.value = Status()
-        self.write(self.value)
+        self.value = status
+        self.write(status)
 
     def write(self, status: Status) -> None:
         """Replace the status. A reader that sees a part of it reads again."""
@@ -114,11 +118,3 @@ class StatusBlock:
 def is_past(status: Status, step: int) -> bool:
     """Return whether a trainer rank will not show a step any more."""
     return status.step > step or (status.step == step and status.phase is Phase.CLOSED)
-
-
-def find_missed_step(statuses: Sequence[Status]) -> int | None:
-    """Return the oldest step that some trainer ranks show and others have closed; None if there is none."""
-    visible = [status.step for status in statuses if status.phase is Phase.OPEN]
-    if visible and any(is_past(status, min(visible)) for status in statuses):
-        return min(visible)
-    return None

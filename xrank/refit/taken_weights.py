@@ -23,8 +23,9 @@ from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.public_calls import names_own_arguments
 from xrank.ranks.deadline import Deadline
-from xrank.refit.card import Address
+from xrank.refit.card import Address, Card
 from xrank.refit.engine_ranks import EngineRanks
+from xrank.refit.offer_card import number_of
 from xrank.refit.relay import Relay
 from xrank.refit.relayed_engine import EngineGoneError, RelayedEngine
 from xrank.refit.relayed_engines import RelayedEngines
@@ -61,6 +62,10 @@ class TakenWeights:
         self._is_closed = False
         self._is_writing = False
         self._planned = False
+        self._is_late = False
+        """Whether the present call has waited in vain for a new step."""
+        self._trainer: Card | None = None
+        """The card of the last trainer that was there."""
         self._held_offer = 0
         """Number of the trainer's offer that `step` is of."""
         self.step: int | None = None
@@ -121,11 +126,21 @@ class TakenWeights:
 
     def close(self) -> None:
         """Stop taking weights: the trainer no longer waits for this rank. Further calls do nothing."""
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Close everything; the trainer's report names this rank if its last update has failed, or `error` ends it."""
         if self._is_closed:
             return
         self._is_closed = True
         self._siblings.wait_until_seen()
-        self._block.write(replace(self._block.value, phase=Phase.ENDED))
+        status = self._block.value
+        cause = "" if status.phase is Phase.LATE else status.cause
+        if error is not None and not cause:
+            cause = f"{type(error).__name__}: {error}"
+        last = replace(status, phase=Phase.ENDED, cause=cause, step=self._find_held_step())
+        self._leave_last_words(last)
+        self._block.write(last)
         if self._relay is not None:
             self._relay.close()
         self._drop_link()
@@ -138,18 +153,35 @@ class TakenWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._end(error)
+
+    def _find_held_step(self) -> int:
+        """Return the step that this rank holds of the trainer that it knows; -1 if there is none."""
+        is_known = self._trainer is not None and number_of(self._trainer) == self._held_offer
+        return self.step if is_known and self.step is not None else -1
+
+    def _leave_last_words(self, last: Status) -> None:
+        """Write down for the trainer how this rank ends: it may look when the status cannot be read any more."""
+        if self._trainer is None or not (last.cause or last.step >= 0):
+            return
+        numbers = {"trainer": number_of(self._trainer), "round": last.round, "step": last.step}
+        content = {"engine": self._engine, "rank": self._number, "cause": last.cause, **numbers}
+        left = self._place.write_left(self._engine, self._number, content)
+        card = self._place.read_trainer()
+        if card is None or card.id != self._trainer.id:  # it has closed, and looks no more
+            self._place.remove(left)
 
     def _call(self, work: Callable[[Deadline], UpdateReport], timeout_seconds: float) -> UpdateReport:
         deadline = Deadline(timeout_seconds)
         if self._is_closed:
             raise UsageError("the weights are closed", want="open weights", next_step="call take_weights again")
         self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._siblings.find_round(), cause=""))
-        self._is_writing = False
+        self._is_writing = self._is_late = False
         try:
             return work(deadline)
         except BaseException as error:
-            failed = replace(self._block.value, phase=Phase.FAILED, cause=f"{type(error).__name__}: {error}")
+            phase = Phase.LATE if self._is_late and not self._is_writing else Phase.FAILED
+            failed = replace(self._block.value, phase=phase, cause=f"{type(error).__name__}: {error}")
             if self._is_writing:
                 self.step = None
                 failed = replace(failed, step=-1)  # no other engine may copy the tensors
@@ -160,8 +192,7 @@ class TakenWeights:
         while True:
             link = self._connect(deadline)
             check = partial(self._check, deadline, "a new step" if step is None else f"step {step}")
-            missed = partial(self._report_missed, link.number)
-            open_statuses = link.wait_for_step(self._place, step, self.step, missed, check)
+            open_statuses = link.wait_for_step(self._place, step, self.step, check)
             if open_statuses is None:  # another trainer has come
                 continue
             found, started = open_statuses[0].step, monotonic()
@@ -256,6 +287,7 @@ class TakenWeights:
         failure: XrankError | None = None
         while True:
             card = self._place.read_trainer()
+            self._trainer = card or self._trainer
             if card is not None and self._link is not None and self._link.card.id == card.id:
                 return self._link
             self._drop_link()
@@ -278,6 +310,7 @@ class TakenWeights:
                         self._link.held_step = self.step  # taken from another engine
                     return self._link
             if deadline.has_passed:
+                self._is_late = True
                 raise IncompleteError(
                     f"no trainer offers its weights at {self._place.path}",
                     file=self._place.trainer_path,
@@ -287,10 +320,6 @@ class TakenWeights:
                 )
             self._siblings.check()
             sleep(CARD_SECONDS / 10)
-
-    def _report_missed(self, offer: int, step: int) -> None:
-        """Report a step that this rank cannot take any more, so that no trainer rank waits for it."""
-        self._block.write(replace(self._block.value, phase=Phase.MISSED, step=step, offer=offer))
 
     def _copy(self, link: TrainerLink, statuses: Sequence[Status]) -> int:
         """Fill all tensors, and return the number of bytes read."""
@@ -323,6 +352,7 @@ class TakenWeights:
         """Raise if another rank of this engine has failed, or the time is over."""
         self._siblings.check()
         if deadline.has_passed:
+            self._is_late = True
             raise RankTimeoutError(
                 f"{what} did not come in {deadline.timeout_seconds:g} s",
                 got=f"step {'none' if self.step is None else self.step} is held",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
 from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.refit.card import Address, Card
-from xrank.refit.peer_rank import PeerRank
+from xrank.refit.peer_rank import PeerRank, make_failure
 from xrank.refit.status import Phase, Status
 
 __all__ = ["Survey", "Takers"]
@@ -18,6 +19,9 @@ _REFRESH_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 """Time in which an engine rank that has failed may repeat its call; then the trainer goes on without it."""
 
+_HOLDING = (Phase.CLOSED, Phase.WAITING, Phase.LATE, Phase.FAILED)
+"""Phases in which all ranks of an engine hold the step of its status: a failure while it wrote has none."""
+
 
 @dataclass(slots=True)
 class Survey:
@@ -26,7 +30,8 @@ class Survey:
     waiting: list[PeerRank] = field(default_factory=list)
     """Ranks that have not yet taken the step."""
     taken: list[str] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
+    failed: list[tuple[PeerRank, Status]] = field(default_factory=list)
+    """Ranks whose last call of `update` has raised; for a moment they are among `waiting`, too."""
     reading: list[PeerRank] = field(default_factory=list)
     """Those of `waiting` that write to their tensors, or wait until what they wrote is confirmed."""
     must_confirm: bool = False
@@ -39,14 +44,13 @@ class Takers:
     Args:
         place: the address.
         offer: number of the trainer's offer.
+        is_first: whether this is the trainer's first rank, which alone removes cards.
     """
 
-    def __init__(self, place: Address, offer: int) -> None:
-        self._place, self._offer = place, offer
+    def __init__(self, place: Address, offer: int, *, is_first: bool) -> None:
+        self._place, self._offer, self._is_first = place, offer, is_first
         self._cards: dict[str, Card] = {}
         self._peers: dict[str, PeerRank] = {}
-        self._seen: set[str] = set()
-        """Ranks whose status was read at least once."""
         self._reported: dict[str, int] = {}
         """Rank -> the call of `update` whose failure was reported."""
         self._paused: set[str] = set()
@@ -54,8 +58,12 @@ class Takers:
         self._failed: dict[str, tuple[int, float]] = {}
         """Rank -> the call of `update` that has failed, and the time since which this is known in the present step."""
         self._next_refresh = 0.0
-        self.failures: list[XrankError] = []
-        """Failures of engine ranks that the caller has not raised yet."""
+        self._ended: dict[str, XrankError] = {}
+        """Engine ranks that have ended, or were stopped, since the last outcome, and how."""
+        self._left: dict[str, int] = {}
+        """Engine ranks that have closed since the last outcome, and the step that they held."""
+        self.survey(-1)
+        self._ended.clear()  # ranks of earlier jobs, whose cards are removed now
 
     def begin_step(self) -> None:
         """Look again for ranks that were stopped or silent during the last step."""
@@ -64,7 +72,7 @@ class Takers:
         self._next_refresh = 0.0
 
     def survey(self, step: int) -> Survey:
-        """Return the engine ranks' parts in a step. Ranks that have ended, or failed some time ago, are left out."""
+        """Return the engine ranks' parts in a step. Ranks that have ended are left out; `settle` names them."""
         self._refresh()
         found = Survey()
         for name, peer in list(self._peers.items()):
@@ -73,41 +81,40 @@ class Takers:
             except (RankFailedError, RankTimeoutError) as error:
                 self._lose(name, peer, error)
                 continue
-            self._seen.add(name)
             self._sort(found, name, peer, status, step)
+        found.taken += [role for role, held in self._left.items() if held >= step and role not in found.taken]
         return found
 
-    def raise_failures(self) -> None:
-        """Raise the failures of engine ranks since the last call.
-
-        Raises:
-            RankFailedError, RankTimeoutError: it names the first rank; `failures` has all.
-        """
-        failures, self.failures = self.failures, []
-        if not failures:
-            return
-        first = failures[0]
-        if isinstance(first, RankFailedError):
-            first.failures = tuple(failures)
-        raise first
+    def settle(self, found: Survey) -> tuple[dict[str, str], list[XrankError]]:
+        """Return why engine ranks have failed, by rank, and the errors of those that were not returned before."""
+        failed = {role: _cause_of(error) for role, error in self._ended.items()}
+        errors = list(self._ended.values())
+        for peer, status in found.failed:
+            failed[peer.role] = status.cause
+            if self._reported.get(peer.role) != status.round:
+                self._reported[peer.role] = status.round
+                errors.append(peer.make_error(status.cause))
+        self._ended.clear()
+        self._left.clear()
+        return failed, errors
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; after the trainer's card was removed, no rank of an engine leaves last words."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+        self._read_left()
 
     def _sort(self, found: Survey, name: str, peer: PeerRank, status: Status, step: int) -> None:
         if status.phase is Phase.ENDED:
+            self._note_left(peer.role, peer.rank, status.cause, status.round, status.step)
             self._drop(name)
+        elif status.offer == self._offer and status.step >= step and status.phase in _HOLDING:
+            found.taken.append(peer.role)
         elif status.phase is Phase.FAILED:
+            found.failed.append((peer, status))
             if self._may_retry(name, status.round):
                 found.waiting.append(peer)
-            elif self._reported.get(name) != status.round:
-                self._reported[name] = status.round
-                self.failures.append(peer.make_error(status.cause))
-        elif status.offer == self._offer and status.step >= step:
-            (found.missed if status.phase is Phase.MISSED else found.taken).append(peer.role)
         else:
             found.waiting.append(peer)
             if status.phase in (Phase.READING, Phase.COPIED):
@@ -130,6 +137,7 @@ class Takers:
         cards = self._place.read_engines(self._cards)
         for name in [*self._peers.keys() - cards.keys()]:
             self._forget(name)
+        self._read_left()
         for name, card in cards.items():
             if name not in self._cards and name not in self._paused:
                 self._add(name, card)
@@ -141,15 +149,33 @@ class Takers:
             self._peers[name] = PeerRank(f"engine rank {rank} ({engine})", rank, card.content["offer"])
         except (KeyError, TypeError, ValueError, CorruptError, UsageError):
             # The trainer goes on: an engine with a damaged card cannot take anything.
+            self._remove(card)
+
+    def _read_left(self) -> None:
+        """Read and remove the last words of engine ranks that have closed."""
+        if not self._is_first:
+            return
+        for card in self._place.read_left():
+            with suppress(KeyError, TypeError, ValueError):  # not xrank's
+                engine, rank, step = str(card.content["engine"]), int(card.content["rank"]), int(card.content["step"])
+                cause, round_ = str(card.content["cause"]), int(card.content["round"])
+                if card.content["trainer"] == self._offer:
+                    self._note_left(f"engine rank {rank} ({engine})", rank, cause, round_, step)
             self._place.remove(card)
 
-    def _lose(self, name: str, peer: PeerRank, error: XrankError) -> None:
-        """Drop a rank that has failed; a card that its dead process left earlier is only removed.
+    def _note_left(self, role: str, rank: int, cause: str, round_: int, step: int) -> None:
+        if not cause:
+            self._left[role] = step
+        elif self._reported.get(role) != round_:
+            self._reported[role] = round_
+            self._ended[role] = make_failure(role, rank, cause)
 
-        A rank that closes removes its card before its status can no longer be read.
-        """
-        if name in self._seen and self._place.has(self._cards[name]):
-            self.failures.append(error)
+    def _lose(self, name: str, peer: PeerRank, error: XrankError) -> None:
+        """Drop a rank that has failed. One that closes removes its card before its status cannot be read any more."""
+        if self._place.has(self._cards[name]):
+            self._ended[peer.role] = error
+        else:
+            self._read_left()
         if peer.may_return:
             self._paused.add(name)
             self._forget(name)
@@ -160,10 +186,17 @@ class Takers:
     def _drop(self, name: str) -> None:
         self._forget(name)
         if name in self._cards:
-            self._place.remove(self._cards[name])
+            self._remove(self._cards[name])
+
+    def _remove(self, card: Card) -> None:
+        if self._is_first:
+            self._place.remove(card)
 
     def _forget(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is not None:
             peer.close()
-        self._seen.discard(name)
+
+
+def _cause_of(error: XrankError) -> str:
+    return (error.cause if isinstance(error, RankFailedError) else None) or error.message

@@ -21,7 +21,7 @@ from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces
 from xrank.refit.offer_card import find_trainer_ranks, number_of
 from xrank.refit.peer_rank import PeerRank, check_phase
-from xrank.refit.status import Phase, Status, find_missed_step, is_past
+from xrank.refit.status import Phase, Status, is_past
 from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_model import read_trainer_model
 from xrank.refit.transfer import Transfer, make_transfer
@@ -54,7 +54,7 @@ class TrainerLink:
     plan_seconds: float
     loan: ExitStack
     held_step: int = -1
-    """The last step taken or missed from this trainer."""
+    """The last step taken from this trainer."""
 
     is_over: bool = False
     """Whether a rank has ended: another trainer may come, to which a new link is needed."""
@@ -94,7 +94,6 @@ class TrainerLink:
         place: Address,
         step: int | None,
         engine_step: int | None,
-        report_missed: Callable[[int], object],
         check: Callable[[], object],
     ) -> list[Status] | None:
         """Return the statuses once all ranks show one new step; None if another trainer has come to the address.
@@ -103,7 +102,6 @@ class TrainerLink:
             place: the address.
             step: the step to wait for; None: any that the engine does not hold.
             engine_step: the step that the engine holds.
-            report_missed: called with a step that some ranks show and others have closed, so that none waits.
             check: raises if a rank of the engine has failed, or the time is over.
 
         Raises:
@@ -119,14 +117,9 @@ class TrainerLink:
                     got=f"step {max(status.step for status in statuses)} of the trainer",
                     want="a step that is visible or comes later, or None for the newest",
                 )
-            if all(status.phase in _OPEN and status.step == newest for status in statuses):
-                if newest == step or (step is None and (newest > self.held_step or engine_step != newest)):
-                    return statuses
-            else:
-                missed = find_missed_step(statuses)
-                if missed is not None and missed > self.held_step:
-                    self.held_step = missed
-                    report_missed(missed)
+            is_new = newest == step or (step is None and (newest > self.held_step or engine_step != newest))
+            if is_new and all(status.phase in _OPEN and status.step == newest for status in statuses):
+                return statuses
             check()
             if self._is_replaced(place):
                 return None

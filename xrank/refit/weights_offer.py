@@ -10,18 +10,20 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
-from xrank.errors import ContradictionError, RankTimeoutError, UsageError, XrankError
+from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.public_calls import names_own_arguments
 from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces, find_moved
 from xrank.refit.offer_card import number_of
+from xrank.refit.outcome import Outcome, describe_error, make_described_error
 from xrank.refit.own_part import OwnPart
 from xrank.refit.pause import Pause
-from xrank.refit.peer_rank import PeerRank, check_phase, wait_until_done
+from xrank.refit.peer_rank import PeerRank, make_failure
 from xrank.refit.report import PublishReport
-from xrank.refit.status import Phase, Status, StatusBlock
+from xrank.refit.status import Phase
 from xrank.refit.takers import Survey, Takers
+from xrank.refit.trainer_ranks import TrainerRanks
 from xrank.words import list_text, plural
 
 __all__ = ["Watch", "WeightsOffer"]
@@ -29,8 +31,6 @@ __all__ = ["Watch", "WeightsOffer"]
 _PAUSE_SECONDS = 0.0005
 _SIBLING_SECONDS = 0.05
 """Time between two looks at the trainer's other ranks, and at the tensors, while no engine rank waits for checks."""
-_AHEAD_SECONDS = 1.0
-"""Time for which another trainer rank may be a step ahead, until this one sees that all engine ranks are done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,18 +51,19 @@ class WeightsOffer:
         self,
         place: Address,
         card: Card,
-        block: StatusBlock,
-        siblings: Sequence[PeerRank],
+        ranks: TrainerRanks,
+        own_rank: int,
         loan: ExitStack,
         part: OwnPart,
         list_places: Callable[[], MemoryPlaces],
         watch: Watch,
+        *,
+        raises: bool,
     ) -> None:
-        self._place, self._card, self._block, self._siblings = place, card, block, siblings
+        self._place, self._card, self._ranks, self._block = place, card, ranks, ranks.block
         self._loan, self._part, self._list_places = loan, part, list_places
-        self._places, self._watch = list_places(), watch
-        self._takers = Takers(place, number_of(card))
-        self._ahead_since: float | None = None
+        self._places, self._watch, self._own_rank, self._raises = list_places(), watch, own_rank, raises
+        self._takers = Takers(place, number_of(card), is_first=ranks.is_first)
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -72,7 +73,10 @@ class WeightsOffer:
 
         Without a snapshot it returns when all engine ranks at the address have taken the step: the weights must not
         change before, and torch's counts of changes are compared. Engine ranks that serve and have not called `update`
-        are waited for, too. With a snapshot it waits only for engine ranks that still read the last one.
+        are waited for, too. With a snapshot it waits only for engine ranks that still read the last one, and for the
+        copies of all ranks of the trainer.
+
+        All ranks of the trainer come to the same outcome: that of the first rank.
 
         Args:
             step: larger than that of the last call.
@@ -82,22 +86,33 @@ class WeightsOffer:
             UsageError: the step is not larger than the last one, or the offer is closed.
             ContradictionError: a tensor has changed its shape or its memory, or was changed in place while it was
                 visible; another trainer has replaced this offer; or another rank publishes another step.
-            RankFailedError: an engine rank has failed, ended or was stopped; all others have taken the step, and the
-                next step may be published. Or another trainer rank has failed, and no engine takes the step.
-            RankTimeoutError: engine ranks have not taken the step.
+            RankFailedError: another trainer rank has failed or ended, and no engine takes the step. With
+                ``on_engine_failure="raise"`` also: an engine rank has failed, ended or was stopped; all others have
+                taken the step, and the next step may be published.
+            RankTimeoutError: engine ranks have not taken the step, or a trainer rank has not come to it.
         """
         started, deadline = monotonic(), Deadline(timeout_seconds)
         with self._lock:
             self._check_call(step)
-            self._check_places(step)
-            self._takers.begin_step()
-            self._part.synchronize()
-            if self._part.is_snapshot:
-                found = self._publish_copy(step, deadline)
-            else:
-                found = self._publish_in_place(step, deadline)
-            self._raise_failures()
-        return PublishReport(step, tuple(found.taken), tuple(found.missed), monotonic() - started)
+            try:
+                self._check_places(step)
+                self._takers.begin_step()
+                self._part.synchronize()
+                outcome = (self._publish_copy if self._part.is_snapshot else self._publish_in_place)(step, deadline)
+                if outcome.is_over and outcome.error is not None:
+                    raise outcome.error
+            except BaseException as error:
+                self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
+                if self._ranks.is_first and isinstance(error, RankFailedError | RankTimeoutError):
+                    self._ranks.decide(Outcome(step, error=error, is_over=True))
+                raise
+            if not self._part.is_snapshot:
+                self._set(Phase.CLOSED, step)
+            if outcome.error is not None:  # if the caller then closes, others see why
+                cause = f"{type(outcome.error).__name__}: {outcome.error}"
+                self._block.write(replace(self._block.value, cause=cause))
+                raise outcome.error
+        return PublishReport(step, outcome.takers, outcome.failed, monotonic() - started)
 
     @names_own_arguments
     def wait_for_takers(self, count: int, *, timeout_seconds: float = 600.0) -> None:
@@ -110,7 +125,7 @@ class WeightsOffer:
         with self._lock:
             while True:
                 found = self._takers.survey(self._block.value.step)
-                here = len(found.waiting) + len(found.taken) + len(found.missed)
+                here = len(found.waiting) + len(found.taken)
                 if here >= count:
                     return
                 if deadline.has_passed:
@@ -124,17 +139,14 @@ class WeightsOffer:
                 sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """End the offer; engines that wait or read raise an error. Further calls do nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._wait_for_siblings()
-            self._set(Phase.ENDED, self._block.value.step, self._block.value.cause)
-            self._takers.close()
-            for peer in self._siblings:
-                peer.close()
-            self._loan.close()
+        """End the offer; engines that wait or read raise an error. Further calls do nothing.
+
+        Raises:
+            RankFailedError: another rank of the trainer has ended without a call of this. The offer is closed.
+        """
+        failure = self._end(None)
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Self:
         return self
@@ -142,43 +154,111 @@ class WeightsOffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        failure = self._end(error)
+        if failure is not None and error is None:
+            raise failure
 
-    def _raise_failures(self) -> None:
-        """Raise the failures of engine ranks; if the caller then closes, the other ranks see why."""
-        try:
-            self._takers.raise_failures()
-        except XrankError as error:
-            self._block.write(replace(self._block.value, cause=f"{type(error).__name__}: {error}"))
-            raise
+    def _end(self, error: BaseException | None) -> XrankError | None:
+        """Close everything, and return how another trainer rank has ended, if that ends the offer.
 
-    def _publish_in_place(self, step: int, deadline: Deadline) -> Survey:
+        Args:
+            error: the exception that leaves the `with` block; the other ranks get it from their own calls.
+        """
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._is_closed = True
+            try:
+                cause = self._block.value.cause if error is None else f"{type(error).__name__}: {error}"
+                failure: XrankError | None = self._ranks.leave(cause)
+                if failure is not None or error is not None:
+                    failure = self._note_failure(failure, error)
+            finally:
+                self._ranks.close()
+                self._loan.close()
+                self._takers.close()
+            return failure
+
+    def _note_failure(self, failure: XrankError | None, error: BaseException | None) -> XrankError | None:
+        """Write the offer's end into the directory, and return the error that all ranks raise.
+
+        A rank that has closed cannot be read, as one that was killed. The trainer's card makes the difference: a rank
+        that closes removes it. And where a rank has written down the reason of the end, that is the reason.
+        """
+        if not self._ranks.peers:
+            return None
+        known = self._find_noted_failure()
+        if known is not None or (error is None and not self._place.has(self._card)):
+            return known
+        if error is not None and not isinstance(error, RankFailedError):
+            failure = make_failure(f"trainer rank {self._own_rank}", self._own_rank, f"{type(error).__name__}: {error}")
+        elif isinstance(error, RankFailedError):
+            failure = error
+        assert failure is not None
+        self._place.write_failure(self._card, describe_error(failure))
+        return failure
+
+    def _find_noted_failure(self) -> XrankError | None:
+        noted = self._place.read_failure(self._card)
+        return None if noted is None else make_described_error(noted)
+
+    def _publish_in_place(self, step: int, deadline: Deadline) -> Outcome:
         versions = self._part.count_versions()
-        try:
-            if self._part.prepared is not None:
-                self._refill(step, deadline)
-            self._set(Phase.OPEN, step)
-            self._wait_for_fills(step, deadline)
-            pause, next_look = Pause(), 0.0
-            while True:
-                found, is_due = self._takers.survey(step), monotonic() >= next_look
-                if not found.waiting or found.must_confirm or is_due:
-                    self._confirm(versions, step)
-                if not found.waiting or deadline.has_passed:
-                    break
-                if is_due:
-                    self._check_siblings(step)
-                    next_look = monotonic() + _SIBLING_SECONDS
-                if found.must_confirm:
-                    pause = Pause()  # the rank goes on at once, and others come to the same point
-                pause()
-        except BaseException as error:
-            self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
-            raise
-        self._set(Phase.CLOSED, step)
+        if self._part.prepared is not None:
+            self._refill(step, deadline)
+        self._set(Phase.OPEN, step)
+        self._wait_for_fills(step, deadline)
+        pause, next_look = Pause(), 0.0
+        while True:
+            outcome = self._ranks.find_outcome(step)
+            if outcome is not None:
+                return outcome
+            found, is_due = self._takers.survey(step), monotonic() >= next_look
+            is_done = self._ranks.is_first and not found.waiting
+            if found.must_confirm or is_done or is_due:
+                self._confirm(versions, step)
+            if is_due or is_done:
+                outcome = self._decide(found, step, deadline)
+                if outcome is not None:
+                    return outcome
+                next_look = monotonic() + _SIBLING_SECONDS
+            if found.must_confirm:
+                pause = Pause()  # the rank goes on at once, and others come to the same point
+            pause()
+
+    def _decide(self, found: Survey, step: int, deadline: Deadline) -> Outcome | None:
+        """Decide the outcome of a step on the first rank, once it is known.
+
+        Args:
+            found: the engine ranks; those that it waits for hold the outcome up.
+            step: the step.
+            deadline: of the call.
+
+        Raises:
+            RankTimeoutError: a rank of the trainer has not come to the step in time.
+            XrankError: as `TrainerRanks.check`.
+        """
+        if not self._ranks.is_first:
+            if deadline.has_passed and not self._ranks.has_first_come(step):
+                raise self._late_error(self._ranks.peers[:1], f"come to step {step}", deadline)
+            return None
+        late = self._ranks.find_late(step)
+        if late and deadline.has_passed:
+            raise self._late_error(late, f"come to step {step}", deadline)
+        if late or (found.waiting and not deadline.has_passed):
+            return None
+        failed, errors = self._takers.settle(found)
+        error: XrankError | None = None
         if found.waiting:
-            raise self._late_error(found.waiting, f"taken step {step}", deadline)
-        return found
+            error = self._late_error(found.waiting, f"taken step {step}", deadline)
+        elif self._raises and errors:
+            error = errors[0]
+            if isinstance(error, RankFailedError):
+                error.failures = tuple(errors)
+        outcome = Outcome(step, tuple(found.taken), failed, error)
+        self._ranks.decide(outcome)
+        self._ranks.wait_until_known(step)
+        return outcome
 
     def _confirm(self, versions: Sequence[int], step: int) -> None:
         """Check the values, and count the checks for the engine ranks.
@@ -190,23 +270,29 @@ class WeightsOffer:
             self._check_values(versions, step)
             self._block.write(replace(self._block.value, checks=self._block.value.checks + 1))
 
-    def _publish_copy(self, step: int, deadline: Deadline) -> Survey:
+    def _publish_copy(self, step: int, deadline: Deadline) -> Outcome:
+        pause = Pause()
         while (found := self._takers.survey(step)).reading:
+            self._ranks.check(step)
             if deadline.has_passed:
                 raise self._late_error(found.reading, f"read step {self._block.value.step}", deadline)
-            sleep(_PAUSE_SECONDS)
+            pause()
         self._set(Phase.CLOSED, self._block.value.step)
-        try:
-            versions = self._part.count_versions()
-            self._refill(step, deadline)
-            self._set(Phase.STEADY, step)
-            self._wait_for_fills(step, deadline)
-            self._check_values(versions, step)
-            self._block.write(replace(self._block.value, checks=1))  # this rank needs no other one any more
-        except BaseException as error:
-            self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
-            raise
-        return Survey()
+        versions = self._part.count_versions()
+        self._refill(step, deadline)
+        self._set(Phase.STEADY, step)
+        self._wait_for_fills(step, deadline)
+        self._check_values(versions, step)
+        self._block.write(replace(self._block.value, checks=1))  # this rank needs no other one any more
+        pause = Pause()
+        while True:
+            outcome = self._ranks.find_outcome(step)
+            if outcome is None:
+                # Engines take the step when they like: none holds its outcome up.
+                outcome = self._decide(Survey(failed=found.failed), step, deadline)
+            if outcome is not None:
+                return outcome
+            pause()
 
     def _refill(self, step: int, deadline: Deadline) -> None:
         """Fill all copies that are lent, from the present weights of all ranks."""
@@ -214,7 +300,7 @@ class WeightsOffer:
         if prepared is None:
             self._part.refill()
             return
-        self._watch.check = lambda: self._check_siblings(step)
+        self._watch.check = lambda: self._ranks.check(step)
         versions = self._part.count_versions()
         prepared.measure()
         if prepared.is_shared:
@@ -229,7 +315,7 @@ class WeightsOffer:
             self._wait_for_phase(step, deadline, f"prepared step {step}", (Phase.OPEN, Phase.STEADY, Phase.CLOSED))
 
     def _wait_for_phase(self, step: int, deadline: Deadline, what: str, phases: Sequence[Phase]) -> None:
-        waiting = list(self._siblings)
+        waiting = list(self._ranks.peers)
         while True:
             statuses = [(peer, peer.read()) for peer in waiting]
             waiting = [
@@ -237,21 +323,10 @@ class WeightsOffer:
             ]
             if not waiting:
                 return
-            self._check_siblings(step)
+            self._ranks.check(step)
             if deadline.has_passed:
                 raise self._late_error(waiting, what, deadline)
             sleep(_PAUSE_SECONDS)
-
-    def _wait_for_siblings(self) -> None:
-        """Wait until no other rank looks for this one in the last step, for a moment at most."""
-        step, prepared = self._block.value.step, self._part.prepared
-        is_shared = prepared is not None and prepared.is_shared
-
-        def needs(status: Status) -> bool:
-            is_filling = is_shared and status.phase is Phase.STEADY and not status.checks
-            return status.step == step and (status.phase in (Phase.OPEN, Phase.MEASURED) or is_filling)
-
-        wait_until_done(self._siblings, needs)
 
     def _set(self, phase: Phase, step: int, cause: str = "") -> None:
         old = self._block.value
@@ -268,10 +343,16 @@ class WeightsOffer:
                 want=f"an integer of at least {last + 1}",
                 next_step="number the steps upwards; after a restart make a new offer",
             )
+        failure = self._find_noted_failure()
+        if failure is not None:
+            raise failure
         card = self._place.read_trainer()
+        if card is None:  # a rank of this trainer has closed its offer
+            self._ranks.find_late(step)
         if card is None or card.id != self._card.id:
+            what = "the card of this offer is gone" if card is None else "another trainer has replaced this offer"
             raise ContradictionError(
-                f"another trainer has replaced this offer at {self._place.path}",
+                f"{what} at {self._place.path}",
                 file=self._place.trainer_path,
                 got="no card" if card is None else "the card of another offer",
                 want="the card of this offer",
@@ -282,7 +363,6 @@ class WeightsOffer:
         moved = find_moved(self._places, self._list_places())
         if moved is not None:
             name, old, new = moved
-            self._set(Phase.FAILED, step, f"{name} is not the tensor that was offered")  # for the other ranks
             raise ContradictionError(
                 f"{name} is not the tensor that was offered",
                 tensor=name,
@@ -299,30 +379,6 @@ class WeightsOffer:
                 next_step="do not step the optimizer meanwhile, in any thread or hook, or use snapshot=True",
             )
 
-    def _check_siblings(self, step: int) -> None:
-        """Raise if another trainer rank has failed, or publishes another step."""
-        ahead = None
-        for peer in self._siblings:
-            status = peer.read()
-            if status.step >= step or status.phase is Phase.ENDED:  # a failure of an earlier step is over
-                check_phase(peer, status)
-            if status.step > step:
-                ahead = (peer, status)
-        if ahead is None:
-            self._ahead_since = None
-            return
-        now = monotonic()
-        self._ahead_since = self._ahead_since or now
-        if now > self._ahead_since + _AHEAD_SECONDS:
-            peer, status = ahead
-            raise ContradictionError(
-                f"{peer.role} publishes step {status.step}, this rank step {step}",
-                rank=peer.rank,
-                got=f"step {status.step} on {peer.role}",
-                want=f"step {step} on all ranks of the trainer",
-                next_step="let all ranks publish the same steps in the same order",
-            )
-
     def _late_error(self, late: Sequence[PeerRank], what: str, deadline: Deadline) -> RankTimeoutError:
         names = list_text([f"{peer.role} ({peer.place})" for peer in late], 4)
         return RankTimeoutError(
@@ -330,5 +386,5 @@ class WeightsOffer:
             rank=late[0].rank,
             waiting_for=tuple(peer.rank for peer in late),
             got=names,
-            next_step="check why the engine does not call update; it takes the next step that is published",
+            next_step=f"check why {late[0].role} does not come; it takes the next step that is published",
         )

@@ -12,6 +12,7 @@ from struct import Struct
 from time import monotonic
 from typing import TypeAlias
 
+from xrank.errors import UsageError
 from xrank.sockets.peer_wire import (
     NONCE_NBYTES,
     PART,
@@ -21,6 +22,7 @@ from xrank.sockets.peer_wire import (
     lender_proof,
     reader_proof,
 )
+from xrank.system import descriptor_limit, keep_descriptors_free
 
 __all__ = ["PeerConnection", "PeerGoneError", "PeerRefusalError", "Tick", "connect"]
 
@@ -31,6 +33,9 @@ SLICE_SECONDS = 0.2
 _PLACE_SECONDS = 3.0
 """Time limit for one of several addresses, most of which may lead nowhere."""
 _PAUSE_SECONDS = 0.02
+_TRIES = 5
+"""Times to connect to a service that closes the connection before either side has proven itself: it drops some of the
+strangers that come at once."""
 _MOMENT = Struct("@ll")  # struct timeval
 
 
@@ -164,21 +169,29 @@ def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes,
             raise _SilentPlaceError("no answer")
 
     # Places that are silent are tried again, until `tick` ends the wait.
+    tries = 0
     while True:
         attempts = []
-        is_silent = False
+        is_silent = is_dropped = False
         for family, place in places:
             begun = monotonic()
+            sock = None
             try:
-                return PeerConnection(_open_socket(family, place, tick_here), token, tick_here)
+                sock = _open_socket(family, place, tick_here)
+                return PeerConnection(sock, token, tick_here)
             except (_SilentPlaceError, PeerGoneError) as error:  # not OSError: `tick` may raise one
                 # A service drops a reader that is slow to prove itself, as this process is after it was stopped.
                 is_slow = monotonic() > begun + _PLACE_SECONDS
                 is_silent = is_silent or is_slow or isinstance(error, _SilentPlaceError)
+                is_dropped = is_dropped or sock is not None
                 shown = "on this host" if isinstance(place, str) else f"at {place[0]} port {place[1]}"
                 attempts.append(f"{shown}: {error}")
-        if not is_silent:
+        tries += is_dropped
+        if not is_silent and (not is_dropped or tries == _TRIES):
             raise PeerGoneError("; ".join(attempts))
+        if is_dropped:
+            select.poll().poll(1000 * _PAUSE_SECONDS)
+            tick(monotonic() - since)
 
 
 def _open_socket(family: int, place: str | tuple[str, int], tick: Tick) -> socket.socket:
@@ -186,12 +199,21 @@ def _open_socket(family: int, place: str | tuple[str, int], tick: Tick) -> socke
 
     Raises:
         PeerGoneError: the connection was refused or failed.
+        UsageError: this process may not open another file.
     """
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:  # a kernel without IPv6
-        raise PeerGoneError(_describe(error)) from None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise UsageError(
+                "this process has too many open files to connect to another rank",
+                got=f"a limit of {descriptor_limit():,} open files",
+                want="a free descriptor for each rank of the other side, and some for the program itself",
+                next_step="raise the hard limit (ulimit -Hn) in the shell or the container of this job",
+            ) from None
+        raise PeerGoneError(_describe(error)) from None  # a kernel without IPv6
     try:
+        keep_descriptors_free(sock.fileno())
         sock.setblocking(False)
         since = monotonic()
         poller = select.poll()

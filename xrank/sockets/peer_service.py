@@ -12,8 +12,8 @@ import os
 import secrets
 import select
 import socket
+import sys
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from time import monotonic
@@ -31,16 +31,20 @@ from xrank.sockets.peer_wire import (
     lender_proof,
     reader_proof,
 )
-from xrank.system import close_read, descriptor_limit
+from xrank.system import close_read, keep_descriptors_free
 
 __all__ = ["PeerService", "ServedBytes"]
 
 _STAGED_NBYTES = 1 << 20
-_NUM_STAGES = 8
-"""Buffers for bytes that are not in a row; a reader without a buffer waits for one."""
+_LEAST_STAGED_NBYTES = 1 << 16
+"""Bytes that are not in a row are read into one buffer, between these sizes at once. What a reader's socket does not
+take is read again when it has room, so no reader keeps the buffer from others."""
 _DIRECT_NBYTES = 4 << 20
 """Bytes of one part of an answer from memory; then the next reader has its turn."""
 _STRANGER_SECONDS = 10.0
+_MAX_STRANGERS = 256
+_FEW_STRANGERS = 4
+"""Strangers beyond `_most_guests`."""
 _BACKLOG = 1024
 _NO_WAIT = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
@@ -83,12 +87,11 @@ class PeerService:
         self._is_told = secret is None
         self._token = secrets.token_bytes(TOKEN_NBYTES) if secret is None else derive_token(secret, self._name)
         self._guests: dict[int, _Guest] = {}
-        self._strangers: set[_Guest] = set()
-        """Guests that have not yet proven knowledge of the token."""
-        self._stages = [memoryview(mmap.mmap(-1, _STAGED_NBYTES)) for _ in range(_NUM_STAGES)]  # no page until used
-        self._waiting: deque[_Guest] = deque()
-        # A quarter of the limit: the process needs descriptors of its own.
-        self._max_guests = max(16, min(1024, descriptor_limit() // 4))
+        self._strangers: dict[_Guest, None] = {}
+        """Guests that have not yet proven knowledge of the token, in the order in which they came."""
+        self._most_guests = sys.maxsize
+        """Guests that leave a quarter of the descriptors free, once that many came and the limit cannot grow."""
+        self._stage = memoryview(mmap.mmap(-1, _STAGED_NBYTES))  # no page until used
         self._listeners: dict[int, socket.socket] = {}
         self._port: int | None = None
         self._addresses: list[str] = []
@@ -138,8 +141,8 @@ class PeerService:
 
     def _serve(self) -> None:
         while not self._ends:
-            for guest in [guest for guest in self._strangers if monotonic() > guest.came_at + _STRANGER_SECONDS]:
-                self._drop(guest)
+            while (first := next(iter(self._strangers), None)) and monotonic() > first.came_at + _STRANGER_SECONDS:
+                self._drop(first)
             for fd, events in self._events.poll(1.0 if self._strangers else None):
                 if fd in self._listeners:
                     self._admit(self._listeners[fd])
@@ -150,35 +153,43 @@ class PeerService:
         try:
             sock, _ = listener.accept()
         except OSError as error:
-            # Without a free descriptor, connections would stay in the backlog: an idle one is closed for them.
-            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_idle():
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_stranger():
                 select.select([], [], [], 0.05)
             return
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self._guests) >= self._max_guests:
-            self._drop_idle()
+        if not keep_descriptors_free(sock.fileno()):
+            self._most_guests = min(self._most_guests, len(self._guests))
+        # Strangers give way to strangers only, however many come.
+        while len(self._strangers) >= _MAX_STRANGERS or len(self._guests) >= self._most_guests + _FEW_STRANGERS:
+            if not self._drop_stranger():
+                break
         guest = self._guests[sock.fileno()] = _Guest(sock)
-        self._strangers.add(guest)
+        self._strangers[guest] = None
         self._events.register(sock.fileno(), select.EPOLLIN)
         try:
             sock.send(guest.challenge, _NO_WAIT)
         except OSError:
             self._drop(guest)
 
-    def _drop_idle(self) -> bool:
-        """Close the connection that has been idle longest; its reader connects again if necessary."""
-        idle = [guest for guest in self._guests.values() if guest.is_idle] or list(self._strangers)
+    def _drop_stranger(self) -> bool:
+        """Close the connection of the stranger that came first, and return whether there was one."""
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
+
+    def _drop_idle(self) -> None:
+        """Close the known connection that has been idle longest; its reader connects again if necessary."""
+        idle = [guest for guest in self._guests.values() if guest.is_idle]
         if idle:
             self._drop(min(idle, key=lambda guest: guest.came_at))
-        return bool(idle)
 
     def _drop(self, guest: _Guest) -> None:
         # Before the socket is closed, which frees its number for the next connection.
         del self._guests[guest.socket.fileno()]
-        self._strangers.discard(guest)
-        self._free_stage(guest)
+        self._strangers.pop(guest, None)
         guest.socket.close()  # this also removes it from epoll
 
     def _attend(self, guest: _Guest, events: int) -> None:
@@ -212,7 +223,9 @@ class PeerService:
         nonce, proof = content[:NONCE_NBYTES], content[NONCE_NBYTES:]
         if not secrets.compare_digest(proof, reader_proof(self._token, guest.challenge, nonce)):
             return False
-        self._strangers.remove(guest)
+        if len(self._guests) > self._most_guests:
+            self._drop_idle()
+        del self._strangers[guest]
         guest.is_known = True
         guest.socket.send(lender_proof(self._token, guest.challenge, nonce), _NO_WAIT)
         return True
@@ -228,51 +241,42 @@ class PeerService:
 
     def _reply(self, guest: _Guest) -> None:
         """Send one part of an answer at most, as far as the socket takes it: the thread serves all guests."""
-        if not guest.pending and guest.position < guest.end and not self._bring(guest):
-            return
+        if not guest.pending and guest.position < guest.end:
+            self._bring(guest)
         try:
             count = guest.socket.sendmsg(guest.pending, (), _NO_WAIT) if guest.pending else 0
         except BlockingIOError:
             count = 0
         guest.discard_sent(count)
-        if not guest.pending:
-            self._free_stage(guest)
+        if guest.staged_nbytes:
+            guest.leave_stage()
         guest.is_replying = bool(guest.pending) or guest.position < guest.end
         self._watch(guest, select.EPOLLOUT if guest.is_replying else select.EPOLLIN)
 
-    def _bring(self, guest: _Guest) -> bool:
-        """Prepare the next part of an answer, and return whether there was a buffer for it."""
+    def _bring(self, guest: _Guest) -> None:
+        """Prepare the next bytes of an answer: a part, or what its reader's socket did not take of one.
+
+        Raises:
+            Exception: bytes of a part that has begun cannot be read.
+        """
         view = guest.view
         assert view is not None
-        left = guest.end - guest.position
+        left = guest.part_left or guest.end - guest.position
         data = view.find_row(guest.position, min(left, _DIRECT_NBYTES))
         if data is None:
-            if not self._stages:
-                self._waiting.append(guest)
-                self._watch(guest, 0)
-                return False
-            guest.stage = self._stages.pop()
-            data = guest.stage[: min(left, _STAGED_NBYTES)]
+            data = self._stage[: min(left, guest.room)]
             try:
                 view.read_into(guest.position, data)
             except Exception as error:  # any error goes to the reader: it would be lost in this thread
                 self.failure = self.failure or error
+                if guest.part_left:
+                    raise
                 guest.refuse(AnswerKind.FAILED, f"{type(error).__name__}: {error}")
-                return True
+                return
+            guest.staged_nbytes = len(data)
+        guest.pending = [data] if guest.part_left else [memoryview(PART.pack(AnswerKind.DATA, len(data))), data]
+        guest.part_left = max(0, guest.part_left - len(data))
         guest.position += len(data)
-        guest.pending = [memoryview(PART.pack(AnswerKind.DATA, len(data))), data]
-        return True
-
-    def _free_stage(self, guest: _Guest) -> None:
-        if guest.stage is not None:
-            self._stages.append(guest.stage)
-            guest.stage = None
-            while self._waiting:
-                # A guest that was dropped meanwhile has a closed socket, with the number -1.
-                next_guest = self._waiting.popleft()
-                if next_guest.socket.fileno() in self._guests:
-                    self._watch(next_guest, select.EPOLLOUT)
-                    break
 
     def _watch(self, guest: _Guest, events: int) -> None:
         if guest.watched != events:
@@ -294,8 +298,13 @@ class _Guest:
         self.is_replying = False
         self.view: ServedBytes | None = None
         self.position = self.end = 0
+        self.part_left = 0
+        """Bytes from `position` on that belong to a part whose beginning was sent."""
         self.pending: list[memoryview] = []
-        self.stage: memoryview | None = None
+        self.staged_nbytes = 0
+        """Bytes of the service's buffer that were read for the last of `pending`."""
+        self.room = _STAGED_NBYTES
+        """Bytes that the socket is likely to take at once."""
 
     @property
     def is_idle(self) -> bool:
@@ -307,6 +316,14 @@ class _Guest:
         text = why.encode()[:2000]
         self.pending = [memoryview(PART.pack(kind, len(text)) + text)]
         self.position = self.end
+
+    def leave_stage(self) -> None:
+        """Leave the buffer to other guests: bytes that the socket did not take are to be read again."""
+        unsent = len(self.pending.pop()) if self.pending else 0
+        self.position -= unsent
+        self.part_left += unsent
+        taken, self.staged_nbytes = self.staged_nbytes - unsent, 0
+        self.room = min(_STAGED_NBYTES, max(_LEAST_STAGED_NBYTES, taken if unsent else 2 * taken))
 
     def discard_sent(self, count: int) -> None:
         """Remove the bytes that the socket took from those pending."""
