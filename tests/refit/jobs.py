@@ -93,9 +93,9 @@ def serve_fused(folder: str, steps: int) -> list[Any]:
     return reports
 
 
-def wait_for_file(path: Path, seconds: float = 60.0) -> None:
+def wait_for_file(path: Path, seconds: float = 60.0, pause: float = 0.001) -> None:
     """Wait until a file is there."""
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, path
-        time.sleep(0.001)
+        time.sleep(pause)

@@ -68,6 +68,21 @@ def test_a_struck_rank_is_named_by_all_others(jobs: Forker, tmp_path: Path, seed
         test_all_steps_are_right_where_nothing_happens(jobs, tmp_path)
 
 
+def test_many_engines_and_strangers_share_few_descriptors(jobs: Forker, tmp_path: Path, soak: bool) -> None:
+    """All ranks are on hosts of their own, so that each needs connections; strangers come all the time.
+
+    150 engines under a soft limit of 1,024, in CI 20 under one of 64: the limit is raised, no engine is taken for dead.
+    """
+    many, limit, strangers = (150, 1024, 1500) if soak else (20, 64, 300)
+    _, answers = jobs.ask(address=str(tmp_path), steps=2, many=many, limit=limit, strangers=strangers)
+    assert all(answer["error"] is answer["close"] is None for _, _, answer in answers), answers
+    engines = [answer for side, _, answer in answers if side == "engine"]
+    assert len(engines) == many and all(answer["held"] == 2 and answer["right"] for answer in engines)
+    trainers = [answer for side, _, answer in answers if side == "trainer"]
+    check_outcomes(trainers)
+    assert all(len(takers) == many and not failed for _, takers, failed in trainers[0]["reports"]), trainers
+
+
 def check_outcomes(trainers: list[dict[str, Any]]) -> None:
     """Check that all ranks of a trainer have ended in one step, and have the same reports of all steps before."""
     assert len({answer["step"] for answer in trainers}) == 1, trainers

@@ -7,9 +7,11 @@ from time import monotonic, sleep, thread_time
 __all__ = ["Pause"]
 
 _SHORTEST_SECONDS = 0.0005
-_LONGEST_SECONDS = 0.008
+_LONGEST_SECONDS = 0.04
 _REST_SHARE = 50.0
 """Seconds of a pause for each second of processor time that a look has taken: waiting takes 2 % of a core."""
+_ANSWER_SHARE = 4.0
+"""Seconds of a pause for each second that a look has taken: other ranks that answer slowly have much to answer."""
 _WAITED_SHARE = 0.1
 """Longest pause as a share of the time waited so far, so that short waits end soon."""
 
@@ -27,11 +29,13 @@ class Pause:
     """
 
     def __init__(self) -> None:
-        self._began, self._resumed = monotonic(), thread_time()
+        self._began = self._looked = monotonic()
+        self._resumed = thread_time()
 
     def __call__(self) -> None:
         """Sleep for a time that suits the cost of the last look."""
-        longest = min(_LONGEST_SECONDS, _WAITED_SHARE * (monotonic() - self._began))
-        seconds = min(longest, _REST_SHARE * (thread_time() - self._resumed))
-        sleep(max(_SHORTEST_SECONDS, seconds))
-        self._resumed = thread_time()
+        now = monotonic()
+        longest = min(_LONGEST_SECONDS, _WAITED_SHARE * (now - self._began))
+        seconds = max(_REST_SHARE * (thread_time() - self._resumed), _ANSWER_SHARE * (now - self._looked))
+        sleep(max(_SHORTEST_SECONDS, min(longest, seconds)))
+        self._looked, self._resumed = monotonic(), thread_time()

@@ -20,6 +20,7 @@ from xrank.plan.replicas import spread_copies
 from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces
 from xrank.refit.offer_card import find_trainer_ranks, number_of
+from xrank.refit.pause import Pause
 from xrank.refit.peer_rank import PeerRank, check_phase
 from xrank.refit.status import Phase, Status, is_past
 from xrank.refit.targets import Filling, Target
@@ -36,6 +37,9 @@ _OWN = -1
 _GRACE_SECONDS = 0.2
 _SILENT_SECONDS = 1.5
 _PAUSE_SECONDS = 0.0005
+_LOOK_SECONDS = 0.25
+"""Time between two looks at all ranks of the trainer, while the first one shows no new step. Hundreds of engine ranks
+may wait: if each looked at all ranks all the time, these would do little else than answer."""
 _OPEN = (Phase.OPEN, Phase.STEADY)
 
 
@@ -108,22 +112,35 @@ class TrainerLink:
             UsageError: the step is past.
             RankFailedError, RankTimeoutError: as `read`.
         """
+        pause, next_look, seen = Pause(), 0.0, None
+
+        def is_new(found: int) -> bool:
+            return found == step or (step is None and (found > self.held_step or engine_step != found))
+
         while True:
-            statuses = self.read()
-            newest = statuses[0].step
-            if step is not None and any(is_past(status, step) for status in statuses):
-                raise UsageError(
-                    f"step {step} is past",
-                    got=f"step {max(status.step for status in statuses)} of the trainer",
-                    want="a step that is visible or comes later, or None for the newest",
-                )
-            is_new = newest == step or (step is None and (newest > self.held_step or engine_step != newest))
-            if is_new and all(status.phase in _OPEN and status.step == newest for status in statuses):
-                return statuses
+            first = self._glance()
+            if first is None or first != seen or is_new(first.step) or monotonic() >= next_look:
+                statuses, seen, next_look = self.read(), first, monotonic() + _LOOK_SECONDS
+                newest = statuses[0].step
+                if step is not None and any(is_past(status, step) for status in statuses):
+                    raise UsageError(
+                        f"step {step} is past",
+                        got=f"step {max(status.step for status in statuses)} of the trainer",
+                        want="a step that is visible or comes later, or None for the newest",
+                    )
+                if is_new(newest) and all(status.phase in _OPEN and status.step == newest for status in statuses):
+                    return statuses
             check()
             if self._is_replaced(place):
                 return None
-            sleep(_PAUSE_SECONDS)
+            pause()
+
+    def _glance(self) -> Status | None:
+        """Return the status of the trainer's first rank; None if it cannot be read, which `read` explains."""
+        try:
+            return self.peers[0].read()
+        except (RankFailedError, RankTimeoutError):
+            return None
 
     def wait_for_confirmation(self, before: Sequence[Status], check: Callable[[], object]) -> bool:
         """Wait until all ranks confirm the bytes that were read; return False if they have closed the step.
@@ -136,6 +153,7 @@ class TrainerLink:
             RankFailedError, RankTimeoutError: as `read`.
         """
         first: list[Status] | None = None
+        pause = Pause()
         while True:
             statuses = self.read()
             if any(now.generation != then.generation for now, then in zip(statuses, before, strict=True)):
@@ -148,7 +166,7 @@ class TrainerLink:
             ):
                 return True
             check()
-            sleep(_PAUSE_SECONDS)
+            pause()
 
     def close(self) -> None:
         """Close all connections."""

@@ -121,7 +121,7 @@ class WeightsOffer:
         Raises:
             RankTimeoutError: fewer came in time.
         """
-        deadline = Deadline(timeout_seconds)
+        deadline, pause = Deadline(timeout_seconds), Pause()
         with self._lock:
             while True:
                 found = self._takers.survey(self._block.value.step)
@@ -136,7 +136,7 @@ class WeightsOffer:
                         want=plural(count, "engine rank"),
                         next_step="check that the engine's ranks call take_weights with this directory",
                     )
-                sleep(_PAUSE_SECONDS)
+                pause()
 
     def close(self) -> None:
         """End the offer; engines that wait or read raise an error. Further calls do nothing.
@@ -169,37 +169,31 @@ class WeightsOffer:
                 return None
             self._is_closed = True
             try:
+                if error is not None:  # before the others see this rank close
+                    self._note_failure(error)
                 cause = self._block.value.cause if error is None else f"{type(error).__name__}: {error}"
-                failure: XrankError | None = self._ranks.leave(cause)
-                if failure is not None or error is not None:
-                    failure = self._note_failure(failure, error)
+                lost = self._ranks.leave(cause)
+                failure = self._find_noted_failure()
+                # A rank that has closed cannot be read, as one that was killed; but it has removed the trainer's card.
+                if failure is None and lost is not None and self._place.has(self._card):
+                    self._note_failure(lost)
+                    failure = lost
             finally:
                 self._ranks.close()
                 self._loan.close()
                 self._takers.close()
             return failure
 
-    def _note_failure(self, failure: XrankError | None, error: BaseException | None) -> XrankError | None:
-        """Write the offer's end into the directory, and return the error that all ranks raise.
-
-        A rank that has closed cannot be read, as one that was killed. The trainer's card makes the difference: a rank
-        that closes removes it. And where a rank has written down the reason of the end, that is the reason.
-        """
-        if not self._ranks.peers:
-            return None
-        known = self._find_noted_failure()
-        if known is not None or (error is None and not self._place.has(self._card)):
-            return known
-        if error is not None and not isinstance(error, RankFailedError):
-            failure = make_failure(f"trainer rank {self._own_rank}", self._own_rank, f"{type(error).__name__}: {error}")
-        elif isinstance(error, RankFailedError):
-            failure = error
-        assert failure is not None
-        self._place.write_failure(self._card, describe_error(failure))
-        return failure
+    def _note_failure(self, error: BaseException) -> None:
+        """Write the reason of the offer's end into the directory, for ranks that come to their calls later."""
+        if not self._ranks.peers or self._find_noted_failure() is not None:
+            return
+        if not isinstance(error, RankFailedError):
+            error = make_failure(f"trainer rank {self._own_rank}", self._own_rank, f"{type(error).__name__}: {error}")
+        self._place.write_failure(self._card, describe_error(error))
 
     def _find_noted_failure(self) -> XrankError | None:
-        noted = self._place.read_failure(self._card)
+        noted = self._place.read_failure(self._card) if self._ranks.peers else None
         return None if noted is None else make_described_error(noted)
 
     def _publish_in_place(self, step: int, deadline: Deadline) -> Outcome:
