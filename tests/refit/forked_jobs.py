@@ -100,8 +100,8 @@ def _serve(job: dict[str, Any], side: str, rank: int, number: int) -> dict[str, 
             if side == "taker":
                 weights.copy_from_engines(timeout_seconds=40)
             else:
-                with _in_turn(job, rank):
-                    weights.update(timeout_seconds=40)
+                with _in_turn(job, count):
+                    weights.update(timeout_seconds=200 if job.get("many") else 40)
                 if count == 1:
                     Path(job["address"], f"{side}-is-here-{number}-{rank}").touch()
         except XrankError as error:
@@ -204,12 +204,12 @@ def _be_strangers(job: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _in_turn(job: dict[str, Any], rank: int) -> Iterator[None]:
+def _in_turn(job: dict[str, Any], step: int) -> Iterator[None]:
     """Let four of many engines take a step at once, as many as the machine can give time to."""
     if not job.get("many"):
         yield
         return
-    with Path(job["address"], f"turn-{rank % 4}").open("w") as file:
+    with Path(job["address"], f"turn-{step}-{os.getpid() % 4}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
