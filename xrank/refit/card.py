@@ -28,7 +28,7 @@ _TRAINER = "trainer.json"
 _ENGINE = "engine-"
 _RELAY = "relay-"
 _LEFT = "left-"
-_FAILURE = "failure.json"
+_FAILURE = "failure-"
 _ENDING = ".json"
 _FORMAT = 2
 _MAX_NBYTES = 1 << 30
@@ -111,7 +111,11 @@ class Address:
 
     def write_trainer(self, content: Mapping[str, Any]) -> Card:
         """Write the trainer's card, in place of an earlier one."""
-        return self._write(_TRAINER, content)
+        card = self._write(_TRAINER, content)
+        with suppress(CorruptError):
+            for failure in self._read_all(_FAILURE, {}).values():  # of earlier offers
+                self.remove(failure)
+        return card
 
     def write_engine(self, engine: str, rank: int, content: Mapping[str, Any]) -> Card:
         """Write the card of an engine rank."""
@@ -131,12 +135,12 @@ class Address:
 
     def write_failure(self, offer: Card, error: Mapping[str, Any]) -> None:
         """Write down why an offer ended, for the ranks of the trainer that have not closed it yet."""
-        self._write(_FAILURE, {"offer": offer.id, "error": dict(error)})
+        self._write(f"{_FAILURE}{offer.id}{_ENDING}", {"error": dict(error)})
 
     def read_failure(self, offer: Card) -> Mapping[str, Any] | None:
         """Return why an offer ended; None if no rank has written it down."""
-        found = self._read(_FAILURE)
-        return None if found is None or found.content.get("offer") != offer.id else found.content["error"]
+        found = self._read(f"{_FAILURE}{offer.id}{_ENDING}")
+        return None if found is None else found.content["error"]
 
     def has(self, card: Card) -> bool:
         """Return whether a card, or a newer one in its place, is there."""
