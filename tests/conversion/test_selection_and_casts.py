@@ -12,9 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import xrank
 from tests.cli.bench import Bench
 from tests.conversion.made_workspaces import LAYOUTS, assert_holds, leave, leave_plain, made_model, model_in
+from xrank import NFSWorkspace
 from xrank.conversion.gather import gather_checkpoint
+from xrank.errors import UsageError
+from xrank.layout import DeviceMesh, LayoutMap
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -131,37 +135,82 @@ def test_what_does_not_fit_is_refused(bench: Bench, value: float) -> None:
 def test_float8_payloads_are_not_cast(bench: Bench) -> None:
     model = {"q": torch.arange(16.0).to(torch.float8_e4m3fn), "scale": torch.rand(4)}
     leave_plain(bench.workspace, 0, model)
-    report = bench.succeeds({**model, "scale": model["scale"].bfloat16()}, "--dtype", "bf16")
+    report = bench.succeeds(model, "--dtype", "bf16")
     assert "not-cast" in [note["code"] for note in report["notes"]]
 
 
-@pytest.mark.parametrize(
-    ("payload", "scales", "method"),
-    [
-        ({"up.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}, {"up.weight_scale_inv": torch.rand(1, 1)}, None),
-        (
-            {"up.weight": torch.ones(32, 1, dtype=torch.uint8)},
-            {"up.weight.absmax": torch.rand(2), "up.weight.quant_map": torch.rand(16)},
-            "bitsandbytes",
-        ),
-        ({"up.qweight": torch.ones(4, 8, dtype=torch.int32)}, {"up.scales": torch.rand(1, 8).half()}, "gptq"),
-        ({"up.table": torch.ones(4, 8, dtype=torch.int64)}, {}, None),
-    ],
-)
-def test_what_scales_payloads_is_not_rounded(
-    tmp_path: Path, payload: dict[str, torch.Tensor], scales: dict[str, torch.Tensor], method: str | None
-) -> None:
+CODES = torch.ones(32, 8, dtype=torch.int8)
+QUANTIZED: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {
+    "fp8 in blocks": ({"up.weight": CODES.to(torch.float8_e4m3fn)}, {"up.weight_scale_inv": torch.rand(1, 1)}),
+    "int8": ({"up.weight": CODES}, {"up.weight_scale": torch.rand(32, 1), "up.weight_zero_point": torch.rand(32, 1)}),
+    "nvfp4": (
+        {"up.weight": CODES.view(torch.uint8), "up.weight_scale": CODES.to(torch.float8_e4m3fn)},
+        {"up.weight_scale_2": torch.rand(()), "up.input_scale": torch.rand(()), "attn.k_scale": torch.rand(1)},
+    ),
+    "bitsandbytes 4 bits": (
+        {"up.weight": torch.ones(32, 1, dtype=torch.uint8)},
+        {f"up.weight.{name}": torch.rand(2) for name in ("absmax", "quant_map", "nested_absmax")},
+    ),
+    "bitsandbytes 8 bits": ({"up.weight": CODES}, {"up.SCB": torch.rand(32)}),
+    "gptq": ({"up.qweight": CODES.int(), "up.qzeros": CODES.int()}, {"up.scales": torch.rand(1, 8)}),
+    "gptq, fp16": ({"up.qweight": CODES.int()}, {"up.scales": torch.rand(1, 8).half()}),
+    "packed in int32": ({"up.weight_packed": CODES.int()}, {"up.weight_scale": torch.rand(32, 1)}),
+    "experts": ({"up.gate_up_proj": CODES.view(torch.uint8)}, {"up.gate_up_proj_scale": torch.rand(32, 1)}),
+    "another suffix": ({"up.weight": CODES}, {"up.weight_magnitudes": torch.rand(32, 1)}),
+}
+"""Kinds of quantized tensors: payloads, and floating-point tensors that scale them."""
+
+
+@pytest.mark.parametrize("config", [None, {"model_type": "mine"}, {"quantization_config": {"quant_method": "own"}}])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_scales_of_payloads_keep_their_type(tmp_path: Path, kind: str, config: dict[str, Any] | None) -> None:
+    payload, scales = QUANTIZED[kind]
+    rest = {"up.bias": torch.rand(8), "norm.weight": torch.rand(8)}
     source = tmp_path / "source"
     source.mkdir()
-    rest = {"up.bias": torch.rand(8), "norm.weight": torch.rand(8), **({} if scales else {"up.rows": torch.rand(8)})}
-    save_file({**payload, **scales, **rest}, source / "model.safetensors")
-    if method is not None:
-        (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
-    report = gather_checkpoint(source, tmp_path / "out", dtype="bf16")
-    assert_holds(tmp_path / "out", {**payload, **scales, **cast(rest, torch.bfloat16)})
-    assert any(code == "not-cast" and "scales of quantised payloads" in text for code, text in report.notes) == bool(
-        scales
-    )
+    torch.save({**payload, **scales, **rest}, source / "model.pt")
+    if config is not None:
+        (source / "config.json").write_text(json.dumps(config))
+    for dtype, want in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        report = gather_checkpoint(source, tmp_path / dtype, dtype=dtype)
+        assert_holds(tmp_path / dtype, {**payload, **scales, **cast(rest, want)})
+        assert any(code == "not-cast" and "scales of quantised payloads" in text for code, text in report.notes)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "own"}, {"model_type": "llama"}])
+def test_scales_in_ranks_and_live_models_keep_their_type(tmp_path: Path, config: dict[str, Any]) -> None:
+    weight, scale, norm = CODES.clone(), torch.rand(32, 1), torch.rand(8)
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    layouts["a.weight"], layouts["a.weight_scale"] = "[f/tp, h]", "[f/tp, 1]"
+    for rank in range(2):
+        part = {"a.weight": weight.chunk(2)[rank].clone(), "a.weight_scale": scale.chunk(2)[rank].clone()}
+        workspace = NFSWorkspace(str(tmp_path / "ranks"), rank=rank, world_size=2, run_id="r")
+        workspace.write_configs_and_weights(config if config["model_type"] == "own" else {}, part, layouts=layouts)
+    gather_checkpoint(tmp_path / "ranks", tmp_path / "gathered", dtype="bf16")
+    assert_holds(tmp_path / "gathered", {"a.weight": weight, "a.weight_scale": scale})
+    model = {"a.weight": weight, "a.weight_scale": scale, "norm.weight": norm}
+    want = {**model, "norm.weight": norm.bfloat16()}
+    xrank.export_model(model, tmp_path / "exported", dtype="bf16")
+    assert_holds(tmp_path / "exported", want)
+    brought = {name: tensor.clone() for name, tensor in xrank.iter_model(model, dtype="bf16")}
+    assert {name: tensor.dtype for name, tensor in brought.items()} == {name: each.dtype for name, each in want.items()}
+    # A module that was cast as a whole would get other weights.
+    module = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    with pytest.raises(UsageError, match=r"a\.weight_scale: as BF16, this scale of a quantized tensor") as raised:
+        xrank.load_model({**module, "a.weight_scale": scale.bfloat16()}, tmp_path / "exported")
+    assert (raised.value.got, raised.value.want) == ("BF16 in the module", "F32, as in the source")
+    xrank.load_model(module, tmp_path / "exported")
+    assert torch.equal(module["a.weight_scale"], scale)
+
+
+def test_tensors_beside_indices_are_cast(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    indices = {"up.table": torch.ones(4, 8, dtype=torch.int64), "up.mask": torch.ones(4, 8, dtype=torch.bool)}
+    rest = {"up.rows": torch.rand(8), "logit_scale": torch.rand(())}
+    save_file({**indices, **rest}, source / "model.safetensors")
+    gather_checkpoint(source, tmp_path / "out", dtype="bf16")
+    assert_holds(tmp_path / "out", {**indices, **cast(rest, torch.bfloat16)})
 
 
 @pytest.mark.parametrize("dtype", ["int8", "BF16", ""])

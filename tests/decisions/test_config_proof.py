@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from tests.cli.bench import run
 from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
-from tests.recipes.made_checkpoints import config_of, saved, tiny
+from tests.recipes.made_checkpoints import config_of, saved, tiny, tiny_of
 from xrank import NFSWorkspace
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
@@ -221,6 +221,46 @@ def test_wrong_size_is_refused_by_name(source: Path, tmp_path: Path, wrong: str)
     assert f"{key} = {changes[key]}" in error.want if inner is None else f"{key}.{inner} = " in error.want
     (problem,) = inspect_source(source, **base).details["problems"]
     assert (problem["exit_code"], problem["got"]) == (4, error.got)
+
+
+SAME_AS_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mlp as hidden": ("llama", {"intermediate_size": 16}),
+    "experts as hidden": ("qwen3_moe", {"moe_intermediate_size": 16}),
+    "hidden as mlp": ("qwen2", {"hidden_size": 24}),
+    "mlp as words": ("mistral", {"intermediate_size": 36}),
+    "unknown family": ("my_own", {"intermediate_size": 16}),
+    "unknown experts": ("my_own", {"moe_intermediate_size": 16}),
+}
+"""Families, each with a wrong size that equals another size of the model."""
+
+
+def made_family(model_type: str) -> tuple[Model, dict[str, Any]]:
+    """Return a model whose sizes all differ, and its config.json."""
+    if model_type == "my_own":
+        return made_model(), CONFIG
+    sizes = {"vocab_size": 36, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 6}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if model_type == "qwen3_moe":
+        sizes |= {"num_experts": 3, "moe_intermediate_size": 12}
+    model = tiny_of(model_type, sizes)
+    return saved(model), config_of(model)
+
+
+@pytest.mark.parametrize("save", ["dcp", "verl", "deepspeed", "safetensors", "workspace"])
+@pytest.mark.parametrize("case", SAME_AS_OTHERS)
+def test_size_that_equals_another_one_is_refused(tmp_path: Path, case: str, save: str) -> None:
+    model_type, wrong = SAME_AS_OTHERS[case]
+    model, config = made_family(model_type)
+    source = tmp_path / "source"
+    source.mkdir()
+    READERS[save](source, model)
+    path = source / "config.json"
+    path.write_text(json.dumps({**config, **wrong}))
+    ended = run("gather", source, "--out", tmp_path / "out")
+    ((key, number),) = wrong.items()
+    assert ended.exit_code == 4 and f"{key} = {number}" in ended.stderr and not (tmp_path / "out").exists()
+    path.write_text(json.dumps(config))
+    assert run("gather", source, "--out", tmp_path / "out").exit_code == 0
 
 
 def test_text_of_a_refusal(tmp_path: Path) -> None:

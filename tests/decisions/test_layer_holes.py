@@ -13,7 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+import xrank
 from tests.cli.bench import run
+from tests.conversion.made_workspaces import model_in
+from tests.recipes.made_checkpoints import tiny_of
 from xrank.decisions.layer_holes import find_hole
 
 Shapes = dict[str, tuple[int, ...]]
@@ -153,3 +156,21 @@ def test_a_family_of_ones_own(tmp_path: Path, config: dict[str, Any] | None) -> 
     note = "model.layers.1.norm.weight may be missing: the model has 3 equal modules beside it"
     assert note in " ".join(ended.stdout.split())
     assert note in " ".join(run("inspect", tmp_path / "step").stdout.split())
+
+
+def test_slots_of_shared_blocks_have_no_weights(tmp_path: Path) -> None:
+    """Zamba2's blocks have a slot for each layer; those of another block's layers are empty."""
+    kinds = {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "num_mem_blocks": 2}
+    kinds |= {"mamba_d_state": 4, "mamba_headdim": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "adapter_rank": 4}
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "attention_hidden_size": 32, "use_shared_attention_adapter": True}
+    model = tiny_of("zamba2", {**kinds, **sizes})
+    model.save_pretrained(tmp_path / "saved")
+    assert run("gather", tmp_path / "saved", "--out", tmp_path / "out").exit_code == 0
+    xrank.export_model(model, tmp_path / "exported")
+    tensors = model_in(tmp_path / "saved")
+    assert model_in(tmp_path / "out").keys() == tensors.keys() == model_in(tmp_path / "exported").keys()
+    # One tensor less is still seen.
+    name = next(name for name in tensors if "layers.2" in name and "in_proj" in name)
+    save_file({key: each for key, each in tensors.items() if key != name}, tmp_path / "saved" / "model.safetensors")
+    assert run("gather", tmp_path / "saved", "--out", tmp_path / "never").exit_code == 3

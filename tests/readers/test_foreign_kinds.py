@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+from tests.cli.bench import run
 from xrank.cli.main import cli
 from xrank.readers.discovery import find_source
 
@@ -122,3 +126,68 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "source" / "broken").symlink_to("absent")
     (tmp_path / "source" / "short").write_bytes(b"GG")
     assert "has no known format" in gather(tmp_path / "source")[0]
+
+
+class Quantized(torch.Tensor):
+    """Stands for torchao's tensors, which torch saves by the same function."""
+
+
+def own_class() -> torch.Tensor:
+    return torch.rand(2, 3).as_subclass(Quantized)
+
+
+def script(file: Path) -> None:
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.rand(1, 2)), str(file))
+
+
+OBJECTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "list": (lambda file: torch.save([torch.rand(2)], file), "is not a state dict\n  got   list"),
+    "tensor": (lambda file: torch.save(torch.rand(2), file), "is not a state dict\n  got   a tensor without a name"),
+    "plain dict": (lambda file: torch.save({"step": 1, "lr": 0.1}, file), "holds no tensor\n  got   step, lr"),
+    "script": (script, "is a TorchScript archive"),
+    "own tensors": (lambda file: torch.save({"a.weight": own_class()}, file), "holds a tensor of"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "last.ckpt"])
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_saved_objects_without_a_state_dict_are_named(tmp_path: Path, kind: str, name: str) -> None:
+    save, says = OBJECTS[kind]
+    source = tmp_path / "source"
+    source.mkdir()
+    save(source / name)
+    ended = run("gather", source, "--out", tmp_path / "out")
+    assert ended.exit_code == 2 and says in ended.stderr and "UnsafeError" not in ended.stderr, ended.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_own_tensors_in_a_distributed_checkpoint_are_named(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": {"a.weight": own_class()}}, checkpoint_id=str(tmp_path / "step"), no_dist=True)
+    ended = run("gather", tmp_path / "step", "--out", tmp_path / "out")
+    assert ended.exit_code == 2 and "Quantized', whose layout xrank does not know" in ended.stderr
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "pytorch_model.bin", "model.pt", "__0_0.distcp", ".metadata"])
+def test_pointer_in_the_place_of_a_file_is_named(tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    if "distcp" in part or part == ".metadata":
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save({"model": {"a.weight": torch.rand(9)}}, checkpoint_id=str(folder), no_dist=True)
+    (folder / part).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 9\n")
+    ended = run("gather", folder, "--out", tmp_path / "out")
+    assert ended.exit_code == 3 and "is a pointer of git-lfs, not the file itself" in ended.stderr
+    assert f"{part}: is a pointer" in ended.stderr and "git lfs pull" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "names", [["tokenizer.json", "tokenizer_config.json"], ["config.json"], ["adapter_config.json"]]
+)
+def test_folder_without_weights_is_named(tmp_path: Path, names: list[str]) -> None:
+    fill(tmp_path / "model", dict.fromkeys(names, b"{}"))
+    for command in (["gather", tmp_path / "model", "--out", tmp_path / "out"], ["inspect", tmp_path / "model"]):
+        ended = run(*command)
+        assert ended.exit_code == 2 and "contains small files of a model, and no weights" in ended.stderr
+        assert all(name in ended.stderr for name in names)

@@ -19,7 +19,7 @@ from tests.cli.bench import run
 from tests.readers.test_model_parts import EMA, MODEL, same
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import CorruptError, IncompleteError, UnknownFormatError, UnsafeError, UsageError, XrankError
+from xrank.errors import IncompleteError, UnknownFormatError, UnsafeError, UsageError, XrankError
 from xrank.faces import COMMAND
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
@@ -262,9 +262,9 @@ def test_a_base_model_shows_the_attribute(tmp_path: Path, prefix: str) -> None:
         ({"model": module(), "epoch": 3}, UnsafeError, "Sequential"),
         ({"model": module(), "ema": EMA}, UnsafeError, "Sequential"),
         ({"model": {**MODEL, "extra": argparse.Namespace(a=1)}}, UnsafeError, "Namespace"),
-        ([torch.rand(2, 2)], CorruptError, "not a state dict"),
-        ({0: torch.rand(2, 2)}, CorruptError, "not a state dict"),
-        ({"model": {0: torch.rand(2, 2)}}, CorruptError, "not a state dict"),
+        ([torch.rand(2, 2)], UsageError, "not a state dict"),
+        ({0: torch.rand(2, 2)}, UsageError, "not a state dict"),
+        ({"model": {0: torch.rand(2, 2)}}, UsageError, "not a state dict"),
         ({"model.w": torch.rand(2, 2), "model": {"w": torch.rand(2, 2)}}, UsageError, "have one name"),
         ({"state": {0: {"exp_avg": torch.rand(2)}}, "param_groups": []}, UsageError, "no model"),
         ({"epoch": 3}, UsageError, "no tensor"),

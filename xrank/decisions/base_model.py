@@ -14,6 +14,7 @@ from xrank.faces import either, needs, option
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
+from xrank.recipes.tied_weights import list_unsaved
 from xrank.stores import places
 from xrank.words import likewise_text, list_text
 from xrank.writers.companions import CompanionFile, find_hub_snapshot, list_base_companions
@@ -57,6 +58,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
     if HfFolderReader().recognise(path) is None:
         tensors = {tensor.name: (tensor.dtype, tensor.shape) for h in read_headers(path) for tensor in h.tensors}
     config = read_config(config_path) if places.exists(config_path) else None
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in list_unsaved(config)}
     if not tensors and config is None:
         raise UsageError(
             f"{path} is no base model: it holds neither safetensors weights nor a config.json",

@@ -95,16 +95,23 @@ def make_claims(section: Section) -> Iterator[Claim]:
 
 
 def _lengths(section: Section, *witnesses: tuple[str, tuple[int, ...]]) -> dict[int, Place]:
-    """Return the lengths of dims of tensors, each with its first place; of gate_up_proj the halves."""
+    """Return the lengths of dims of tensors, each with its first place; of gate_up_proj the halves.
+
+    Where either dim of a matrix may have the size, as in the two layers of an MLP, the other one has the hidden size:
+    a dim of that length counts only if both have it.
+    """
     found: dict[int, Place] = {}
+    hidden = section.size("embed_dim", "hidden_size", "d_model", "n_embd")
     for expression, dims in witnesses:
         for kind in section.kinds:
             if re.fullmatch(expression, kind.pattern) is None:
                 continue
-            for dim in dims:
-                if -len(kind.shape) <= dim < len(kind.shape):
-                    length = kind.shape[dim] // 2 if "gate_up_proj" in kind.pattern else kind.shape[dim]
-                    found.setdefault(length, Place(kind.names[0], f"in dim {dim % len(kind.shape)} of {kind.names[0]}"))
+            own = [dim for dim in dims if -len(kind.shape) <= dim < len(kind.shape)]
+            if len(own) == 2 and hidden in (first := [kind.shape[dim] for dim in own]):
+                del own[first.index(hidden)]
+            for dim in own:
+                length = kind.shape[dim] // 2 if "gate_up_proj" in kind.pattern else kind.shape[dim]
+                found.setdefault(length, Place(kind.names[0], f"in dim {dim % len(kind.shape)} of {kind.names[0]}"))
     return found
 
 

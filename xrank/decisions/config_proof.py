@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xrank import dtypes
 from xrank.decisions.config_claims import Claim, make_claims
 from xrank.decisions.config_sections import SIZE_KEYS, Section, group_tensors, split_config
 from xrank.decisions.config_sizes import make_family_claims
 from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layer_holes import find_hole
+from xrank.decisions.quantized_tensors import check_quantization, find_packed
 from xrank.decisions.single_tensors import find_absent
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.faces import AGAIN, option
-from xrank.plan.source import StoredModel
+from xrank.plan.output import OutputTensor
+from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversion_table import is_known_type
 from xrank.recipes.name_proof import BRING_FILES, prove_family
 from xrank.words import plural
@@ -34,7 +35,7 @@ _Notes = tuple[tuple[str, str], ...]
 _OTHER_MEANINGS = {
     "vocab_size": "csm_depth_decoder_model|kyutai_speech_to_text|marian|mllama_text_model|moshi",
     "hidden_size": "clap_audio_model|neomme|perceiver|pp_ocrv6_tiny_rec",
-    "intermediate_size": "lfm2|omdet-turbo|recurrent_gemma",
+    "intermediate_size": "lfm2|mobilebert|omdet-turbo|recurrent_gemma",
     "decoder_ffn_dim": "deimv2",
     "num_hidden_layers": "align_vision_model|bridgetower_vision_model|clap_audio_model|donut-swin"
     "|efficientnet|hrm_text|janus_vision_model|maskformer|qwen2_5_omni_dit|swin"
@@ -69,6 +70,7 @@ def prove_config(
     config: Mapping[str, Any] | None = None,
     left_out: Collection[str] = (),
     apart: Collection[str] = (),
+    written: Collection[OutputTensor] | None = None,
 ) -> _Notes:
     """Check the config.json of a model against its tensors, and that the model lacks none, as far as they show it.
 
@@ -83,9 +85,10 @@ def prove_config(
         config: the config.json that will be written, where it is not the source's.
         left_out: names that the user leaves out; the config may count them, or not.
         apart: names that are not the model's, such as those of an adapter.
+        written: the tensors that a caller's function makes of the model; None: no function changes them.
 
     Returns:
-        Notes: a tensor that a model of no known family seems to lack.
+        Notes: a tensor that a model of no known family seems to lack, a quantization that only others know of.
 
     Raises:
         ContradictionError: a size is not that of the tensors; the error names the tensor and the key.
@@ -95,24 +98,37 @@ def prove_config(
     # Without the shapes of tensors that save_pretrained leaves out, their absence would be taken for another config.
     if found.unsaved:
         return ()
-    own = {s.name: s.shape for s in model.shards if s.name not in apart and not _OF_ADAPTER.search(s.name)}
+    shards = [s for s in model.shards if s.name not in apart and not _OF_ADAPTER.search(s.name)]
+    kept = [shard for shard in shards if shard.name not in left_out]
+    notes = check_quantization(found, kept if written is None else written, config, is_transformed=written is not None)
+    return notes + _prove_sizes(found, model, shards, config, base, left_out, apart)
+
+
+def _prove_sizes(
+    found: FoundSource,
+    model: StoredModel,
+    shards: Sequence[StoredShard],
+    config: Mapping[str, Any] | None,
+    base: BaseModel | None,
+    left_out: Collection[str],
+    apart: Collection[str],
+) -> _Notes:
+    """Check sizes and names; arguments, notes and errors are those of `prove_config`, `shards` the model's own."""
+    own = {shard.name: shard.shape for shard in shards}
     # A base model has shown all names, except those that the user leaves out.
     is_shown = base is not None and bool(base.tensors)
     is_foreign = model.format.startswith("megatron") and model.recipe is None
     if config is None or "auto_map" in config or is_foreign:
         return () if is_shown else _judge_holes(own, config, found)
-    shapes = {
-        shard.name: shard.shape
-        for shard in model.shards
-        # Payloads that pack several values into an integer have other shapes; an adapter may lie in a few layers.
-        if dtypes.dtype(shard.dtype).is_float and shard.name in own
-    }
+    # An adapter may lie in a few layers.
+    packed = find_packed(shards, config)
+    shapes = {name: shape for name, shape in own.items() if name not in packed}
     misfit = find_misfit(config, {name: shape for name, shape in shapes.items() if name not in left_out})
     if misfit is None or (left_out and find_misfit(config, shapes) is None):
         if is_shown and not left_out:
             return ()
         # The user leaves some names out; any other name that the source lacks is a hole.
-        is_proven = prove_family([shard.name for shard in model.shards if shard.name not in apart], config)
+        is_proven = prove_family([shard.name for shard in model.shards if shard.name not in apart], config, shapes)
         if is_proven or is_shown:
             return ()
         _refuse_absent(own, config, found)

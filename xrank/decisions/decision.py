@@ -28,7 +28,7 @@ from xrank.decisions.saved_form import (
 )
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
-from xrank.decisions.ties import declare_ties
+from xrank.decisions.ties import declare_ties, leave_unsaved
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.plan.source import StoredModel
@@ -128,7 +128,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
         stored = adapted.source
     else:
         is_named = request.purpose in (Purpose.MODEL, Purpose.PROOF)
-        stored = declare_ties(found.model, found.config) if is_named else found.model
+        stored = declare_ties(leave_unsaved(found.model, found.config), found.config) if is_named else found.model
     matched = _match(found, stored if adapted is None else adapted.base, request)
     if matched is not None and adapted is not None:
         raise _renames_adapted(stored, matched)

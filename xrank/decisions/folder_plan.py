@@ -229,6 +229,7 @@ def _plan_output(
             config=None if text is None else json.loads(text),
             left_out=decision.selection.excluded,
             apart=() if adapted is None else adapted.own,
+            written=None if transform is None else selection.outputs,
         )
     return FolderPlan(
         decision,
@@ -280,7 +281,7 @@ def _plan_with_adapter(
     """
     check_ties(adapted.updates or (), adapted.trained, selection.tied)
     own = [output for output in selection.outputs if output.name in adapted.own]
-    files = [] if adapted.is_alone else list(lay_out(outputs, options.max_shard_nbytes, stem=stem))
+    files = [] if adapted.is_alone or not outputs else list(lay_out(outputs, options.max_shard_nbytes, stem=stem))
     if own:
         files.append(lay_out_file(adapted.weights_file, own))
     whole = replace(adapted.source, shards=(*adapted.source.shards, *adapted.factors))

@@ -69,13 +69,16 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
     """
     if any(map(_UNEVEN.fullmatch, _list_types(config or {}))):
         return None
-    for modules in _collect_lists(shapes):
+    lists = _collect_lists(shapes)
+    slots = _find_slots(lists)
+    for modules in lists:
         numbers = modules.numbers
         is_numbered = numbers & (numbers + 1) == 0
         if is_numbered and all(mask == numbers for mask in modules.masks.values()):
             continue
         kinds = _group(modules, shapes)
-        hole = (None if is_numbered else _find_gap(modules, kinds)) or _find_lack(modules, kinds, config)
+        has_gap = not is_numbered and modules.path not in slots
+        hole = (_find_gap(modules, kinds) if has_gap else None) or _find_lack(modules, kinds, config)
         if hole is not None:
             return hole
     return None
@@ -98,6 +101,28 @@ def _collect_lists(shapes: Mapping[str, _Shape]) -> list[_Modules]:
             inner = name[match.end() + 1 :]
             masks[inner] = masks.get(inner, 0) | 1 << int(match[1])
     return [_Modules(path, masks) for path, masks in lists.items() if any("." in inner for inner in masks)]
+
+
+def _find_slots(lists: Sequence[_Modules]) -> set[str]:
+    """Return the paths of lists with slots that another layer fills.
+
+    Blocks that several layers share have a list with a slot for each layer, and weights in the slots of their own
+    layers alone (Zamba2's adapters with ``num_mem_blocks``). So lists of one name in two layers have no number in
+    common, and all numbers together.
+    """
+    kinds: dict[str, list[_Modules]] = {}
+    for modules in lists:
+        if (pattern := _INDEX.sub(".*", f"{modules.path}.")) != f"{modules.path}.":
+            kinds.setdefault(pattern, []).append(modules)
+    found: set[str] = set()
+    for alike in kinds.values():
+        masks = {modules.numbers for modules in alike}
+        total = 0
+        for mask in masks:
+            total |= mask
+        if len(masks) > 1 and sum(mask.bit_count() for mask in masks) == total.bit_count() and total & (total + 1) == 0:
+            found |= {modules.path for modules in alike}
+    return found
 
 
 def _group(modules: _Modules, shapes: Mapping[str, _Shape]) -> list[_Kind]:

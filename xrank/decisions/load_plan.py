@@ -9,6 +9,7 @@ from operator import le
 
 from xrank import dtypes
 from xrank.decisions.new_parts import NewPart, new_parts
+from xrank.decisions.quantized_tensors import find_scales
 from xrank.errors import LayoutError, UsageError, XrankError
 from xrank.formats.rank_state import TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
@@ -97,7 +98,7 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
     files: list[OutputFile] = []
     views: list[int] = []
     tied: dict[str, tuple[str, ...]] = {}
-    found = _Findings()
+    found = _Findings(find_scales(source.shards))
     for view, names in _group_by_view(local, layouts).items():
         there = [wanted for wanted in names if wanted.name in shards]
         found.names += [wanted.name for wanted in there]
@@ -127,6 +128,8 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
 class _Findings:
     """The findings from the tensors so far."""
 
+    scales: Collection[str]
+    """Names of the source's tensors that scale quantized payloads."""
     names: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     cast: dict[str, str] = field(default_factory=dict)
@@ -140,6 +143,8 @@ class _Findings:
         """Return the part of the source's tensor that the rank must hold; None: the whole, or a refused tensor."""
         try:
             _check_dtype(wanted, shard)
+            if wanted.name in self.scales and dtypes.dtype(wanted.dtype).nbytes < dtypes.dtype(shard.dtype).nbytes:
+                raise _rounded_scale(wanted, shard)
             return fitting.part(wanted, shard)
         except (UsageError, LayoutError) as error:
             self.refuse(error)
@@ -283,6 +288,16 @@ def _check_dtype(wanted: _Wanted, shard: StoredShard) -> None:
         got=f"{wanted.dtype} in the module",
         want=f"{shard.dtype}, or a floating-point type on both sides",
         next_step="make the module with the source's types",
+    )
+
+
+def _rounded_scale(wanted: _Wanted, shard: StoredShard) -> UsageError:
+    return UsageError(
+        f"{wanted.name}: as {wanted.dtype}, this scale of a quantized tensor would give other weights",
+        tensor=wanted.name,
+        got=f"{wanted.dtype} in the module",
+        want=f"{shard.dtype}, as in the source",
+        next_step="make the module's scales in this type (tensor.float()); a cast of the whole module rounds them, too",
     )
 
 

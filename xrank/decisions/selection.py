@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank import dtypes
 from xrank.decisions.options import GatherOptions, matches
+from xrank.decisions.quantized_tensors import find_scales
 from xrank.decisions.ties import find_ties, select_recorded_ties
 from xrank.errors import IncompleteError, UnsafeError, UsageError
 from xrank.faces import either, needs, option
@@ -72,7 +73,7 @@ def select(
     tie_notes += more_notes
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched, uncast = [], {}, [], []
-    scales = _find_scales(kept, config) if options.dtype in _TARGETS else set()
+    scales = find_scales(kept) if options.dtype != "keep" else set()
     for shard in kept:
         if shard.name in dropped:
             continue
@@ -115,31 +116,6 @@ def select(
         told = list_text(uncast, 3)
         notes.append(("kept-fp32", f"not cast, as the list of what stays in fp32 says, the recipe's or yours: {told}"))
     return Selection(tuple(outputs), tied, tuple(excluded), cast, tuple(notes))
-
-
-def _find_scales(shards: Iterable[StoredShard], config: Mapping[str, Any] | None) -> set[str]:
-    """Return the float tensors that scale quantised payloads. If rounded, they would scale to other weights.
-
-    Payloads are float8 tensors and, where config.json has transformers' quantization_config, integer tensors in rows:
-    GPTQ, AWQ, bitsandbytes and compressed-tensors pack weights into these. A scale lies in the payload's module, or
-    its name directly extends the payload's name.
-    """
-    listed = list(shards)
-    is_quantised = config is not None and bool(config.get("quantization_config"))
-    payloads = {
-        shard.name
-        for shard in listed
-        if shard.dtype.startswith("F8")
-        or (is_quantised and not dtypes.dtype(shard.dtype).is_float and len(shard.shape) > 1)
-    }
-    places = payloads | {name.rpartition(".")[0] for name in payloads if "." in name}
-    return {
-        shard.name
-        for shard in listed
-        if dtypes.dtype(shard.dtype).is_float
-        and shard.name.rpartition(".")[0] in places
-        and not shard.name.endswith(".bias")
-    }
 
 
 def _is_kept(shard: StoredShard, options: GatherOptions) -> bool:

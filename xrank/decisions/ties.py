@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.errors import LayoutError
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.recipes.tied_weights import declares_ties, find_class_ties, is_known_class, never_ties
+from xrank.recipes.tied_weights import declares_ties, find_class_ties, is_known_class, list_unsaved, never_ties
+from xrank.words import list_text
 
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["declare_ties", "embedding_of", "find_config_ties", "find_ties", "is_head", "select_recorded_ties"]
+__all__ = ["declare_ties", "embedding_of", "find_config_ties", "find_ties", "is_head", "leave_unsaved"]
+__all__ += ["select_recorded_ties"]
 
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 # The names that tie_word_embeddings concerns: heads and embeddings of all families, and the heads' second biases.
@@ -60,6 +62,16 @@ def declare_ties(source: StoredModel, config: Mapping[str, Any] | None, fixed: C
 def is_head(name: str) -> bool:
     """Return whether a name is that of a language model's head."""
     return _HEAD.fullmatch(name) is not None
+
+
+def leave_unsaved(source: StoredModel, config: Mapping[str, Any] | None) -> StoredModel:
+    """Return a source without the tensors that `save_pretrained` leaves out for the model's class, with a note."""
+    unsaved = [shard.name for shard in source.shards if shard.name in list_unsaved(config)]
+    if not unsaved:
+        return source
+    shards = tuple(shard for shard in source.shards if shard.name not in unsaved)
+    note = ("not-saved", f"save_pretrained leaves out: {list_text(unsaved, 4)}")
+    return replace(source, shards=shards, notes=(*source.notes, note))
 
 
 def _has_siblings(name: str, names: Collection[str]) -> bool:

@@ -16,7 +16,8 @@ from math import prod
 import numpy as np
 
 from xrank.errors import XrankError
-from xrank.formats.regular_file import RegularFile, quote
+from xrank.formats.inert_record import InertRecord, refuse_tensor_class
+from xrank.formats.regular_file import RegularFile, quote, refuse_pointer
 from xrank.formats.safetensors_header import read_header
 from xrank.formats.sharding_info import read_saved_offsets
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
@@ -93,6 +94,7 @@ class ItemReader:
                 file.prefetch(_ends(starts[k : k + _ANNOUNCED], lengths[k : k + _ANNOUNCED]))
             try:
                 if start + length > file.nbytes:
+                    refuse_pointer(file)
                     raise file.origin.corrupt(
                         "is cut short, or the metadata belongs to another file",
                         got=f"{file.nbytes} bytes",
@@ -137,6 +139,8 @@ class ItemReader:
     def _parse(self, file: RegularFile, start: int, length: int) -> tuple[int, int, int, int]:
         archive = read_archive_in(file, start=start, nbytes=length)
         tensor = archive.value
+        if isinstance(tensor, InertRecord):
+            refuse_tensor_class(tensor, file.origin)
         if not isinstance(tensor, ArchivedTensor):
             raise file.origin.unsafe("an item that should be a tensor is something else", got=repr(tensor)[:100])
         kind = ItemKind(tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)

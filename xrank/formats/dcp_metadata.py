@@ -21,7 +21,7 @@ from xrank.formats.inert_record import InertRecord
 from xrank.formats.pickle_machine import PROTOCOL, STOP
 from xrank.formats.pickle_reader import run_machine
 from xrank.formats.pickled_names import is_known
-from xrank.formats.regular_file import Origin, open_regular, quote
+from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
 from xrank.layout.nest_table import IntArray
 from xrank.stores.backend import ObjectStatus
 
@@ -88,6 +88,7 @@ def read_metadata(path: str) -> DcpMetadata:
         UsageError: its pieces are sparse, or a transform (compression) changed them.
     """
     with open_regular(path) as file:
+        refuse_pointer(file)
         origin = file.origin
         if file.nbytes > MAX_METADATA_NBYTES:
             raise origin.corrupt("is too long", got=f"{file.nbytes} bytes", want=f"{MAX_METADATA_NBYTES} at most")

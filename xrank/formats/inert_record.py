@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from xrank.formats.regular_file import Origin, quote
 
 __all__ = ["MAX_DEPTH", "InertRecord", "build_nested_class", "check_tree", "refuse_inert"]
+__all__ += ["refuse_tensor_class"]
 
 MAX_DEPTH = 200
 """Largest nesting depth of a state, so callers can walk it by plain recursion."""
@@ -54,6 +55,7 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
 
     Raises:
         UnsafeError: there is a class or function; the error names the first one and the file.
+        UsageError: there is a quantized tensor of torchao.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -61,6 +63,7 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
         node = waiting.pop()
         if isinstance(node, InertRecord):
             origin = Origin(path, rank)
+            refuse_tensor_class(node, origin)
             raise origin.unsafe(
                 f"holds an object that only running code can make: {quote(f'{node.module}.{node.name}')}",
                 got=quote(f"{node.module}.{node.name}"),
@@ -69,6 +72,24 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
         if children is not None and id(node) not in seen:
             seen.add(id(node))
             waiting.extend(reversed(list(children)))
+
+
+def refuse_tensor_class(record: InertRecord, origin: Origin) -> None:
+    """Raise an error for an object that is a tensor of another class than torch's, such as torchao's quantized ones.
+
+    Raises:
+        UsageError: it is; torch writes all of them by one function (torch/_tensor.py: _rebuild_from_type_v2).
+    """
+    if (record.module, record.name) == ("torch._tensor", "_rebuild_from_type_v2"):
+        kinds = [f"{a.module}.{a.name}" for a in record.args or () if isinstance(a, InertRecord) and a.args is None]
+        own = next((kind for kind in kinds if not kind.startswith("torch.")), "a class of its own")
+        raise origin.usage(
+            f"holds a tensor of {quote(own)}, whose layout xrank does not know",
+            got=quote(own),
+            want="plain tensors",
+            next_step="save the model with save_pretrained, as safetensors, or save what dequantize() of these tensors "
+            "returns; then gather that",
+        )
 
 
 def check_tree(value: object, max_nodes: int, origin: Origin) -> None:

@@ -24,9 +24,11 @@ from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_member
 from xrank.stores.backend import ObjectStatus
 
 __all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "is_archive", "read_archive", "read_archive_in"]
-__all__ += ["refuse_inert"]
+__all__ += ["NAMES", "refuse_inert"]
 
 # torch/serialization.py: MAGIC_NUMBER, pickled: the first bytes of files before torch 1.6, which introduced zips.
+NAMES = "save the names with the tensors: torch.save(model.state_dict(), file); then gather that"
+"""The next step for a file without a state dict."""
 _ZIP = b"PK\x03\x04"
 _BEFORE_ZIPS = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 

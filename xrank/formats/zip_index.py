@@ -220,6 +220,13 @@ def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, in
     nbytes, packed, header = values
     if disk not in (0, 0xFFFF):
         raise origin.corrupt(f"zip member {quote(name)} is on another disk", got=str(disk), want="0")
+    if "/code/__torch__" in f"/{name}":
+        raise origin.usage(
+            "is a TorchScript archive, a program with its weights (torch.jit.save)",
+            got=quote(name),
+            want="a state dict, as torch.save writes it",
+            next_step="save torch.jit.load(file).state_dict() with torch.save, then gather that",
+        )
     if method != 0 or packed != nbytes or flags & _ENCRYPTED:
         raise origin.corrupt(
             f"zip member {quote(name)} is compressed or encrypted",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank.decisions.decision import Purpose, Request, decide
@@ -23,6 +23,7 @@ from xrank.plan.source import StoredModel
 from xrank.plan.windows import share_all
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.recipes.tied_weights import list_unsaved
 from xrank.teams.launches import find_world
 from xrank.teams.team import Team
 from xrank.words import list_text
@@ -67,11 +68,13 @@ def prepare_load(
     decision = decide(read_source(place, part=part, share=share), request)
     source = decision.source
     load = plan_load(local, source, on_mesh, decision.padded_names)
+    computed = [name for name in load.missing if name in list_unsaved(decision.found.config)]
+    load = replace(load, missing=tuple(name for name in load.missing if name not in computed))
     for view, tensor in zip(load.views, load.plan.tensors, strict=True):
         check_fillable(tensor.output.name, local.views[view])
     notes = [*source.notes, *layout_notes(on_mesh, source), *load.notes]
-    if names := names_left_out(module):
-        notes.append(("not-loaded", f"buffers that no checkpoint has are left as they are: {list_text(names, 3)}"))
+    if names := [*names_left_out(module), *computed]:
+        notes.append(("not-loaded", f"tensors that no checkpoint has are left as they are: {list_text(names, 3)}"))
     return PreparedLoad(local, source, load, ManifestDigests(source, load.plan), tuple(notes))
 
 

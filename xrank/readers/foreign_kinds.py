@@ -66,6 +66,13 @@ _KINDS = (
 )
 
 
+_SMALL = re.compile(
+    r"config\.json|generation_config\.json|(preprocessor|processor)_config\.json|tokenizer.*|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|chat_template\..*|adapter_config\.json"
+)
+"""Files beside a model's weights."""
+
+
 def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatError | None:
     """Return the error that names the format of files which no reader recognises; None if it is unknown here, too.
 
@@ -88,7 +95,7 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
         files = [place for place in entries if places.is_file(place)][:_MAX_OPENED_FILES]
         found = [(file, kind) for file in files if (kind := _kind_of_content(file)) is not None]
     if not found:
-        return None
+        return _describe_weightless(path, entries)
     file, kind = found[0]
     return UnknownFormatError(
         f"{file} is {kind.noun}, which xrank does not read",
@@ -98,6 +105,20 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
         else None,
         want="a checkpoint of a framework on torch, or a Hugging Face folder",
         next_step=kind.next_step,
+    )
+
+
+def _describe_weightless(path: str, entries: Iterable[str]) -> UnknownFormatError | None:
+    """Return the error for a folder with small files of a model, and no weights; None for other ones."""
+    small = [os.path.relpath(place, path) for place in entries if _SMALL.fullmatch(os.path.basename(place))]
+    if not small or not places.is_folder(path):
+        return None
+    return UnknownFormatError(
+        f"{path} contains small files of a model, and no weights",
+        file=path,
+        got=list_text(small, 4),
+        want="a checkpoint, or the model's weights beside them",
+        next_step="give the folder with the weights; if this is where they belong, their download or save is not done",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, XrankError
 from xrank.faces import AGAIN, option
+from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.notation import Size
 from xrank.recipes.dim_equations import SolvedSizes
 from xrank.recipes.layer_rules import place_names
@@ -23,7 +24,9 @@ BRING_FILES = f"bring the files of the missing ranks, then {AGAIN}; or give {opt
 CHECK_CONFIG = f"check that config.json is this model's, or give {option('base_model')}"
 
 
-def prove_family(names: Collection[str], config: Mapping[str, Any]) -> bool:
+def prove_family(
+    names: Collection[str], config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> bool:
     """Refuse a model that lacks tensors, if a recipe of config.json's ``model_type`` knows all of its names.
 
     For formats that record whole shapes: they record no list of a model's tensors, so a state dict from which some were
@@ -32,12 +35,14 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> bool:
     Args:
         names: Hugging Face's names of all tensors of the model.
         config: the content of config.json.
+        shapes: shapes of those tensors that config.json sizes; each must be the one that the recipe gives.
 
     Returns:
         Whether a recipe proves that all are there; False: no recipe knows the names.
 
     Raises:
-        IncompleteError, ContradictionError: tensors are missing, or there are more than config.json counts.
+        IncompleteError, ContradictionError: tensors are missing, or there are more than config.json counts, or they
+            have other sizes.
     """
     types = list_model_types(config)
     recipes = sorted(load_recipes_of(types), key=lambda recipe: not recipe.args)
@@ -48,6 +53,7 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> bool:
             found, told = place_names(found, config, None)
             given = {size: number for size, (number, _) in told.items()}
             check_names(found, SolvedSizes(given, {}), collect_flags(found.recipe, config, None))
+            _check_sizes(found, shapes or {}, told)
         except (IncompleteError, ContradictionError) as error:
             first = first or error
         else:
@@ -56,6 +62,34 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> bool:
         raise first
     refuse_missing(own)
     return False
+
+
+def _check_sizes(found: Match, shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, tuple[int, str]]) -> None:
+    """Refuse a shape that is not the recipe's, with the sizes that config.json has; rows of a vocabulary may be padded.
+
+    Layers of different sizes (``by_layer``) are not compared.
+    """
+    sizes = {size: number for size, (number, _) in told.items()}
+    sides = () if found.recipe.by_layer else found.find_sides()
+    for side, name in sides:
+        shape = shapes.get(name, ())
+        for dim, (node, length) in enumerate(zip(side.dims, shape, strict=False)):
+            names = names_of_dim(node)
+            if not set(names) <= sizes.keys() - set(found.recipe.padded) or len(shape) != len(side.dims):
+                continue
+            want = global_size(node, sizes)
+            if length != want:
+                keys = [(found.recipe.config.get(size) or (size,))[0] for size in dict.fromkeys(names)]
+                by = " and ".join(
+                    f"{key} = {sizes[size]}" for key, size in zip(keys, dict.fromkeys(names), strict=True)
+                )
+                raise ContradictionError(
+                    f"{' or '.join(keys)} in config.json is not that of the tensors, such as {name}",
+                    tensor=name,
+                    got=f"{length} in dim {dim} of {name}",
+                    want=f"{want}, by {by}",
+                    next_step=CHECK_CONFIG,
+                )
 
 
 def refuse_missing(own: list[Match]) -> None:

@@ -11,11 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["declares_ties", "find_class_ties", "is_known_class", "never_ties"]
+__all__ = ["declares_ties", "find_class_ties", "is_known_class", "list_unsaved", "never_ties"]
 
 _PATH = Path(__file__).with_name("tied_weights.json")
 _KEY, _TEXT = "tie_word_embeddings", "text_config"
 _STATES = (None, False, True)
+_UNSAVED: Mapping[str, tuple[str, ...]] = {
+    "MarianMTModel": ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),
+}
+"""Tensors that `save_pretrained` leaves out and `from_pretrained` computes (``_keys_to_ignore_on_save``), by class."""
 
 
 @cache
@@ -29,6 +33,13 @@ def _read_table() -> tuple[dict[str, dict[str, Any]], dict[str, bool]]:
 def is_known_class(config: Mapping[str, Any] | None) -> bool:
     """Return whether the table has the class in config.json's ``architectures``."""
     return _kind_of(config) is not None
+
+
+def list_unsaved(config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the names that `save_pretrained` leaves out for the class in config.json's ``architectures``."""
+    names = (config or {}).get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return _UNSAVED.get(name, ()) if isinstance(name, str) else ()
 
 
 def never_ties(config: Mapping[str, Any] | None) -> bool:

@@ -42,6 +42,7 @@ _WELL_KNOWN = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
     *("image_processor_config.json", "video_preprocessor_config.json"),
+    *("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
 )
 
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive, refuse_inert
+from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, read_archive, refuse_inert
 from xrank.readers.fsdp.dtensors import DTensorPart, DTensors
 from xrank.readers.fsdp.pickled import read_wrapper, unwrap_parameter
 from xrank.readers.fsdp.sharded_tensors import ShardedPart, read_sharded_part
@@ -54,7 +54,8 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
     if not isinstance(state, dict):
         refuse_inert(state, path, rank)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise origin.corrupt("is not a state dict", got=type(state).__name__, want="a dict of tensors by name")
+        what = "a tensor without a name" if type(state).__name__ == "ArchivedTensor" else type(state).__name__
+        raise origin.usage("is not a state dict", got=what, want="a dict of tensors by name", next_step=NAMES)
     reader = DTensors(archive, rank)
     dtensors: dict[str, DTensorPart] = {}
     sharded: dict[str, ShardedPart] = {}

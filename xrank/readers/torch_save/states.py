@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from xrank.dtypes import dtype
-from xrank.errors import CorruptError, UsageError
+from xrank.errors import UsageError
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, quote
-from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, refuse_inert
+from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, refuse_inert
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
@@ -57,9 +57,8 @@ def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
     """Return the model in a file; the argument `wanted` is that of `select_model`.
 
     Raises:
-        CorruptError: the file does not contain a dict.
         UnsafeError: the model, or a value of its state dict, is an object that only running code can make.
-        UsageError: tensors have no names, or as `select_model`.
+        UsageError: there is no dict, or no tensor with a name, or as `select_model`.
     """
     if not isinstance(archive.value, dict):
         refuse_inert(archive.value, archive.path)
@@ -79,6 +78,9 @@ def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
     named = {name: tensor for name, tensor in own.items() if isinstance(name, str)}
     if len(named) < len(own):
         raise _no_names_error(archive, "tensors with numbers")
+    if not named:
+        told = list_text([quote(name)[1:-1] for name in others], 3, empty="nothing")
+        raise Origin(archive.path).usage("holds no tensor", got=told, want="a dict of tensors by name", next_step=NAMES)
     return WholeState(archive, MappingProxyType(named), tuple(quote(name)[1:-1] for name in others), part)
 
 
@@ -108,8 +110,11 @@ def _select_part(
     return part
 
 
-def _no_names_error(archive: TorchArchive, got: str) -> CorruptError:
-    return Origin(archive.path).corrupt("is not a state dict", got=got, want="a dict of tensors by name")
+def _no_names_error(archive: TorchArchive, got: str) -> UsageError:
+    what = "a tensor without a name" if got == "ArchivedTensor" else got
+    return Origin(archive.path).usage(
+        "is not a state dict", got=what, want="a dict of tensors by name", next_step=NAMES
+    )
 
 
 def _walk(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
