@@ -27,7 +27,7 @@ from xrank.plan.windows import WINDOW_NBYTES
 
 pytest.importorskip("cryptography")
 
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
@@ -133,6 +133,50 @@ def test_damage_is_named(signed: tuple[Path, Path], damage: Callable[[Path], Non
     if says.startswith("big"):
         assert report.fault is not None and report.fault.tensor == "big"
         assert "made of ranks 0-1 (rank_0_state.pth, rank_1_state.pth)" in str(report.fault.next_step)
+
+
+def sign_again(model: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a statement, and sign it with the same key: the signature holds, the content is odd."""
+    key = serialization.load_pem_private_key((model.parent / "key.pem").read_bytes(), None)
+    bundle = json.loads((model / "model.sig").read_bytes())
+    statement = read_statement(model / "model.sig")
+    change(statement)
+    payload = json.dumps(statement).encode()
+    kind = bundle["dsseEnvelope"]["payloadType"].encode()
+    signed = key.sign(b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload), ec.ECDSA(hashes.SHA256()))
+    bundle["dsseEnvelope"] |= {"payload": base64.b64encode(payload).decode()}
+    bundle["dsseEnvelope"]["signatures"][0]["sig"] = base64.b64encode(signed).decode()
+    (model / "model.sig").write_text(json.dumps(bundle))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda resources: resources[0].update(name=3), "predicate.resources[0].name is 3, not a text"),
+        (lambda resources: resources[0].update(name="\ud800"), "not a text in UTF-8"),
+        (lambda resources: resources[0].update(name=["a"]), "name is a list of 1, not a text"),
+        (lambda resources: resources[0].update(digest="zz"), "not a text of hexadecimal digits"),
+        (lambda resources: resources.__setitem__(0, None), "is None, not an object with name"),
+    ],
+)
+def test_signed_statements_of_another_structure(
+    signed: tuple[Path, Path], change: Callable[[list[Any]], object], says: str
+) -> None:
+    """The key's owner signs anything; what a statement says is checked beyond its signature."""
+    model, public = signed
+    sign_again(model, lambda statement: change(statement["predicate"]["resources"]))
+    ended = run("verify", model, "--signature", model / "model.sig", "--public-key", public, "--json")
+    error = json.loads(ended.stdout)["error"]
+    assert ended.exit_code == 4 and error["type"] == "CorruptError", ended.stdout
+    assert "does not sign the files of a model" in error["message"] and says in error["got"], error
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"verificationMaterial": 1e999}', '{"a": ' + "9" * 5000 + "}"])
+def test_bundles_of_another_structure(signed: tuple[Path, Path], text: str) -> None:
+    model, public = signed
+    (model / "model.sig").write_text(text)
+    report = verify_model(model, signature=model / "model.sig", public_key=public)
+    assert report.exit_code == 4 and "is not a signature by a key" in str(report.fault)
 
 
 def _put_fifo(path: Path) -> None:

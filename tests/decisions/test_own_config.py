@@ -8,6 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from xrank.decisions.own_config import OwnConfig, choose_config
+from xrank.errors import CorruptError
+from xrank.formats.entries import Entry
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +18,7 @@ FULL = OwnConfig({"hidden_sizes": [8, 4]}, "{}", None, ("a",), ("b",), ("c", "d"
 
 def sent(config: OwnConfig) -> OwnConfig:
     """Return a config after its way through JSON."""
-    return OwnConfig.from_json(json.loads(json.dumps(asdict(config))))
+    return OwnConfig.from_entry(Entry.parse(json.dumps(asdict(config)), CorruptError))
 
 
 @pytest.mark.parametrize("config", [OwnConfig(), FULL])

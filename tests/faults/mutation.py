@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["NASTY", "Mutator"]
+__all__ = ["NASTY", "Mutator", "change_value", "write_json"]
 
 _TOKEN = re.compile(rb'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|[A-Za-z_][\w.]*|[-+]?\d[\w.]*|\s+|.', re.DOTALL)
 
@@ -74,29 +74,67 @@ _VALUES: tuple[Any, ...] = (
     *([0] * 5000, ["full_attention"] * 5000, {"rope_type": []}, {"rope_type": "llama3", "factor": 10**400}),
 )
 """Values that code for JSON may stumble over."""
+_KEYS = ("0", -1, 2**64, 1.5, None, True, (1, 2), b"0", "\ud800", float("nan"))
+"""Keys that a pickle may have in the place of numbers."""
+_RAW = {
+    f"raw {number}": token
+    for number, token in enumerate(
+        (
+            *(b"[" * 90 + b"]" * 90, b"[" * 990 + b"]" * 990, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 50_000),
+            *(b"9" * 4200, b"-" + b"9" * 5000, b"1e999", b"-1e999", b"NaN", b"-Infinity", b"1E400", b"-0"),
+            *(b'"\\ud800"', b'"\\udfff\\ud800"', b'"\xff"', b'"\xed\xa0\x80"', b'"\\u0000"', b"'a'", b"undefined", b""),
+        )
+    )
+}
+"""A text in a value -> what `write_json` writes in its place; a value holds none of it, or not so deep."""
 
 
-def _change_value(rng: random.Random, value: Any) -> Any:
-    """Return a JSON value with one of its parts replaced, removed or repeated."""
-    if isinstance(value, dict) and value and rng.random() < 0.95:
+def write_json(rng: random.Random, value: Any) -> bytes:
+    """Return a value as JSON; seldom with repeated keys, in another encoding, or cut short."""
+    if rng.random() < 0.15:
+        value = change_value(rng, value, (*_RAW,), depth=rng.randrange(8))
+    content = json.dumps(value, ensure_ascii=rng.random() < 0.9).encode("utf-8", "surrogatepass")
+    for name, token in _RAW.items():
+        content = content.replace(b'"%s"' % name.encode(), token)
+    match rng.randrange(60):
+        case 0:
+            keys = re.findall(rb'"[a-z_]+": ', content)
+            content = content.replace(rng.choice(keys), rng.choice(keys)) if keys else content
+        case 1:
+            encoding = rng.choice(("utf-16", "utf-8-sig", "utf-32-le", "cp037"))
+            content = content.decode("utf-8", "replace").encode(encoding, "replace")
+        case 2:
+            content = content[: rng.randrange(len(content) + 1)]
+        case 3:
+            content += rng.choice((b"\0", b"{}", b"\n", b"]"))
+    return content
+
+
+def change_value(rng: random.Random, value: Any, values: Sequence[Any] = _VALUES, depth: int = 100) -> Any:
+    """Return a value with one of its parts replaced, removed or repeated.
+
+    Args:
+        rng: decides.
+        value: of plain containers, texts and numbers.
+        values: what a part is replaced by.
+        depth: deepest part that changes.
+    """
+    if isinstance(value, dict) and value and depth and rng.random() < 0.95:
         key = rng.choice([*value])
         match rng.randrange(12):
             case 0:
                 return {name: part for name, part in value.items() if name != key}
             case 1:
-                return {
-                    **value,
-                    rng.choice(("", "x", key + ".", key.upper(), "text_config", "vision_config")): value[key],
-                }
+                others = ("", "x", f"{key}.", str(key).upper(), "text_config", "vision_config")
+                return {**value, rng.choice(others): value[key]}
             case 2:
                 return {**value, key: value[rng.choice([*value])]}
             case 3:
-                other = re.sub(
-                    r"\d+", rng.choice(("0", "9" * 15, "9" * 19, "9" * 200, "7" * 5000, "\u0663", "-1")), key, count=1
-                )
+                digits = rng.choice(("0", "9" * 15, "9" * 19, "9" * 200, "7" * 5000, "\u0663", "-1"))
+                other = re.sub(r"\d+", digits, key, count=1) if isinstance(key, str) else rng.choice(_KEYS)
                 return {other if name == key else name: part for name, part in value.items()}
-        return {**value, key: _change_value(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() < 0.7:
+        return {**value, key: change_value(rng, value[key], values, depth - 1)}
+    if isinstance(value, (list, tuple)) and value and depth and rng.random() < 0.7:
         at = rng.randrange(len(value))
         changed = [*value]
         match rng.randrange(4):
@@ -105,8 +143,8 @@ def _change_value(rng: random.Random, value: Any) -> Any:
             case 1:
                 changed *= 2
             case _:
-                changed[at] = _change_value(rng, value[at])
-        return changed
+                changed[at] = change_value(rng, value[at], values, depth - 1)
+        return type(value)(changed)
     if type(value) is int and rng.random() < 0.4:
         return rng.choice(
             (
@@ -119,7 +157,7 @@ def _change_value(rng: random.Random, value: Any) -> Any:
                 [value],
             )
         )
-    return rng.choice(_VALUES)
+    return rng.choice(values)
 
 
 class Mutator:
@@ -143,7 +181,7 @@ class Mutator:
         if self._values and rng.random() < 0.7:
             value = rng.choice(self._values)
             for _ in range(rng.choice((1, 1, 1, 2, 4))):
-                value = _change_value(rng, value)
+                value = change_value(rng, value)
             return json.dumps(value).encode()
         number = rng.randrange(len(self._seeds))
         if not self._tokens or rng.random() < 0.1:

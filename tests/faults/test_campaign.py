@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import subprocess
+import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import leave
@@ -27,7 +32,7 @@ from xrank.writers import rename
 
 pytestmark = pytest.mark.timeout(240)
 
-_COUNTS = {"texts": 2000, "commands": 80}
+_COUNTS = {"texts": 2000, "documents": 2500, "commands": 80}
 
 
 @pytest.mark.parametrize("part", [*_COUNTS])
@@ -193,3 +198,37 @@ def test_patterns_that_python_cannot_compile(bench: Bench, name: str, pattern: s
     ended = run("gather", "--workspace", bench.workspace, "-o", bench.out, "--dtype", "bf16", name, pattern, "--json")
     error = refusal(ended, "UsageError", says=[f"{name} must be a regular expression"])
     assert len(error["got"]) < 200
+
+
+def _repeat(unit: bytes, start: bytes = b"(") -> bytes:
+    return b"\x80\x04" + start + unit * (10_000_000 // len(unit)) + b"."
+
+
+_BOMBS = {
+    "memo": _repeat(b"\x94", b"]"),
+    "memo of numbers": _repeat(b"K\x01\x94"),
+    "globals": b"\x80\x04(" + b"".join(b"c\n%x\n" % number for number in range(1_250_000)) + b"t.",
+    "frozensets": _repeat(b"(\x91"),
+    "no items": _repeat(b"(u", b"}"),
+}
+"""Pickles of 10 MB: a few opcodes that cost time or memory, repeated."""
+
+
+@pytest.mark.parametrize("name", [*_BOMBS])
+def test_bombs_take_little_time_and_memory(tmp_path: Path, name: str) -> None:
+    """They took up to 14 s, or 840 MB; the aim is 3 s, and other programs may run beside the test."""
+    path, stream = tmp_path / "model.pt", io.BytesIO()
+    torch.save({"w": torch.ones(2)}, stream)
+    with zipfile.ZipFile(stream) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as changed:
+        for record in archive.namelist():
+            changed.writestr(record, _BOMBS[name] if record.endswith("data.pkl") else archive.read(record))
+    # Between the two processes, because a child's peak begins with the memory of its parent.
+    measure = "import os, sys; pid = os.posix_spawn(sys.executable, [sys.executable, *sys.argv[1:]], os.environ)\n"
+    measure += "_, status, used = os.wait4(pid, 0)\n"
+    measure += "print(os.waitstatus_to_exitcode(status), used.ru_maxrss, used.ru_utime + used.ru_stime)"
+    command = ["-m", "xrank", "gather", str(path), "-o", str(tmp_path / "out")]
+    ended = subprocess.run([sys.executable, "-c", measure, *command], capture_output=True, text=True, check=True)
+    code, kilobytes, seconds = map(float, ended.stdout.split())
+    assert code in (2, 4) and ended.stderr.startswith("xrank: "), ended.stderr
+    assert kilobytes < 400_000 and seconds < 20, (kilobytes, seconds)
+    assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ import signal
 import time
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ from xrank.writers.manifest import (
     read_manifest,
 )
 
-__all__ = ["fuzz_texts", "make_targets"]
+__all__ = ["Target", "feed_targets", "fuzz_texts", "make_targets"]
 
 SLOW_SECONDS = 2.0
 HUNG_SECONDS = 60
@@ -96,7 +96,29 @@ class Target:
 def fuzz_texts(folder: Path, seed: int, count: int) -> Findings:
     """Feed so many inputs to the parsers."""
     findings = Findings()
-    targets = make_targets(folder)
+    feed_targets(make_targets(folder), seed, count, findings)
+    return findings
+
+
+def feed_targets(
+    targets: Sequence[Target],
+    seed: int,
+    count: int,
+    findings: Findings,
+    *,
+    slow_seconds: float = SLOW_SECONDS,
+    after: Callable[[str], object] = lambda example: None,
+) -> None:
+    """Feed so many inputs to parsers.
+
+    Args:
+        targets: the parsers.
+        seed: of the first input.
+        count: number of inputs.
+        findings: gets counts and reports.
+        slow_seconds: longest time of an input.
+        after: called with a description of each input after it was parsed.
+    """
     order = [target for target in targets for _ in range(target.share)]
 
     def hang(number: int, frame: object) -> None:
@@ -122,10 +144,10 @@ def fuzz_texts(folder: Path, seed: int, count: int) -> Findings:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         # A call may also read tables that all later ones share, so a slow one is timed again.
-        if time.process_time() - started > SLOW_SECONDS and (seconds := _time_again(target, content)) > SLOW_SECONDS:
+        if time.process_time() - started > slow_seconds and (seconds := _time_again(target, content)) > slow_seconds:
             findings.report(f"slow: {target.name}", f"{example}: {seconds:.1f} s")
+        after(example)
     findings.count("inputs", count)
-    return findings
 
 
 def _time_again(target: Target, content: bytes) -> float:

@@ -11,7 +11,8 @@ import pytest
 import xrank
 from xrank.errors import CorruptError
 from xrank.formats import json_text
-from xrank.formats.json_text import check_json_object, parse_json
+from xrank.formats.entries import parse_json
+from xrank.formats.json_text import check_json_object
 
 VALUE = {
     "model": {"vocab": {'a"b\\': 0, "\u0120x": 1, "": 2}, "merges": [["a", "b"], []], "empty": {}},

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -512,3 +512,58 @@ def test_what_a_text_claims_is_bounded_before_it_is_allocated(tmp_path: Path) ->
     assert {name: row["code"] for name, row in rows.items()} == {name: code for name, (_, code) in CLAIMS.items()}, rows
     assert all(row["text"].startswith("xrank: ") for row in rows.values() if row["code"])
     assert max(row["rss_nbytes"] for row in rows.values()) < 400 << 20 and not any(row["rest"] for row in rows.values())
+
+
+@pytest.mark.parametrize("is_zarr3", [False, True])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda array: array.update(shape=[2**64, 2]), "shape[0] is 18446744073709551616"),
+        (lambda array: array.update(shape=[float("inf")]), "shape[0] is inf"),
+        (lambda array: array.update(shape={"0": 3}), "shape is a dict of 1"),
+        (lambda array: array.update(zarr_format=True), "zarr_format is True"),
+        (lambda array: array.update(node_type="group", dtype="\ud800"), "not "),
+        (lambda array: array.pop("shape"), "not an object with shape"),
+    ],
+)
+def test_values_that_no_array_has(
+    tmp_path: Path, is_zarr3: bool, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    tree = save_tree(tmp_path / "tree", _params(), is_ocdbt=False, is_zarr3=is_zarr3)
+    file = tree / "params.params.net.odd.0" / ("zarr.json" if is_zarr3 else ".zarray")
+    array = json.loads(file.read_text())
+    change(array)
+    file.write_text(json.dumps(array))
+    with pytest.raises(CorruptError, match="is not that of a zarr array") as caught:
+        gather_checkpoint(tree, tmp_path / "out")
+    assert caught.value.file == str(file) and says in str(caught.value.got) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("separator", [1e300, "", "\0", ["."]])
+def test_separators_that_no_store_has(tmp_path: Path, separator: object) -> None:
+    tree = save_tree(tmp_path / "tree", _params(), is_ocdbt=False)
+    file = tree / "params.params.net.odd.0" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dimension_separator": separator}))
+    with pytest.raises(CorruptError) as caught:
+        gather_checkpoint(tree, tmp_path / "out")
+    assert "not a slash or a dot" in str(caught.value.got)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "nests too deep"),
+        ('{"tree_metadata": []}', "tree_metadata is a list of 0, not an object"),
+        ('{"tree_metadata": {"a": {"key_metadata": [{"key": Infinity, "key_type": 1}]}}}', "key is inf, not a text"),
+        ('{"tree_metadata": {"a": {"key_metadata": [{"key": 1e999, "key_type": 2}]}}}', "key is inf, not a text"),
+        ('{"tree_metadata": {"a": {"key_metadata": [{"key": "\\ud800", "key_type": 2}]}}}', "not a text in UTF-8"),
+        ('{"tree_metadata": {"a": {"key_metadata": [{"key": "9e9", "key_type": 1}]}}}', "key is '9e9', not an index"),
+        ('{"tree_metadata": {"\\udfff": 1}}', "not a text in UTF-8"),
+    ],
+)
+def test_trees_that_orbax_does_not_write(tmp_path: Path, text: str, says: str) -> None:
+    tree = save_tree(tmp_path / "tree", _params(), is_ocdbt=False)
+    (tree / "_METADATA").write_text(text)
+    with pytest.raises(CorruptError, match="is not the metadata of a tree of Orbax") as caught:
+        gather_checkpoint(tree, tmp_path / "out")
+    assert says in str(caught.value.got) and not (tmp_path / "out").exists()

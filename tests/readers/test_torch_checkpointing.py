@@ -227,13 +227,31 @@ def group_of(content: dict[str, Any]) -> dict[str, Any]:
     ("change", "error", "match"),
     [
         (lambda c: c.update(version="1.0"), UsageError, "another version"),
-        (lambda c: c.update(world_size=3), CorruptError, "files of 4 ranks, not of 3"),
+        (lambda c: c.update(world_size=3), CorruptError, "an object with the 3 ranks"),
         (lambda c: c.update(world_size=-1), CorruptError, "world_size"),
         (lambda c: c.pop("metadata"), CorruptError, "is not metadata"),
         (lambda c: model_of(c)["rank_to_layout_info"].update({1: layout("../x")}), UnsafeError, "outside its folder"),
         (lambda c: model_of(c)["rank_to_layout_info"].update({1: layout("/x")}), UnsafeError, "'/x'"),
         (lambda c: group_of(c)["sharding_metadata"].update(type="mine"), UsageError, "no reader knows how"),
-        (lambda c: group_of(c).update(ranks=(9,)), CorruptError, "rank 9 of 4"),
+        (lambda c: group_of(c).update(ranks=(9,)), CorruptError, "ranks[0] is 9, not an integer from 0 to 3"),
+        (lambda c: c.update(world_size=2**64), CorruptError, "world_size is 18446744073709551616, not an integer"),
+        (lambda c: c.update(version=["2.0"]), CorruptError, "version is a list of 1, not a text"),
+        (
+            lambda c: model_of(c)["rank_to_layout_info"][1]["serialization_format"].update(type=["x"]),
+            CorruptError,
+            "rank_to_layout_info[1].serialization_format.type is a list of 1, not a text",
+        ),
+        (
+            lambda c: model_of(c)["nested_path_to_metadata"].update({'["\\ud800"]': []}),
+            CorruptError,
+            "not a text in UTF-8",
+        ),
+        (lambda c: model_of(c)["nested_path_to_metadata"].update({"[" * 9000: []}), CorruptError, "nests too deep"),
+        (
+            lambda c: group_of(c)["sharding_metadata"]["data"]["mesh_spec"].update(mesh_dim_names=(1.5,)),
+            CorruptError,
+            "mesh_dim_names[0] is 1.5, not a text",
+        ),
         (
             lambda c: group_of(c)["sharding_metadata"]["data"]["mesh_spec"].update(mesh_data=(0, 1, 2, 2)),
             LayoutError,

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,52 @@ def test_no_trainer_and_damaged_or_foreign_cards_are_named(tmp_path: Path, numbe
                 os.chown(path, 12_345, -1)
                 with pytest.raises(UsageError, match="another user"):
                     taken.update(timeout_seconds=5)
+
+
+def _change_model(card: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> None:
+    part = card["parts"][0]
+    model = json.loads(part["model"])
+    change(model)
+    part["model"] = json.dumps(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda card: "[" * 100_000,
+        lambda card: json.dumps(card).encode("utf-16"),
+        lambda card: b'{"\xff": 1}',
+        lambda card: card.update(ranks=[float("inf")]),
+        lambda card: card.update(ranks=[], parts=[]),
+        lambda card: card.update(config=["x"]),
+        lambda card: card.update(names=[None]),
+        lambda card: card["parts"][0]["offer"].update(pid=2**64),
+        lambda card: card["parts"][0]["offer"].update(pid=-1),
+        lambda card: card["parts"][0]["offer"].update(views=[]),
+        lambda card: card["parts"][0]["own"].update(unsaved=3),
+        lambda card: card["parts"][0].update(model="\ufeff{}"),
+        lambda card: _change_model(card, lambda model: model.update(views="x")),
+        lambda card: _change_model(card, lambda model: model.update(record=0)),
+        lambda card: _change_model(card, lambda model: model["tensors"].update(weight=["float32", [2**64], 0])),
+        lambda card: _change_model(card, lambda model: model["tensors"].update(weight=["float32", [2], 9])),
+        lambda card: _change_model(card, lambda model: model.pop("aliases")),
+    ],
+)
+def test_cards_of_another_structure_are_named(
+    tmp_path: Path, change: Callable[[dict[str, Any]], str | bytes | None]
+) -> None:
+    with (
+        xrank.take_weights(weight(), tmp_path) as taken,
+        xrank.offer_weights(weight(), tmp_path, snapshot=True) as offer,
+    ):
+        offer.publish(1)
+        path = tmp_path / "trainer.json"
+        card = json.loads(path.read_text())
+        content = change(card) or json.dumps(card)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(CorruptError) as caught:
+            taken.update(timeout_seconds=5)
+        assert caught.value.got and caught.value.next_step
 
 
 @pytest.mark.parametrize("what", ["token", "sign"])

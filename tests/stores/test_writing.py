@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -171,6 +172,66 @@ def test_another_plan_starts_over(states: Path, small_bucket: Bucket) -> None:
     assert "had another plan" in dict(report.notes)["stage"]
     assert small_bucket.list_uploads() == []
     assert "one/model.safetensors" in small_bucket.read_all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digest": "xxh3:" + "1" * 32},
+        {"digest": 3},
+        {"tensors": ["2" * 32]},
+        {"tensors": []},
+        {"tensors": "zz"},
+        {"parts": [{"number": 1}]},
+        {"parts": None},
+        {"nbytes": 2**64},
+        {"nbytes": 1},
+        {"more": 1},
+    ],
+)
+def test_a_record_that_was_changed_makes_no_wrong_manifest(
+    states: Path, expected: dict[str, bytes], small_bucket: Bucket, change: dict[str, Any]
+) -> None:
+    """The file's digest must be that of its tensors'; otherwise the file is made again."""
+    url = f"{small_bucket.url}/one"
+    with pytest.raises(ZeroDivisionError):
+        gather(states, url, progress=lambda done, total: 1 // (total - done))
+    kept = {name: data for name, data in small_bucket.read_all().items() if name.endswith(".safetensors.json")}
+    assert kept
+    for name, data in kept.items():
+        record = {**json.loads(json.loads(data)["record"]), **change}
+        store, key = open_store(f"{small_bucket.url}/{name}")
+        store.put(key, store_journal._seal({key: value for key, value in record.items() if key != "version"}))
+    gather(states, url)
+    assert small_bucket.read_all() == placed("one", expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pid": 2**70},
+        {"beat": 1.5},
+        {"uploads": {"a": "x"}},
+        {"uploads": {"a": {"upload_id": "u", "part_nbytes": -1, "name": "a"}}},
+        {"replaced": {"last": "x"}},
+        {"replaced": {"last": 1, "version": "v", "manifest_version": "m", "weights": 3, "small": []}},
+        {"stage": None},
+    ],
+)
+def test_a_journal_that_was_changed_counts_as_damaged(
+    states: Path,
+    expected: dict[str, bytes],
+    small_bucket: Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(store_journal, "_SILENT_SECONDS", 0.5)
+    place = leave_journal(small_bucket, make_owned(Journal("s", "plan")))
+    store, key = open_store(f"{small_bucket.url}/{place.journal_key}")
+    record = json.loads(json.loads(small_bucket.read_all()[place.journal_key])["record"])
+    store.put(key, store_journal._seal({key: one for key, one in {**record, **change}.items() if key != "version"}))
+    gather(states, f"{small_bucket.url}/one")
+    assert small_bucket.read_all() == placed("one", expected)
 
 
 def test_cleans_what_a_stopped_gather_left(states: Path, small_bucket: Bucket) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
+from xrank.formats.entries import Entry
 from xrank.workspace.state_content import plain_config
 
 if TYPE_CHECKING:
@@ -43,12 +44,21 @@ class OwnConfig:
     """Whether `from_pretrained` used those conversions; otherwise they are all that transformers has for the class."""
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> OwnConfig:
+    def from_entry(cls, fields: Entry) -> OwnConfig:
         """Return the config of a rank, whose fields have passed through JSON, which turns tuples into lists."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in dict(fields).items()
-        }
-        return cls(**values)
+        config, generation, adapter = (fields.get(key) for key in ("config", "generation_text", "adapter_text"))
+        conversions = fields.get("conversions")
+        if adapter is not None:
+            adapter.json().table()
+        return cls(
+            None if config is None else config.table(),
+            None if generation is None else generation.text(),
+            None if adapter is None else adapter.text(),
+            fields["unsaved"].texts(),
+            fields["tied"].texts(),
+            None if conversions is None else conversions.texts(),
+            fields["is_loaded"].flag(),
+        )
 
 
 def choose_config(ranks: Sequence[OwnConfig]) -> tuple[OwnConfig, dict[int, OwnConfig]]:

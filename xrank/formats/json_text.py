@@ -1,20 +1,15 @@
-"""Parse JSON within a budget of memory, and check it piece by piece.
-
-Python's objects of a JSON text take up to 40 times its bytes; a tokenizer of 30 MB takes 150 MB.
-"""
+"""Check JSON piece by piece: Python's objects of a text take up to 40 times its bytes, a tokenizer's 150 MB."""
 
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from xrank.errors import CorruptError
 from xrank.formats.regular_file import RegularFile, open_regular, quote
 
-__all__ = ["check_json_object", "parse_json"]
+__all__ = ["check_json_object"]
 
 _PIECE_NBYTES = 1 << 20
 # The grammar of RFC 8259, and the numbers beyond it that Python's json module writes and reads.
@@ -28,24 +23,6 @@ _RUNS = {
     "item": re.compile(rf"(?:{_SPACE}(?:{_TEXT}|{_PLAIN}){_SPACE},)++", re.ASCII),
 }
 _CLOSED_BY = {"{": "}", "[": "]"}
-
-
-_MAX_VALUES = 2_000_000
-"""The objects of as many values take less than 300 MB; an index of a million tensors has one million."""
-
-
-def parse_json(content: bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, or describes more than two million values.
-        RecursionError: it is too deep.
-    """
-    # Each value but the first follows one of these; those within texts only make the count too high.
-    num_values = sum(content.count(mark) for mark in b",[{")
-    if num_values > _MAX_VALUES:
-        raise ValueError(f"describes up to {num_values:,} values; xrank parses at most {_MAX_VALUES:,}")
-    return json.loads(content)
 
 
 class _Grammar:

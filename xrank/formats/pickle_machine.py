@@ -19,7 +19,16 @@ from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 
 from xrank.errors import XrankError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.pickle_memory import COSTS, MARK_NBYTES, MAX_MADE_NBYTES, MEMO_NBYTES, STEPS_A_CHECK, Memo
+from xrank.formats.pickle_memory import (
+    COSTS,
+    MARK_NBYTES,
+    MAX_MADE_NBYTES,
+    MEMO_NBYTES,
+    NAME_NBYTES,
+    ODD_NBYTES,
+    STEPS_A_CHECK,
+    Memo,
+)
 from xrank.formats.plain_values import Builder, check_key
 from xrank.formats.regular_file import Origin, quote
 
@@ -29,6 +38,8 @@ MAX_OPCODES = 20_000_000
 """Largest number of opcodes of a pickle; a tensor takes about 50."""
 
 MAX_INTEGER_NBYTES = 256
+
+_NEVER_MEMOIZED = frozenset({type(None), bool, int, float})
 
 
 class PickleMachine:
@@ -53,6 +64,10 @@ class PickleMachine:
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
         self.memo: MutableMapping[int, object] = Memo()
+        self.memoized: object = self.memo
+        """What was memoized last."""
+        self.globals: dict[tuple[str, str], object] = {}
+        """Values of the classes and functions that the pickle names."""
         self.made_nbytes = 0
         """Bytes of the objects that the pickle made, as `COSTS` counts them."""
         self.named: dict[tuple[str, str], int] = {}
@@ -65,13 +80,13 @@ class PickleMachine:
         """Attributes of dicts, which are left out."""
 
     def run(self) -> object:
-        data, costs = self.data, COSTS
+        data, costs, steps = self.data, COSTS, [STEPS.get(opcode) for opcode in range(256)]
         for done in range(0, MAX_OPCODES, STEPS_A_CHECK):
             made_nbytes = 0
             for _ in range(min(STEPS_A_CHECK, MAX_OPCODES - done)):
                 opcode = data[self.at]
                 self.at += 1
-                step = STEPS.get(opcode)
+                step = steps[opcode]
                 if step is not None:
                     step(self)
                     made_nbytes += costs[opcode]
@@ -138,18 +153,22 @@ class PickleMachine:
         self.stack = self.marks.pop()
         return items
 
-    def push(self, value: object) -> None:
-        self.stack.append(value)
+    def pop_items(self) -> list[object]:
+        items = self.pop_mark()
+        if not items:  # a pickler adds none where it has none
+            self.made_nbytes += ODD_NBYTES
+        return items
 
     def mark(self) -> None:
         self.marks.append(self.stack)
         self.stack = []
 
-    def memoize_byte(self) -> None:
-        self.memo[self.take_byte()] = self.stack[-1]
-
-    def memoize(self) -> None:
-        self.memo[self.take_int(4)] = self.stack[-1]
+    def memoize(self, number: int) -> None:
+        value = self.stack[-1]
+        # A pickler memoizes an object once, and none of these.
+        if value is self.memoized or type(value) in _NEVER_MEMOIZED:
+            self.made_nbytes += ODD_NBYTES
+        self.memoized = self.memo[number] = value
 
     def skip_protocol(self) -> None:
         protocol = self.take_int(1)
@@ -161,21 +180,21 @@ class PickleMachine:
         # Larger integers could not be printed (sys.int_info.default_max_str_digits).
         if nbytes > MAX_INTEGER_NBYTES:
             raise ValueError(f"an integer of {nbytes} bytes")
-        self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
+        self.stack.append(int.from_bytes(self.take(nbytes), "little", signed=True))
 
     def push_text(self, length_nbytes: int) -> None:
         # As Lib/pickle.py: load_binunicode.
-        self.push(self.take(self.take_int(length_nbytes)).decode("utf-8", "surrogatepass"))
+        self.stack.append(self.take(self.take_int(length_nbytes)).decode("utf-8", "surrogatepass"))
 
     def push_bytes(self, length_nbytes: int) -> None:
-        self.push(self.take(self.take_int(length_nbytes)))
+        self.stack.append(self.take(self.take_int(length_nbytes)))
 
     def push_tuple(self, count: int) -> None:
         if len(self.stack) < count:
             raise IndexError("stack underflow")
         items = tuple(self.stack[-count:])
         del self.stack[-count:]
-        self.push(items)
+        self.stack.append(items)
 
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
@@ -200,11 +219,15 @@ class PickleMachine:
             raise TypeError(f"set an item of {type(target).__name__}")
 
     def set_item(self) -> None:
-        value = self.stack.pop()
-        self.set_items([self.stack.pop(), value])
+        value, key, target = self.stack.pop(), self.stack.pop(), self.stack[-1]
+        if type(target) is dict:
+            check_key(key)
+            target[key] = value
+        else:
+            self.set_items([key, value])
 
     def add_items(self) -> None:
-        items = self.pop_mark()
+        items = self.pop_items()
         target = self.stack[-1]
         if isinstance(target, set):
             for item in items:
@@ -219,7 +242,7 @@ class PickleMachine:
         items = self.pop_mark()
         for item in items:
             check_key(item)
-        self.push(frozenset(items))
+        self.stack.append(frozenset(items))
 
     def push_global(self) -> None:
         module = self.take_line()
@@ -232,8 +255,12 @@ class PickleMachine:
         self.push_named(module, name)
 
     def push_named(self, module: str, name: str) -> None:
-        self.named.setdefault((module, name), self.at)
-        self.push(self.load_global(module, name))
+        key = module, name
+        if key not in self.globals:
+            self.made_nbytes += NAME_NBYTES
+            self.named[key] = self.at
+            self.globals[key] = self.load_global(module, name)
+        self.stack.append(self.globals[key])
 
     def call(self, kwargs: object = None) -> None:
         args, target = self.stack.pop(), self.stack.pop()
@@ -255,7 +282,7 @@ class PickleMachine:
                 made.kwargs = _keyword_arguments(kwargs)
         else:
             self.built.add((target.module, target.name))
-        self.push(made)
+        self.stack.append(made)
 
     def call_with_keywords(self) -> None:
         self.call(self.stack.pop())
@@ -277,7 +304,7 @@ class PickleMachine:
     def push_persistent(self) -> None:
         if self.load_persistent is None:
             raise self.origin.unsafe("the pickle refers to data outside itself", got="BINPERSID")
-        self.push(self.load_persistent(self.stack.pop()))
+        self.stack.append(self.load_persistent(self.stack.pop()))
 
 
 def _keyword_arguments(kwargs: object) -> dict[str, object]:
@@ -301,41 +328,41 @@ STEPS: dict[int, Callable[[PickleMachine], object]] = {
         "(": PickleMachine.mark,
         "0": lambda m: m.stack.pop(),
         "1": PickleMachine.pop_mark,
-        "N": lambda m: m.push(None),
-        "\x88": lambda m: m.push(True),
-        "\x89": lambda m: m.push(False),
+        "N": lambda m: m.stack.append(None),
+        "\x88": lambda m: m.stack.append(True),
+        "\x89": lambda m: m.stack.append(False),
         "K": lambda m: m.stack.append(m.take_byte()),
-        "M": lambda m: m.push(m.take_int(2)),
-        "J": lambda m: m.push(_INT32.unpack(m.take(4))[0]),
+        "M": lambda m: m.stack.append(m.take_int(2)),
+        "J": lambda m: m.stack.append(_INT32.unpack(m.take(4))[0]),
         "\x8a": lambda m: m.push_long(1),
         "\x8b": lambda m: m.push_long(4),
-        "G": lambda m: m.push(_FLOAT.unpack(m.take(8))[0]),
+        "G": lambda m: m.stack.append(_FLOAT.unpack(m.take(8))[0]),
         "\x8c": lambda m: m.push_text(1),
         "X": lambda m: m.push_text(4),
         "\x8d": lambda m: m.push_text(8),
         "C": lambda m: m.push_bytes(1),
         "B": lambda m: m.push_bytes(4),
         "\x8e": lambda m: m.push_bytes(8),
-        "\x96": lambda m: m.push(bytearray(m.take(m.take_int(8)))),
-        ")": lambda m: m.push(()),
+        "\x96": lambda m: m.stack.append(bytearray(m.take(m.take_int(8)))),
+        ")": lambda m: m.stack.append(()),
         "\x85": lambda m: m.push_tuple(1),
         "\x86": lambda m: m.push_tuple(2),
         "\x87": lambda m: m.push_tuple(3),
-        "t": lambda m: m.push(tuple(m.pop_mark())),
-        "]": lambda m: m.push([]),
+        "t": lambda m: m.stack.append(tuple(m.pop_mark())),
+        "]": lambda m: m.stack.append([]),
         "a": lambda m: m.append([m.stack.pop()]),
-        "e": lambda m: m.append(m.pop_mark()),
-        "}": lambda m: m.push({}),
+        "e": lambda m: m.append(m.pop_items()),
+        "}": lambda m: m.stack.append({}),
         "s": PickleMachine.set_item,
-        "u": lambda m: m.set_items(m.pop_mark()),
-        "\x8f": lambda m: m.push(set()),
+        "u": lambda m: m.set_items(m.pop_items()),
+        "\x8f": lambda m: m.stack.append(set()),
         "\x90": PickleMachine.add_items,
         "\x91": PickleMachine.push_frozenset,
         "h": lambda m: m.stack.append(m.memo[m.take_byte()]),
         "j": lambda m: m.stack.append(m.memo[m.take_int(4)]),
-        "q": PickleMachine.memoize_byte,
-        "r": PickleMachine.memoize,
-        "\x94": lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+        "q": lambda m: m.memoize(m.take_byte()),
+        "r": lambda m: m.memoize(m.take_int(4)),
+        "\x94": lambda m: m.memoize(len(m.memo)),
         "c": PickleMachine.push_global,
         "\x93": PickleMachine.push_stack_global,
         "R": PickleMachine.call,

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["COSTS", "MARK_NBYTES", "MAX_MADE_NBYTES", "MEMO_NBYTES", "STEPS_A_CHECK", "Memo"]
+__all__ = [
+    "COSTS",
+    "MARK_NBYTES",
+    "MAX_MADE_NBYTES",
+    "MEMO_NBYTES",
+    "NAME_NBYTES",
+    "ODD_NBYTES",
+    "STEPS_A_CHECK",
+    "Memo",
+]
 
 MAX_MADE_NBYTES = 1 << 28
 """Largest memory of the objects that a pickle makes, in bytes; a tensor takes about 1,000."""
@@ -12,17 +21,29 @@ MARK_NBYTES = 72
 """Memory of the stack below a mark."""
 MEMO_NBYTES = 16
 """Memory of one memo number."""
+NAME_NBYTES = 600
+"""Memory of the record of a class or function, and of its names; a pickle that repeats a name makes it once."""
+ODD_NBYTES = 256
+"""What a step counts that no pickler writes, such as a discarded value: files with millions of them cost time."""
 COSTS = [8] * 256
 """Opcode -> bytes of memory of the object that it makes.
 
-Empty lists, dicts and sets count twice, and a discarded value counts as 256 bytes: files with millions of them are
-made to cost time.
+Empty lists, dicts and sets count twice: files with millions of them are made to cost time.
 """
-for _codes, _nbytes in {"\x85\x86\x87t\x91": 64, "]}": 136, "\x8f": 448, "cR\x81\x92\x93Q": 216, "01": 256}.items():
+for _codes, _nbytes in {
+    "\x85\x86\x87t": 64,
+    "]}": 136,
+    "\x91": 224,
+    "\x8f": 448,
+    "R\x81\x92Q": 216,
+    "01\x80\x95": ODD_NBYTES,
+}.items():
     for _code in _codes:
         COSTS[ord(_code)] = _nbytes
-for _code in "JM\x8aGX\x8cCB":
+for _code in "JMGX\x8cCB":
     COSTS[ord(_code)] = 40
+for _code in "as\x8a":  # items alone in their list or dict, and integers of 4 bytes or more, are few
+    COSTS[ord(_code)] = 64
 
 
 class Memo(dict[int, object]):

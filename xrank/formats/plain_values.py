@@ -9,6 +9,7 @@ from typing import TypeAlias
 __all__ = ["PLAIN_BUILDERS", "Builder", "check_key"]
 
 _MAX_KEY_NODES = 64
+_PLAIN_KEYS = frozenset({str, bytes, float, bool, type(None)})
 
 Builder: TypeAlias = Callable[[tuple[object, ...]], object]
 """Builds a plain value from the arguments of a call; NotImplemented keeps the call an inert record."""
@@ -76,6 +77,8 @@ def check_key(key: object) -> None:
     CPython hashes nested tuples by unbounded recursion, visits shared parts each time, and gives integers that differ
     by a multiple of 2**61 - 1 the same hash: each allows a small file to bring a process down.
     """
+    if type(key) in _PLAIN_KEYS:
+        return
     waiting = [key]
     for _ in range(_MAX_KEY_NODES):
         node = waiting.pop()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
+from xrank.formats.entries import Entry
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 
@@ -22,11 +20,8 @@ def read_saved_offsets(header: SafetensorsHeader, origin: Origin) -> dict[str, t
     text = header.metadata.get(_KEY)
     if text is None:
         raise origin.corrupt(f"its header has no {_KEY}: torch did not write it as a shard")
-    try:
-        recorded: Any = json.loads(text, parse_float=_refuse, parse_constant=_refuse)
-        found = {name: entry["saved_offsets"] for name, entry in recorded.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise origin.corrupt(f"its {_KEY} is damaged", got=f"{type(error).__name__}: {quote(str(error))}") from None
+    recorded = Entry.parse(text, lambda fault: origin.corrupt(f"its {_KEY} is damaged", got=fault))
+    found = {name: entry["saved_offsets"] for name, entry in recorded.items()}
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     if found.keys() != shapes.keys():
         name = sorted(found.keys() ^ shapes.keys())[0]
@@ -36,14 +31,6 @@ def read_saved_offsets(header: SafetensorsHeader, origin: Origin) -> dict[str, t
             want=f"the {len(shapes)} names of the tensors",
         )
     for name, offsets in found.items():
-        if (
-            not isinstance(offsets, list)
-            or len(offsets) != len(shapes[name])
-            or not all(type(at) is int and 0 <= at < 1 << 62 for at in offsets)
-        ):
-            raise origin.corrupt(f"{quote(name)} has offsets outside a tensor", got=quote(str(offsets)[:200]))
-    return {name: tuple(offsets) for name, offsets in found.items()}
-
-
-def _refuse(text: str) -> int:
-    raise ValueError(f"{text} is not an offset")
+        if len(offsets.counts(below=1 << 62)) != len(shapes[name]):
+            offsets.refuse(f"{len(shapes[name])} offsets")
+    return {name: offsets.counts() for name, offsets in found.items()}

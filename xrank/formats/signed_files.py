@@ -6,11 +6,13 @@ Predicate type and fields are those of model-signing 1.1 (``model_signing/_signi
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import CorruptError
+from xrank.formats.entries import Entry
 from xrank.formats.signed_statement import STATEMENT_TYPE
 
 __all__ = ["SignedFiles", "Stretch", "make_files_statement", "read_files_statement"]
@@ -18,6 +20,7 @@ __all__ = ["SignedFiles", "Stretch", "make_files_statement", "read_files_stateme
 _PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 _GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
 _HASHES = ("sha256", "blake2b")
+_SHARD = re.compile(r"(?as)(.+):(\d{1,18}):(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,35 +85,41 @@ def read_files_statement(statement: Mapping[str, Any], path: str) -> SignedFiles
     Raises:
         CorruptError: it is not a statement about a model's files, contradicts itself, or uses another digest.
     """
-    try:
-        if statement["predicateType"] != _PREDICATE_TYPE:
-            raise ValueError(f"predicate type {statement['predicateType']!r}")
-        form = statement["predicate"]["serialization"]
-        hash_name = {"sha256": "sha256", "blake2b": "blake2b", "blake2": "blake2b"}[form["hash_type"]]
-        shard_nbytes = int(form["shard_size"]) if form["method"] == "shards" else None
-        if form["method"] not in ("files", "shards") or (shard_nbytes is not None and shard_nbytes < 1):
-            raise ValueError(f"method {form['method']!r}")
-        digests = {}
-        for resource in statement["predicate"]["resources"]:
-            digests[_stretch(resource["name"], shard_nbytes)] = bytes.fromhex(resource["digest"])
-        if len(digests) != len(statement["predicate"]["resources"]):
-            raise ValueError("a file is named twice")
-        if _hash_all(digests.values()) != statement["subject"][0]["digest"]["sha256"]:
-            raise ValueError("its digests do not agree with their own digest")
-        ignored = (*map(str, form.get("ignore_paths", ())),)
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise CorruptError(
+
+    def fail(fault: str) -> CorruptError:
+        return CorruptError(
             f"{path} does not sign the files of a model",
             file=path,
-            got=f"{type(error).__name__}: {error}",
+            got=fault,
             want=f"a statement of model-signing 1, by files or shards, with {' or '.join(_HASHES)}",
             next_step="sign the model again",
-        ) from None
-    return SignedFiles(hash_name, shard_nbytes, digests, (*ignored, *_GIT_PATHS))
+        )
+
+    whole = Entry(statement, fail)
+    if whole["predicateType"].value != _PREDICATE_TYPE:
+        whole["predicateType"].refuse(_PREDICATE_TYPE)
+    form, resources = whole["predicate"]["serialization"], whole["predicate"]["resources"].entries()
+    hash_name = {"sha256": "sha256", "blake2b": "blake2b", "blake2": "blake2b"}.get(form["hash_type"].text())
+    if hash_name is None:
+        form["hash_type"].refuse(" or ".join(_HASHES))
+    if form["method"].text() not in ("files", "shards"):
+        form["method"].refuse("files or shards")
+    shard_nbytes = form["shard_size"].count(low=1) if form["method"].text() == "shards" else None
+    digests = {_stretch(one["name"], shard_nbytes): one["digest"].digest() for one in resources}
+    if len(digests) != len(resources):
+        raise fail("a file is named twice")
+    subject = whole["subject"].entries(length=1)[0]["digest"]["sha256"]
+    if _hash_all(digests.values()) != subject.text():
+        raise fail("its digests do not agree with their own digest")
+    ignored = form.get("ignore_paths")
+    return SignedFiles(hash_name, shard_nbytes, digests, (*(() if ignored is None else ignored.texts()), *_GIT_PATHS))
 
 
-def _stretch(name: str, shard_nbytes: int | None) -> Stretch:
+def _stretch(entry: Entry, shard_nbytes: int | None) -> Stretch:
+    name = entry.text()
     if shard_nbytes is None:
         return Stretch(name)
-    file, start, end = name.rsplit(":", 2)
-    return Stretch(file, int(start), int(end))
+    found = _SHARD.fullmatch(name)
+    if found is None or int(found[2]) > int(found[3]):
+        entry.refuse("FILE:START:END")
+    return Stretch(found[1], int(found[2]), int(found[3]))

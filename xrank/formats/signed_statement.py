@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xrank.errors import CorruptError, IncompleteError, UsageError
 from xrank.extras import require_cryptography
 from xrank.faces import option
+from xrank.formats.entries import Entry
 from xrank.formats.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -107,43 +108,51 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 
+    def fail(fault: str) -> CorruptError:
+        return CorruptError(
+            f"{path} is not a signature by a key",
+            file=path,
+            got=fault,
+            want="a Sigstore bundle 0.3 with a DSSE envelope and a public key's hint",
+            next_step="sign the model again, or copy the signature again",
+        )
+
     try:
         with open_regular(path) as file:
             if file.nbytes > _MAX_NBYTES:
-                raise ValueError(f"{file.nbytes:,} bytes")
-            bundle = json.loads(file.read(0, file.nbytes))
-        hint = bundle["verificationMaterial"]["publicKey"]["hint"]
-        envelope = bundle["dsseEnvelope"]
-        payload = base64.b64decode(envelope["payload"], validate=True)
-        (signature,) = envelope["signatures"]
-        signed = base64.b64decode(signature["sig"], validate=True)
-        if (bundle["mediaType"], envelope["payloadType"]) != (_MEDIA_TYPE, _PAYLOAD_TYPE):
-            raise ValueError(f"its types are {bundle['mediaType']} and {envelope['payloadType']}")
+                raise fail(f"{file.nbytes:,} bytes")
+            bundle = Entry.parse(file.read(0, file.nbytes), fail)
     except IncompleteError as error:
         raise UsageError(
             f"the signature {path} cannot be read: {error.message}", file=path, next_step="give the signature's file"
         ) from None
-    except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
-        raise CorruptError(
-            f"{path} is not a signature by a key",
-            file=path,
-            got=f"{type(error).__name__}: {error}",
-            want="a Sigstore bundle 0.3 with a DSSE envelope and a public key's hint",
-            next_step="sign the model again, or copy the signature again",
-        ) from None
+    hint = bundle["verificationMaterial"]["publicKey"]["hint"].text()
+    envelope = bundle["dsseEnvelope"]
+    payload = _decode(envelope["payload"])
+    (signature,) = envelope["signatures"].entries(length=1)
+    signed = _decode(signature["sig"])
+    for entry, want in ((bundle["mediaType"], _MEDIA_TYPE), (envelope["payloadType"], _PAYLOAD_TYPE)):
+        if entry.value != want:
+            entry.refuse(want)
     if hint != _hint_of(key):
-        raise _signature_error(path, f"a signature by the key {str(hint)[:16]}", f"one by the key {_hint_of(key)[:16]}")
+        raise _signature_error(
+            path, f"a signature by the key {ascii(hint[:16])[1:-1]}", f"one by the key {_hint_of(key)[:16]}"
+        )
     try:
         key.verify(signed, _encode(payload), ECDSA(_hash_of(key)))
-        statement = json.loads(payload)
-        if statement["_type"] != STATEMENT_TYPE:
-            raise ValueError(f"type {statement['_type']!r}")
     except InvalidSignature:
         raise _signature_error(path, "other content than was signed", "the content that the key signed") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _signature_error(path, str(error), "an in-toto statement 1.0") from None
-    result: dict[str, Any] = statement
-    return result
+    statement = Entry.parse(payload, lambda fault: _signature_error(path, fault, "an in-toto statement 1.0"))
+    if statement["_type"].value != STATEMENT_TYPE:
+        statement["_type"].refuse(STATEMENT_TYPE)
+    return statement.table()
+
+
+def _decode(entry: Entry) -> bytes:
+    try:
+        return base64.b64decode(entry.text(), validate=True)
+    except (binascii.Error, ValueError):
+        entry.refuse("a text in base64")
 
 
 def _encode(payload: bytes) -> bytes:

@@ -6,16 +6,15 @@ Sources: zarr-specs, v2 and v3 (core, codecs/sharding-indexed); tensorstore's dr
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from xrank import dtypes
-from xrank.errors import UsageError, XrankError
+from xrank.errors import UsageError
 from xrank.formats.crc32c import crc32c
+from xrank.formats.entries import Entry
 from xrank.formats.regular_file import Origin, quote
 
 __all__ = ["ZarrArray", "parse_array", "read_shard_index"]
@@ -94,19 +93,12 @@ def parse_array(name: str, text: bytes, origin: Origin, *, is_zarr3: bool) -> Za
         CorruptError: it is not such metadata.
         UsageError: the array has an encoding or a type that Orbax does not write.
     """
-    try:
-        value = json.loads(text)
-        array = _parse_v3(name, value, origin) if is_zarr3 else _parse_v2(name, value, origin)
-    except XrankError:
-        raise
-    # Any other failure of a look-up means that the file has another structure.
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise origin.corrupt(
-            f"the metadata of {quote(name)} is not that of a zarr array", got=f"{type(error).__name__}: {error}"[:200]
-        ) from None
-    for shape in (array.shape, array.grid_shape, array.chunk_shape):
-        if len(shape) != len(array.shape) or any(type(n) is not int or n < 0 for n in shape):
-            raise origin.corrupt(f"the metadata of {quote(name)} has a wrong shape", got=quote(str(shape)))
+    problem = f"the metadata of {quote(name)} is not that of a zarr array"
+    value = Entry.parse(text, lambda fault: origin.corrupt(problem, got=fault))
+    array = _parse_v3(name, value, origin) if is_zarr3 else _parse_v2(name, value, origin)
+    if not len(array.shape) == len(array.grid_shape) == len(array.chunk_shape):
+        shapes = f"{list(array.shape)}, chunks {list(array.grid_shape)} in parts of {list(array.chunk_shape)}"
+        raise origin.corrupt(f"the metadata of {quote(name)} has a wrong shape", got=quote(shapes)[1:-1])
     if any(n < 1 for n in (*array.grid_shape, *array.chunk_shape)) or any(
         n % size for n, size in zip(array.grid_shape, array.chunk_shape, strict=True)
     ):
@@ -117,71 +109,78 @@ def parse_array(name: str, text: bytes, origin: Origin, *, is_zarr3: bool) -> Za
     return array
 
 
-def _parse_v2(name: str, value: Mapping[str, Any], origin: Origin) -> ZarrArray:
-    if value["zarr_format"] != 2:
-        raise ValueError(f"zarr_format {value['zarr_format']}")
-    compressor = value["compressor"]
-    found = re.fullmatch(r"[<|]([fiucb])(\d{1,2})", value["dtype"])
-    plain = value["dtype"] if found is None else _NUMPY_KINDS[found[1]] + str(8 * int(found[2])) * (found[1] != "b")
-    odd = [
-        text
-        for is_odd, text in (
-            (value["dtype"].startswith(">"), f"the byte order of {value['dtype']}"),
-            (value.get("order", "C") != "C", f"the order {value.get('order')}"),
-            (bool(value.get("filters")), f"the filters {value.get('filters')}"),
-            (
-                compressor is not None and compressor["id"] != "zstd",
-                f"the compressor {compressor and compressor['id']}",
-            ),
-        )
-        if is_odd
-    ]
-    if odd:
-        raise _unsupported(name, odd[0], origin)
-    shape, chunks = tuple(value["shape"]), tuple(value["chunks"])
-    return ZarrArray(
-        _element_type(name, plain, origin),
-        shape,
-        chunks,
-        chunks,
-        compressor is not None,
-        separator=value.get("dimension_separator", "."),
-    )
+def _parse_v2(name: str, value: Entry, origin: Origin) -> ZarrArray:
+    _check_format(value, 2)
+    compressor, dtype = value.get("compressor"), value["dtype"].text()
+    order = value.get("order")
+    found = re.fullmatch(r"[<|]([fiucb])(\d{1,2})", dtype, re.ASCII)
+    plain = dtype if found is None else _NUMPY_KINDS[found[1]] + str(8 * int(found[2])) * (found[1] != "b")
+    if dtype.startswith(">"):
+        raise _unsupported(name, f"the byte order of {dtype}", origin)
+    if order is not None and order.text() != "C":
+        raise _unsupported(name, f"the order {order.text()}", origin)
+    filters = value.get("filters")
+    if filters is not None and filters.entries():
+        raise _unsupported(name, f"the filters {filters.value}", origin)
+    if compressor is not None and compressor["id"].text() != "zstd":
+        raise _unsupported(name, f"the compressor {compressor['id'].text()}", origin)
+    chunks = value["chunks"].counts()
+    separator = _separator(value.get("dimension_separator"), ".")
+    element = _element_type(name, plain, origin)
+    return ZarrArray(element, value["shape"].counts(), chunks, chunks, compressor is not None, separator=separator)
 
 
-def _parse_v3(name: str, value: Mapping[str, Any], origin: Origin) -> ZarrArray:
-    if (value["zarr_format"], value["node_type"]) != (3, "array"):
-        raise ValueError(f"zarr_format {value['zarr_format']}, node_type {value['node_type']}")
-    if value["chunk_grid"]["name"] != "regular":
-        raise _unsupported(name, f"the chunk grid {value['chunk_grid']['name']}", origin)
-    grid_shape = chunk_shape = tuple(value["chunk_grid"]["configuration"]["chunk_shape"])
-    keys = value["chunk_key_encoding"]
-    if keys["name"] not in ("default", "v2"):
-        raise _unsupported(name, f"the chunk keys {keys['name']}", origin)
-    is_default = keys["name"] == "default"
-    codecs = value["codecs"]
-    is_sharded = [codec["name"] for codec in codecs] == ["sharding_indexed"]
+def _parse_v3(name: str, value: Entry, origin: Origin) -> ZarrArray:
+    _check_format(value, 3)
+    if value["node_type"].value != "array":
+        value["node_type"].refuse("array")
+    grid, keys, codecs = value["chunk_grid"], value["chunk_key_encoding"], value["codecs"].entries()
+    if grid["name"].text() != "regular":
+        raise _unsupported(name, f"the chunk grid {grid['name'].text()}", origin)
+    grid_shape = chunk_shape = grid["configuration"]["chunk_shape"].counts()
+    if keys["name"].text() not in ("default", "v2"):
+        raise _unsupported(name, f"the chunk keys {keys['name'].text()}", origin)
+    is_default = keys["name"].text() == "default"
+    is_sharded = _names(codecs) == ["sharding_indexed"]
     if is_sharded:
         sharding = codecs[0]["configuration"]
-        index = [codec["name"] for codec in sharding["index_codecs"]]
-        if index != ["bytes", "crc32c"] or sharding.get("index_location", "end") != "end":
+        index, location = _names(sharding["index_codecs"].entries()), sharding.get("index_location")
+        if index != ["bytes", "crc32c"] or (location is not None and location.text() != "end"):
             raise _unsupported(name, f"an index of shards in {', '.join(index)}", origin)
-        chunk_shape, codecs = tuple(sharding["chunk_shape"]), sharding["codecs"]
-    names = [codec["name"] for codec in codecs]
+        chunk_shape, codecs = sharding["chunk_shape"].counts(), sharding["codecs"].entries()
+    names = _names(codecs)
     if names not in (["bytes"], ["bytes", "zstd"]):
         raise _unsupported(name, f"the codecs {', '.join(names)}", origin)
-    if codecs[0].get("configuration", {}).get("endian", "little") != "little":
+    configuration = codecs[0].get("configuration")
+    endian = None if configuration is None else configuration.get("endian")
+    if endian is not None and endian.text() != "little":
         raise _unsupported(name, "big-endian elements", origin)
+    configuration = keys.get("configuration")
     return ZarrArray(
-        _element_type(name, value["data_type"], origin),
-        tuple(value["shape"]),
+        _element_type(name, value["data_type"].text(), origin),
+        value["shape"].counts(),
         grid_shape,
         chunk_shape,
         names[-1] == "zstd",
         is_sharded,
         "c" if is_default else "",
-        keys.get("configuration", {}).get("separator", "/" if is_default else "."),
+        _separator(None if configuration is None else configuration.get("separator"), "/" if is_default else "."),
     )
+
+
+def _check_format(value: Entry, number: int) -> None:
+    if value["zarr_format"].count() != number:
+        value["zarr_format"].refuse(str(number))
+
+
+def _names(codecs: Sequence[Entry]) -> list[str]:
+    return [codec["name"].text() for codec in codecs]
+
+
+def _separator(value: Entry | None, default: str) -> str:
+    if value is not None and value.value not in ("/", "."):
+        value.refuse("a slash or a dot")
+    return default if value is None else value.text()
 
 
 def _element_type(name: str, text: str, origin: Origin) -> str:

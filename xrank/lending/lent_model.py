@@ -15,8 +15,9 @@ from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig, choose_config, read_own_config
 from xrank.decisions.transformed_plan import plan_held_tensors
 from xrank.decisions.transforms import Transform
-from xrank.errors import ContradictionError, IncompleteError, RankFailedError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, RankFailedError, UsageError
 from xrank.faces import AGAIN
+from xrank.formats.entries import Entry
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
 from xrank.lending.local_bytes import LocalBytes, local_bytes
@@ -222,7 +223,7 @@ def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -
 def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tuple[FolderPlan, LiveModel]:
     """Return the plan of the whole model, and the tensors of all ranks."""
     live = _read_parts([part["model"] for part in parts], ranks)
-    own, others = choose_config([OwnConfig.from_json(part["own"]) for part in parts])
+    own, others = choose_config([OwnConfig.from_entry(Entry(part["own"], CorruptError)) for part in parts])
     plan = plan_export(
         live.stored,
         request.options,

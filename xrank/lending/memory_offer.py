@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from xrank.errors import ContradictionError, CorruptError
+from xrank.formats.entries import Entry
 from xrank.lending.local_bytes import LocalBytes, TensorBytes
 from xrank.lending.mooncake_memory import MooncakeEngine
 from xrank.lending.peer_memory import LendingEndedError, LendingSign, PeerMemory, UnreadableMemoryError
@@ -134,31 +135,35 @@ class PeerOffer:
         Raises:
             CorruptError: the description is invalid.
         """
-        try:
-            port, views = description["port"], description["views"]
-            return cls(
-                rank=rank,
-                host=str(description["host"]),
-                pid=int(description["pid"]),
-                space=str(description["space"]),
-                nonce=bytes.fromhex(description["nonce"]),
-                nonce_address=int(description["nonce_address"]),
-                socket=str(description["socket"]),
-                port=None if port is None else int(port),
-                hosts=tuple(map(str, description["addresses"])),
-                token=bytes.fromhex(description["token"]),
-                mooncake=None if description["mooncake"] is None else str(description["mooncake"]),
-                addresses=np.array([address or 0 for address, _ in views], np.uint64),
-                nbytes=np.array([nbytes for _, nbytes in views], np.int64),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise CorruptError(
+        whole = Entry(
+            description,
+            lambda fault: CorruptError(
                 f"rank {rank} does not describe what it lends",
                 rank=rank,
-                got=ascii(description)[:200],
+                got=fault,
                 want="the description of MemoryOffer.describe",
                 next_step="give all ranks the same version of xrank",
-            ) from None
+            ),
+        )
+        port, mooncake = whole.get("port"), whole.get("mooncake")
+        views = whole["views"].value
+        if not isinstance(views, list) or not all(map(_is_view, views)):  # plain checks: there are many
+            whole["views"].refuse("a list of addresses and sizes")
+        return cls(
+            rank=rank,
+            host=whole["host"].text(),
+            pid=whole["pid"].count(low=1, below=1 << 31),
+            space=whole["space"].text(),
+            nonce=whole["nonce"].digest(),
+            nonce_address=whole["nonce_address"].count(below=1 << 64),
+            socket=whole["socket"].text(),
+            port=None if port is None else port.count(below=1 << 16),
+            hosts=whole["addresses"].texts(),
+            token=whole["token"].digest(),
+            mooncake=None if mooncake is None else mooncake.text(),
+            addresses=np.array([address or 0 for address, _ in views], np.uint64),
+            nbytes=np.array([nbytes for _, nbytes in views], np.int64),
+        )
 
     def watch(self, *, direct: bool) -> None:
         """Watch the peer's process if it is on this host; with `direct`, try to read its memory by the kernel.
@@ -188,3 +193,12 @@ class PeerOffer:
         if self.life is not None:
             os.close(self.life)
             self.life = None
+
+
+def _is_view(value: Any) -> bool:
+    if type(value) is not list or len(value) != 2:
+        return False
+    address, nbytes = value
+    return (address is None or (type(address) is int and 0 <= address < 1 << 64)) and (
+        type(nbytes) is int and 0 <= nbytes < 1 << 63
+    )

@@ -18,7 +18,8 @@ from xrank.plan.budget import Budget
 from xrank.plan.buffers import NullTarget
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import FinishedFile, Outcome, execute
-from xrank.plan.file_parts import FilePart, JoinedFile
+from xrank.plan.file_parts import FilePart, JoinedFile, make_finished_file
+from xrank.plan.output import OutputFile
 from xrank.plan.planner import Plan
 from xrank.teams.team import Team
 from xrank.words import plural, size_text
@@ -203,9 +204,10 @@ def _find_resumed_files(plan: Plan, stage: OutputStage, budget: Budget, *, signs
                 stage.discard(file.output.name)
                 continue
             digest, tensors = recalled
-            names = [tensor.name for tensor in file.output.tensors]
-            found = dict(zip(names, tensors, strict=True))
-            resumed[index] = FileDigests(file.output.name, file.output.nbytes, digest, found)
+            if _may_be_of(file.output, line.nbytes, digest, tensors):
+                resumed[index] = _digests_of(plan, FinishedFile(index, digest, tuple(tensors)))
+            else:
+                stage.discard(file.output.name)
             continue
         try:
             digests = reread(os.path.join(stage.path, file.output.name), file.output, budget)
@@ -217,6 +219,18 @@ def _find_resumed_files(plan: Plan, stage: OutputStage, budget: Budget, *, signs
         else:
             stage.discard(file.output.name)
     return resumed
+
+
+def _may_be_of(output: OutputFile, nbytes: int, digest: bytes, tensors: Sequence[bytes]) -> bool:
+    """Return whether a file's recorded digests agree with each other and with its plan."""
+    if (
+        nbytes != output.nbytes
+        or len(tensors) != len(output.tensors)
+        or any(len(one) != len(digest) for one in tensors)
+    ):
+        return False
+    # The digest of an archive also covers CRCs that no record has.
+    return output.ending is not None or make_finished_file(output, 0, tensors, ()).digest == digest
 
 
 def _keep_unchanged(

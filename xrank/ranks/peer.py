@@ -49,7 +49,7 @@ class Peer:
             CorruptError: an entry is missing or has another type.
         """
         rank, host, pid, space = (description.get(name) for name in ("rank", "host", "pid", "space"))
-        if type(rank) is int and type(host) is str and type(pid) is int and type(space) is str:
+        if type(rank) is type(pid) is int and 0 < pid < 1 << 31 and type(host) is type(space) is str:
             return cls(rank, host, pid, space, str(description.get("network", "")))
         raise CorruptError(
             "a rank's description of its process is damaged",

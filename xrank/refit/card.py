@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import CorruptError, UsageError
+from xrank.formats.entries import Entry
 from xrank.system import NEW, NO_LINK, READ, replace, user_id
 from xrank.workspace.shared_directory import list_names, make_directory
 
@@ -47,21 +48,14 @@ class Card:
     content: Mapping[str, Any]
     path: str
 
-    def make_error(self, error: Exception, what: str, want: str) -> CorruptError:
-        """Return the error for a card without the entries that it must have.
+    def describe(self, what: str, want: str) -> Entry:
+        """Return the content, whose reads name what the card does not describe.
 
         Args:
-            error: the exception of reading it.
             what: the subject of the entries.
             want: the entries.
         """
-        return CorruptError(
-            f"{self.path} does not describe {what}",
-            file=self.path,
-            got=f"{type(error).__name__}: {error}",
-            want=want,
-            next_step="use the same version of xrank in both jobs",
-        )
+        return Entry(self.content, lambda fault: _content_error(self.path, f"does not describe {what}", fault, want))
 
 
 class Address:
@@ -190,19 +184,23 @@ class Address:
         text = _read_own_file(path)
         if text is None:
             return None
-        try:
-            content = json.loads(text)
-            if content["format"] != _FORMAT:
-                raise ValueError(f"format {content['format']}")
-            return Card(content["id"], content, path)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise CorruptError(
-                f"{path} is not a card of xrank's",
-                file=path,
-                got=f"{type(error).__name__}: {error}",
-                want=f"a card of format {_FORMAT}",
-                next_step="use the same version of xrank in both jobs, or another directory",
-            ) from None
+        want = f"a card of format {_FORMAT}"
+        content = Entry.parse(
+            text, lambda fault: _content_error(path, "is not a card of xrank's", fault, want), is_bounded=False
+        )
+        if content["format"].value != _FORMAT:
+            content["format"].refuse(str(_FORMAT))
+        return Card(content["id"].text(), content.table(), path)
+
+
+def _content_error(path: str, problem: str, got: str, want: str) -> CorruptError:
+    return CorruptError(
+        f"{path} {problem}",
+        file=path,
+        got=got,
+        want=want,
+        next_step="use the same version of xrank in both jobs, or another directory",
+    )
 
 
 def _owner_error(path: str, got: str) -> UsageError:

@@ -96,8 +96,9 @@ def find_trainer_ranks(card: Card) -> list[tuple[int, dict[str, Any]]]:
     Raises:
         CorruptError: the card lacks them.
     """
-    try:
-        ranks, parts = card.content["ranks"], card.content["parts"]
-        return [(int(rank), part["offer"]) for rank, part in zip(ranks, parts, strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise card.make_error(error, "a trainer's ranks", "ranks, and each one's model and offer") from None
+    content = card.describe("a trainer's ranks", "ranks, and each one's model and offer")
+    ranks = content["ranks"].counts(below=1 << 31)
+    parts = content["parts"].entries(length=len(ranks))
+    if not ranks:
+        content["ranks"].refuse("a list with a rank")
+    return [(rank, part["offer"].table()) for rank, part in zip(ranks, parts, strict=True)]

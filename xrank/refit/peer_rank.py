@@ -8,7 +8,7 @@ from time import monotonic, sleep
 from typing import Any
 from zlib import crc32
 
-from xrank.errors import RankFailedError, RankTimeoutError
+from xrank.errors import CorruptError, RankFailedError, RankTimeoutError
 from xrank.lending.memory_offer import PeerOffer
 from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.refit.outcome import OUTCOME_HEAD
@@ -45,6 +45,14 @@ class PeerRank:
     def __init__(self, role: str, rank: int, description: Mapping[str, Any]) -> None:
         self.role, self.rank = role, rank
         self._offer = PeerOffer.from_description(rank, description)
+        if self._offer.nbytes[-1:].tolist() != [STATUS_NBYTES]:
+            raise CorruptError(
+                f"{role} does not describe its status",
+                rank=rank,
+                got=f"views of {self._offer.nbytes[-3:].tolist()} bytes",
+                want=f"a last one of {STATUS_NBYTES} bytes",
+                next_step="use the same version of xrank in both jobs",
+            )
         self._offer.watch(direct=True)
         self._view = len(self._offer.nbytes) - 1
         self._connection: PeerConnection | None = None

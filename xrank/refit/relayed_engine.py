@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -15,6 +14,7 @@ import xxhash
 from xrank import dtypes
 from xrank.decisions.options import default_workers
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError
+from xrank.formats.entries import Entry
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.lending.memory_offer import MemoryOffer
@@ -87,15 +87,13 @@ class RelayedEngine:
         views: list[int] = []
         nbytes: list[int] = []
         for position, card in enumerate(self.cards):
-            try:
-                for view, one in enumerate(card.content["tensors"]):
-                    piece = _read_piece(one, position, len(owners))
-                    shards[piece.name] = _join(shards[piece.name], piece) if piece.name in shards else piece
-                    owners.append(position)
-                    views.append(view)
-                    nbytes.append(prod(one[3]) * dtypes.dtype(piece.dtype).nbytes)
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise card.make_error(error, "an engine's tensors", "names, types, shapes and pieces") from None
+            tensors = card.describe("an engine's tensors", "names, types, shapes and pieces")["tensors"]
+            for view, one in enumerate(tensors.entries()):
+                piece, shape = _read_piece(one, position, len(owners))
+                shards[piece.name] = _join(shards[piece.name], piece) if piece.name in shards else piece
+                owners.append(position)
+                views.append(view)
+                nbytes.append(prod(shape) * dtypes.dtype(piece.dtype).nbytes)
         file = int_array(owners)
         count = len(owners)
         stored = StoredModel(
@@ -257,22 +255,40 @@ def _check_casts(filling: Filling) -> None:
             )
 
 
-def _read_piece(one: Sequence[Any], position: int, record: int) -> StoredShard:
-    name, dtype, global_shape, shape, nests, _ = one
-    if nests is None:
+def _read_piece(one: Entry, position: int, record: int) -> tuple[StoredShard, tuple[int, ...]]:
+    """Return a piece of a tensor, and the shape of its memory."""
+    name, dtype, whole, own, nests, is_cast = one.entries(length=6)
+    is_cast.flag()
+    if dtype.text() not in dtypes.DTYPES:
+        dtype.refuse("an element type")
+    shape, global_shape = own.counts(), whole.counts()
+    if prod(shape) >= 1 << 59 or prod(global_shape) >= 1 << 59:
+        one.refuse("a tensor that fits into memory")
+    if nests.value is None:
         loops = tuple((n, s, s) for n, s in zip(shape, row_major(shape), strict=True) if n != 1)
         table = NestTable.from_nests([canonical(Nest(0, 0, loops))])
     else:
-        table = NestTable.from_nests([Nest(x, y, tuple((n, xs, ys) for n, xs, ys in loops)) for x, y, *loops in nests])
+        table = NestTable.from_nests([_read_nest(nest) for nest in nests.entries()])
     count = len(table)
-    return StoredShard(
-        str(name),
-        str(dtype),
-        tuple(global_shape),
+    shard = StoredShard(
+        name.text(),
+        dtype.text(),
+        global_shape,
         np.full(count, position, np.int64),
         np.full(count, record, np.int64),
         table,
     )
+    return shard, shape
+
+
+def _read_nest(nest: Entry) -> Nest:
+    parts = nest.entries()
+    if len(parts) < 2:
+        nest.refuse("a start in each memory, and loops")
+    loops = [loop.counts() for loop in parts[2:]]
+    if any(len(loop) != 3 for loop in loops):
+        nest.refuse("loops of a count and two strides")
+    return Nest(parts[0].count(), parts[1].count(), tuple((n, xs, ys) for n, xs, ys in loops))
 
 
 def _join(a: StoredShard, b: StoredShard) -> StoredShard:

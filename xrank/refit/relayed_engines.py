@@ -30,15 +30,16 @@ class RelayedEngines:
     def find(self) -> tuple[list[RelayedEngine], RankFailedError | RankTimeoutError | None]:
         """Return the engines of which all ranks lend a step, the one with the newest first, and another's failure."""
         by_engine: dict[str, dict[int, Card]] = {}
+        ranks_of: dict[str, tuple[int, ...]] = {}
         for card in self._place.read_relays():
-            try:
-                by_engine.setdefault(str(card.content["engine"]), {})[int(card.content["rank"])] = card
-            except (KeyError, TypeError, ValueError) as error:
-                raise card.make_error(error, "an engine's rank", "engine and rank") from None
+            content = card.describe("an engine's rank", "engine, rank and all ranks")
+            name, rank = content["engine"].text(), content["rank"].count(below=1 << 31)
+            by_engine.setdefault(name, {})[rank] = card
+            ranks_of.setdefault(name, content["ranks"].counts(below=1 << 31))
         found: list[tuple[int, RelayedEngine]] = []
         failure: RankFailedError | RankTimeoutError | None = None
         for name, cards in by_engine.items():
-            ranks = list(next(iter(cards.values())).content["ranks"])
+            ranks = ranks_of[name]
             if name == self._own or set(ranks) != set(cards):
                 continue  # a rank has not taken a step yet, or has ended
             try:
@@ -60,11 +61,12 @@ def _connect(name: str, cards: Sequence[Card]) -> RelayedEngine:
     with ExitStack() as loan:
         peers = []
         for card in cards:
-            rank, status = int(card.content["rank"]), card.content["status"]
+            content = card.describe("an engine's rank", "the description of its status")
+            rank, status = content["rank"].count(below=1 << 31), content["status"].table()
             try:
                 peers.append(PeerRank(f"engine rank {rank} ({name})", rank, status))
             except CorruptError as error:
-                raise card.make_error(error, "an engine's rank", "the description of its status") from None
+                content["status"].refuse(f"the description of a status ({error.got})")
             loan.callback(peers[-1].close)
         loan.pop_all()
         return RelayedEngine(name, tuple(cards), tuple(peers))

@@ -45,6 +45,9 @@ class Phase(IntEnum):
     """The rank has closed its offer or its weights."""
 
 
+_PHASES = frozenset(Phase)
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """The state of a rank at one moment."""
@@ -76,11 +79,11 @@ class Status:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Status | None:
-        """Return the status; None if the bytes were read while their owner wrote them."""
+        """Return the status; None if the bytes are none, as while their owner writes them."""
         body = content[4:]
         *fields, length = _FIELDS.unpack_from(body)
         end = _FIELDS.size + length
-        if end > len(body) or crc32(body[:end]) != int.from_bytes(content[:4], "little"):
+        if end > len(body) or crc32(body[:end]) != int.from_bytes(content[:4], "little") or fields[0] not in _PHASES:
             return None
         phase, step, generation, checks, round_, offer, committed = fields
         text = body[_FIELDS.size : end].decode(errors="replace")

@@ -145,9 +145,10 @@ class Takers:
 
     def _add(self, name: str, card: Card) -> None:
         try:
-            rank, engine = int(card.content["rank"]), str(card.content["engine"])
-            self._peers[name] = PeerRank(f"engine rank {rank} ({engine})", rank, card.content["offer"])
-        except (KeyError, TypeError, ValueError, CorruptError, UsageError):
+            content = card.describe("an engine's rank", "engine, rank and offer")
+            rank, engine = content["rank"].count(below=1 << 31), content["engine"].text()
+            self._peers[name] = PeerRank(f"engine rank {rank} ({engine})", rank, content["offer"].table())
+        except (CorruptError, RankFailedError, UsageError):
             # The trainer goes on: an engine with a damaged card cannot take anything.
             self._remove(card)
 

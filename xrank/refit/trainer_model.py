@@ -12,7 +12,7 @@ from xrank.decisions.own_config import OwnConfig, choose_config
 from xrank.plan.source import StoredModel
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.refit.card import Card
-from xrank.refit.offer_card import MADE
+from xrank.refit.offer_card import MADE, find_trainer_ranks
 
 __all__ = ["TrainerModel", "read_trainer_model"]
 
@@ -45,21 +45,20 @@ def read_trainer_model(card: Card) -> TrainerModel:
         CorruptError: the card does not describe a model.
         LayoutError, UsageError: no recipe fits the names; the trainer has raised it before.
     """
-    content = card.content
-    try:
-        ranks = [int(rank) for rank in content["ranks"]]
-        descriptions = [str(part["model"]) for part in content["parts"]]
-        own, _ = choose_config([OwnConfig.from_json(part["own"]) for part in content["parts"]])
-        recipe, aliases = content["recipe"], dict(content["aliases"])
-        config, names = content["config"], tuple(content["names"])
-        dropped = frozenset(content["dropped"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise card.make_error(error, "a model", "ranks, their parts, a recipe, aliases, a config and names") from None
-    live = read_ranks(descriptions, ranks=ranks)
+    content = card.describe("a model", "ranks, their parts, a recipe, aliases, a config and names")
+    ranks, parts = [rank for rank, _ in find_trainer_ranks(card)], content["parts"].entries()
+    own, _ = choose_config([OwnConfig.from_entry(part["own"]) for part in parts])
+    recipe, config = content.get("recipe"), content.get("config")
+    aliases = {name: target.text() for name, target in content["aliases"].items()}
+    names, dropped = content["names"].texts(), frozenset(content["dropped"].texts())
+    live = read_ranks([part["model"].text() for part in parts], ranks=ranks)
     own_shards = tuple(shard for shard in live.stored.shards if not shard.name.startswith(MADE))
     found = find_live_source(replace(live.stored, shards=own_shards), own, None)
-    found = found if config is None else replace(found, config=config)
-    decision = decide(found, Request(Purpose.MODEL, recipe=recipe, aliases=aliases, file_names=names))
+    found = found if config is None else replace(found, config=config.table())
+    decision = decide(
+        found,
+        Request(Purpose.MODEL, recipe=None if recipe is None else recipe.text(), aliases=aliases, file_names=names),
+    )
     kept = [shard for shard in decision.source.shards if shard.name not in dropped]
     made = [
         replace(shard, name=shard.name.removeprefix(MADE))

@@ -84,7 +84,7 @@ class MemoryMessages:
             fields = json.loads(receipt)
             place, number, kept = _parse_place(fields["place"], rank), int(fields["number"]), set(fields["kept"])
             at, length = map(int, fields["table"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise _corrupt(rank, ascii(receipt[:200])) from None
         attached = self._attached.setdefault(rank, {})
         # The writer has closed these arenas; keeping them mapped would keep their memory.

@@ -19,6 +19,7 @@ import xxhash
 
 from xrank import system
 from xrank.errors import CorruptError
+from xrank.formats.entries import Entry
 from xrank.workspace.arena import new_buffer
 
 __all__ = ["MessagePart", "MessageReceipt", "make_receipt_error", "read_message", "write_message"]
@@ -64,17 +65,19 @@ class MessageReceipt:
         Raises:
             CorruptError: the text is not a receipt.
         """
-        try:
-            fields = json.loads(text)
-            name, directory = str(fields["name"]), str(fields["directory"])
-            *buffers, header = [MessagePart(**part) for part in (*fields["buffers"], fields["header"])]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise make_receipt_error(text, rank) from None
-        numbers = [number for part in (*buffers, header) for number in (part.offset, part.nbytes)]
+        fields = Entry.parse(text, lambda fault: make_receipt_error(text, rank))
+        name, directory = fields["name"].text(), fields["directory"].text()
+        *buffers, header = [_parse_part(part) for part in (*fields["buffers"].entries(), fields["header"])]
         # Only message files may be opened or removed here, whatever name the text contains.
-        if not _NAME.fullmatch(name) or any(type(number) is not int or number < 0 for number in numbers):
+        if not _NAME.fullmatch(name):
             raise make_receipt_error(text, rank)
         return cls(name, directory, buffers, header)
+
+
+def _parse_part(part: Entry) -> MessagePart:
+    if len(part.table()) != 3:
+        part.refuse("offset, nbytes and digest")
+    return MessagePart(part["offset"].count(), part["nbytes"].count(), part["digest"].text())
 
 
 def make_receipt_error(text: str, rank: int) -> CorruptError:

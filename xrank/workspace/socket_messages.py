@@ -11,11 +11,12 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from xrank.errors import CorruptError, IncompleteError
+from xrank.formats.entries import Entry
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 from xrank.sockets.peer_service import PeerService
 from xrank.sockets.peer_wire import derive_token
@@ -176,23 +177,20 @@ class _Receipt:
 
     @classmethod
     def from_json(cls, text: str, rank: int, secret: bytes | None) -> _Receipt:
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            service = fields["service"]
-            receipt = cls(
-                str(service["socket"]),
-                None if service["port"] is None else int(service["port"]),
-                tuple(map(str, service["addresses"])),
-                bytes.fromhex(service["token"]) if secret is None else derive_token(secret, str(service["socket"])),
-                int(fields["number"]),
-                tuple(map(int, fields["sizes"])),
-                str(fields["digest"]),
-            )
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise make_receipt_error(text, rank) from None
-        if not receipt.sizes or min(receipt.sizes) < 0 or receipt.number < 0:
-            raise make_receipt_error(text, rank)
-        return receipt
+        fields = Entry.parse(text, lambda fault: make_receipt_error(text, rank))
+        service, sizes = fields["service"], fields["sizes"].counts()
+        name, port = service["socket"].text(), service.get("port")
+        if not sizes:
+            fields["sizes"].refuse("sizes")
+        return cls(
+            name,
+            None if port is None else port.count(below=1 << 16),
+            service["addresses"].texts(),
+            service["token"].digest() if secret is None else derive_token(secret, name),
+            fields["number"].count(),
+            sizes,
+            fields["digest"].text(),
+        )
 
 
 def _places_of(sizes: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -18,8 +19,9 @@ from typing import Any
 
 import xxhash
 
-from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, XrankError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, OutputExistsError, XrankError
 from xrank.faces import option
+from xrank.formats.entries import Entry
 from xrank.stores.client import Store
 from xrank.stores.uploads import Part
 from xrank.system import process_state
@@ -29,6 +31,7 @@ from xrank.writers.store_replacing import Replaced
 __all__ = ["FileRecord", "Journal", "OpenJournal", "Upload", "read_journal", "read_record", "wait_for_owner"]
 
 _VERSION = 1
+_DIGEST = re.compile(r"xxh(3|128):[0-9a-f]{32}")
 _BEAT_SECONDS = 10.0
 _MAX_NBYTES = 64 << 20
 _SILENT_SECONDS = 35.0
@@ -197,31 +200,45 @@ def read_journal(place: StorePlace) -> tuple[Journal | None, str] | None:
     found = _read(place.store, place.journal_key)
     if found is None:
         return None
-    match _unseal(found[0]):
-        case {
-            "stage": str(stage),
-            "plan": str(plan),
-            "host": str(host),
-            "pid": int(pid),
-            "beat": int(beat),
-            "last": str(last),
-            "uploads": dict(uploads),
-            "replaced": dict() | None as replaced,
-        }:
-            known = {name: Upload(**one) for name, one in uploads.items()}
-            old = None if replaced is None else Replaced.from_json(replaced)
-            return Journal(stage, plan, host, pid, beat, last, known, old), found[1]
-    return None, found[1]
+    try:
+        record = _unseal(found[0])
+        stage, plan, host, last = (record[key].text() for key in ("stage", "plan", "host", "last"))
+        pid, beat = record["pid"].count(below=1 << 31), record["beat"].count()
+        known = {
+            name: Upload(one["upload_id"].text(), one["part_nbytes"].count(low=1), one["name"].text())
+            for name, one in record["uploads"].items()
+        }
+        old = None if record["replaced"].value is None else Replaced.from_entry(record["replaced"])
+    except CorruptError:
+        return None, found[1]
+    return Journal(stage, plan, host, pid, beat, last, known, old), found[1]
 
 
 def read_record(place: StorePlace, name: str) -> FileRecord | None:
     """Return the record of an uploaded file; None if there is none, or a damaged one."""
     found = _read(place.store, place.record_key(name))
-    record = None if found is None else _unseal(found[0])
-    if record is None:
+    if found is None:
         return None
-    parts = tuple(Part(**part) for part in record.pop("parts"))
-    return FileRecord(**{**record, "tensors": tuple(record["tensors"]), "parts": parts})
+    try:
+        record = _unseal(found[0])
+        parts = tuple(
+            Part(
+                part["number"].count(), part["nbytes"].count(), part["etag"].text(), part["crc32"].count(below=1 << 32)
+            )
+            for part in record["parts"].entries()
+        )
+        if not _DIGEST.fullmatch(record["digest"].text()):
+            record["digest"].refuse("a digest")
+        return FileRecord(
+            record["stage"].text(),
+            record["upload_id"].text(),
+            record["nbytes"].count(),
+            record["digest"].text(),
+            tuple(one.digest().hex() for one in record["tensors"].entries()),
+            parts,
+        )
+    except CorruptError:
+        return None
 
 
 def wait_for_owner(place: StorePlace, journal: Journal | None, version: str) -> bool:
@@ -261,15 +278,17 @@ def _seal(record: dict[str, Any]) -> bytes:
     return json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(text.encode()), "record": text}).encode()
 
 
-def _unseal(data: bytes) -> dict[str, Any] | None:
-    try:
-        sealed = json.loads(data)
-        text = sealed["record"]
-        if sealed["xxh3"] != xxhash.xxh3_64_hexdigest(text.encode()):
-            return None
-        record = json.loads(text)
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return None
-    if not isinstance(record, dict) or record.pop("version", None) != _VERSION:
-        return None
+def _unseal(data: bytes) -> Entry:
+    """Return a sealed record.
+
+    Raises:
+        CorruptError: it is damaged, as are values of other types than were sealed.
+    """
+    sealed = Entry.parse(data, CorruptError)
+    text = sealed["record"].text()
+    if sealed["xxh3"].value != xxhash.xxh3_64_hexdigest(text.encode()):
+        sealed["xxh3"].refuse("the checksum of the record")
+    record = Entry.parse(text, CorruptError)
+    if record["version"].value != _VERSION:
+        record["version"].refuse(str(_VERSION))
     return record

@@ -8,12 +8,12 @@ other files must be those that are there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from xrank.errors import IncompleteError, OutputExistsError, UsageError
 from xrank.faces import option
+from xrank.formats.entries import Entry
 from xrank.stores.client import Store
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME, parse_manifest
@@ -51,9 +51,10 @@ class Replaced:
         return self.weights if self.has_index else ()
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Replaced:
-        """Return what a journal contains."""
-        return cls(**{**record, "weights": tuple(record["weights"]), "small": tuple(record["small"])})
+    def from_entry(cls, record: Entry) -> Replaced:
+        """Return what a journal contains; errors of `record`."""
+        last, version, manifest_version = (record[key].text() for key in ("last", "version", "manifest_version"))
+        return cls(last, version, manifest_version, record["weights"].texts(), record["small"].texts())
 
 
 def find_replaced(place: StorePlace) -> Replaced | None:

@@ -6,7 +6,6 @@ rank's view, and each file stands for one rank's memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from xrank.dtypes import by_torch_name
-from xrank.errors import ContradictionError
+from xrank.errors import ContradictionError, CorruptError
+from xrank.formats.entries import Entry
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
@@ -54,8 +54,8 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
     Raises:
         ContradictionError, IncompleteError, LayoutError: as `place_all`.
     """
-    parsed = [json.loads(text) for text in descriptions]
-    ranks = range(len(parsed)) if ranks is None else ranks
+    ranks = range(len(descriptions)) if ranks is None else ranks
+    parsed = [_parse(text, rank) for rank, text in zip(ranks, descriptions, strict=True)]
     world_size = max(ranks) + 1
     records = [RankRecord.from_json(one["record"], file=_memory(r)) for r, one in zip(ranks, parsed, strict=True)]
     held: dict[str, list[HeldTensor]] = {}
@@ -108,6 +108,39 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
         int_array(rank_of),
         int_array(view_of),
     )
+
+
+def _parse(text: str, rank: int) -> dict[str, Any]:
+    """Return a rank's description, of which each part has its type.
+
+    Raises:
+        CorruptError: it has other parts.
+    """
+
+    def fail(fault: str) -> CorruptError:
+        return CorruptError(
+            f"rank {rank} does not describe its tensors",
+            rank=rank,
+            got=fault,
+            want="a record, views, tensors and aliases",
+            next_step="give all ranks the same version of xrank",
+        )
+
+    whole = Entry.parse(text, fail, is_bounded=False)
+    views, tensors = whole["views"].counts(), whole["tensors"]
+    aliases = {name: target.text() for name, target in whole["aliases"].items()}
+    for name, value in tensors.table().items():
+        if (  # plain checks: all ranks have up to a million of these
+            type(value) is not list
+            or len(value) != 3
+            or type(value[0]) is not str
+            or type(value[1]) is not list
+            or not all(type(n) is int and 0 <= n < 1 << 63 for n in value[1])
+            or type(value[2]) is not int
+            or not 0 <= value[2] < len(views)
+        ):
+            tensors.at(name).refuse("a type, a shape and the number of a view")
+    return {"record": whole["record"].text(), "views": views, "tensors": tensors.value, "aliases": aliases}
 
 
 def _tie(shards: Sequence[StoredShard], ties: Mapping[str, str]) -> Iterator[StoredShard]:

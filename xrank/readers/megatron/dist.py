@@ -18,7 +18,7 @@ from xrank.dialects.megatron.layouts import DECODER, LAYER
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError
 from xrank.faces import AGAIN
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.json_text import parse_json
+from xrank.formats.entries import parse_json
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import RecordedHash, StoredModel

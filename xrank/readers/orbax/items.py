@@ -10,11 +10,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from xrank.errors import IncompleteError, UsageError, XrankError
+from xrank.errors import IncompleteError, UsageError
 from xrank.faces import AGAIN, option
-from xrank.formats.json_text import parse_json
+from xrank.formats.entries import Entry
 from xrank.formats.ocdbt import MANIFEST
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.saved_keys import is_left_out
@@ -36,6 +35,7 @@ _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 """Types of leaves without a value (orbax/checkpoint/_src/metadata/empty_values.py)."""
 _SEQUENCE = 1
 """``key_type`` of an index (orbax/checkpoint/_src/metadata/tree.py: KeyType)."""
+_INDEX = re.compile(r"(?a:-?\d{1,18})")
 _MAX_NBYTES = 1 << 28
 
 
@@ -166,14 +166,8 @@ def read_leaves(folder: str) -> Sequence[TreeLeaf]:
         if file.nbytes > _MAX_NBYTES:
             raise origin.corrupt("is too large", got=f"{file.nbytes:,} bytes", want=f"at most {_MAX_NBYTES:,}")
         text = file.read(0, file.nbytes)
-    try:
-        leaves = [_read_leaf(entry) for entry in parse_json(text)["tree_metadata"].values()]
-    except XrankError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise origin.corrupt(
-            "is not the metadata of a tree of Orbax", got=f"{type(error).__name__}: {quote(str(error))}"
-        ) from None
+    tree = Entry.parse(text, lambda fault: origin.corrupt("is not the metadata of a tree of Orbax", got=fault))
+    leaves = [_read_leaf(entry) for _, entry in tree["tree_metadata"].items()]
     found = [leaf for leaf in leaves if leaf is not None]
     names = [leaf.name for leaf in found]
     if len(set(names)) < len(names):
@@ -182,11 +176,17 @@ def read_leaves(folder: str) -> Sequence[TreeLeaf]:
     return found
 
 
-def _read_leaf(entry: Mapping[str, Any]) -> TreeLeaf | None:
-    keys = tuple(
-        int(part["key"]) if part["key_type"] == _SEQUENCE else str(part["key"]) for part in entry["key_metadata"]
-    )
-    kind = entry["value_metadata"]["value_type"]
-    if kind in _EMPTY:
-        return None
-    return TreeLeaf(keys, is_array=kind != "string")
+def _read_leaf(entry: Entry) -> TreeLeaf | None:
+    keys = tuple(_read_key(part["key"], part["key_type"].value) for part in entry["key_metadata"].entries())
+    kind = entry["value_metadata"]["value_type"].text()
+    return None if kind in _EMPTY else TreeLeaf(keys, is_array=kind != "string")
+
+
+def _read_key(key: Entry, kind: object) -> str | int:
+    """Return a key of a tree; Orbax writes an index as a text or a number."""
+    if kind != _SEQUENCE:
+        return key.text()
+    text = str(key.value) if type(key.value) is int and abs(key.value) < 1 << 63 else key.text()
+    if not _INDEX.fullmatch(text):
+        key.refuse("an index")
+    return int(text)

@@ -6,14 +6,14 @@ dtensor_metadata.py, checkpoint_layout.py). It is a pickle of plain values, read
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xrank.dialects.placements import from_placements
-from xrank.errors import LayoutError, UnsafeError, XrankError
+from xrank.errors import LayoutError, UnsafeError
+from xrank.formats.entries import Entry
 from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.layout import DeviceMesh
@@ -82,27 +82,18 @@ def read_metadata(folder: str) -> SavedMetadata | None:
     with open_regular(path) as file:
         if file.nbytes > MAX_PICKLE_NBYTES:
             raise origin.corrupt("is too large", got=f"{file.nbytes:,} bytes", want=f"at most {MAX_PICKLE_NBYTES:,}")
-        value: Any = read_pickle(file.read(0, file.nbytes), origin).value
-    try:
-        if value["version"] != _VERSION:
-            raise origin.usage(
-                "was written by another version of torch_checkpointing",
-                got=quote(str(value["version"])),
-                want=_VERSION,
-                next_step="load it with torch_checkpointing and save it again",
-            )
-        world_size = value["world_size"]
-        if type(world_size) is not int or not 0 < world_size < _MAX_RANKS:
-            raise ValueError(f"world_size {quote(str(world_size))}")
-        parser = _Parser(origin, world_size)
-        return SavedMetadata(path, world_size, {key: parser.item(key, one) for key, one in value["metadata"].items()})
-    except XrankError:
-        raise
-    # Any other failure of a look-up means that the file has another structure.
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise origin.corrupt(
-            "is not metadata of torch_checkpointing", got=f"{type(error).__name__}: {quote(str(error))}"
-        ) from None
+        read = read_pickle(file.read(0, file.nbytes), origin).value
+    value = Entry(read, lambda fault: origin.corrupt("is not metadata of torch_checkpointing", got=fault))
+    if value["version"].text() != _VERSION:
+        raise origin.usage(
+            "was written by another version of torch_checkpointing",
+            got=quote(value["version"].text()),
+            want=_VERSION,
+            next_step="load it with torch_checkpointing and save it again",
+        )
+    world_size = value["world_size"].count(low=1, below=_MAX_RANKS)
+    parser = _Parser(origin, world_size)
+    return SavedMetadata(path, world_size, {key: parser.item(key, one) for key, one in value["metadata"].items()})
 
 
 class _Parser:
@@ -116,17 +107,18 @@ class _Parser:
         self._ranks: dict[int, frozenset[int]] = {}
         self._layouts: dict[object, str] = {}
 
-    def item(self, key: str, value: Any) -> ItemMetadata:
-        files = {int(rank): self._file(key, rank, layout) for rank, layout in value["rank_to_layout_info"].items()}
-        if sorted(files) != list(range(self._world_size)):
-            raise ValueError(f"files of {len(files)} ranks, not of {self._world_size}")
+    def item(self, key: str, value: Entry) -> ItemMetadata:
+        layouts = value["rank_to_layout_info"]
+        if not isinstance(layouts.value, dict) or {*layouts.value} != {*range(self._world_size)}:
+            layouts.refuse(f"an object with the {self._world_size} ranks as its keys")
+        files = {rank: self._file(key, rank, layouts.at(rank)) for rank in layouts.value}
         return ItemMetadata(files, tuple(self._cuts(value["nested_path_to_metadata"])))
 
-    def _file(self, key: str, rank: int, layout: Any) -> tuple[str, str]:
+    def _file(self, key: str, rank: int, layout: Entry) -> tuple[str, str]:
         # checkpoint_layout.py: default_torch_layout_info.
         path, kind = f"{key}_{rank}.pt", "TorchSerialization"
-        if layout is not None:
-            path, kind = layout["file_path"], layout["serialization_format"]["type"]
+        if layout.value is not None:
+            path, kind = layout["file_path"].text(), layout["serialization_format"]["type"].text()
         parts = path.split("/")
         if "\0" in path or any(part in ("", ".", "..") for part in parts):
             raise UnsafeError(
@@ -138,38 +130,40 @@ class _Parser:
             )
         return path, kind
 
-    def _cuts(self, value: Any) -> Iterator[tuple[str, frozenset[int], SavedCut]]:
+    def _cuts(self, value: Entry) -> Iterator[tuple[str, frozenset[int], SavedCut]]:
         for place, groups in value.items():
-            parts = json.loads(place)
-            if not isinstance(parts, list) or not parts:
-                raise ValueError(f"the place {quote(str(place))}")
-            name = ".".join(map(str, parts))
-            for group in groups:
+            name = self._name(place)
+            for group in groups.entries():
                 saved = group["sharding_metadata"]
-                if saved["type"] != _DTENSOR:
+                if saved["type"].text() != _DTENSOR:
                     raise self._origin.usage(
                         f"{quote(name)}: no reader knows how its parts were cut",
-                        got=quote(str(saved["type"])),
+                        got=quote(saved["type"].text()),
                         want=_DTENSOR,
                         next_step="load it with torch_checkpointing and save DTensors or plain tensors",
                     )
                 ranks, cut = self._ranks_of(group["ranks"]), self._cut(name, saved["data"])
                 if not ranks.issubset(cut.mesh.ranks):
-                    raise ValueError(f"{quote(name)} lies on ranks beside its mesh")
+                    group["ranks"].refuse(f"ranks of the mesh of {quote(name)}")
                 yield name, ranks, cut
 
-    def _ranks_of(self, value: Any) -> frozenset[int]:
-        if id(value) not in self._ranks:
-            ranks = frozenset(sizes_of(value, self._origin))
-            if max(ranks, default=0) >= self._world_size:
-                raise ValueError(f"rank {max(ranks)} of {self._world_size}")
-            self._ranks[id(value)] = ranks
-        return self._ranks[id(value)]
+    def _name(self, place: str) -> str:
+        """Return the name of a tensor by its place, a list of keys as JSON."""
+        problem = f"names a tensor by {quote(place)}, not by a list of keys as JSON"
+        parts = Entry.parse(place, lambda fault: self._origin.corrupt(problem, got=fault)).entries()
+        if not parts:
+            raise self._origin.corrupt(problem)
+        return ".".join(str(part.count()) if isinstance(part.value, int) else part.text() for part in parts)
 
-    def _cut(self, name: str, data: Any) -> SavedCut:
-        shape = sizes_of(data["global_shape"], self._origin)
+    def _ranks_of(self, entry: Entry) -> frozenset[int]:
+        if id(entry.value) not in self._ranks:
+            self._ranks[id(entry.value)] = frozenset(entry.counts(below=self._world_size))
+        return self._ranks[id(entry.value)]
+
+    def _cut(self, name: str, data: Entry) -> SavedCut:
+        shape = sizes_of(data["global_shape"].value, self._origin)
         mesh = self._mesh(data["mesh_spec"])
-        kinds = tuple(self._placement(name, one) for one in data["placements"])
+        kinds = tuple(self._placement(one) for one in data["placements"].entries())
         key = (mesh, kinds, len(shape))
         if key not in self._layouts:
             try:
@@ -177,20 +171,24 @@ class _Parser:
             except LayoutError as error:
                 error.about(name, tensor=name, file=self._origin.path, next_step="copy the file again")
                 raise
-        return SavedCut(element_type(data["dtype"], self._origin), shape, self._layouts[key], mesh)
+        return SavedCut(element_type(data["dtype"].text(), self._origin), shape, self._layouts[key], mesh)
 
-    def _mesh(self, spec: Any) -> DeviceMesh:
-        if id(spec) not in self._meshes:
-            shape, ranks = (sizes_of(spec[part], self._origin) for part in ("mesh_shape", "mesh_data"))
+    def _mesh(self, spec: Entry) -> DeviceMesh:
+        if id(spec.value) not in self._meshes:
+            names = spec["mesh_dim_names"]
             try:
-                self._meshes[id(spec)] = make_mesh(shape, spec["mesh_dim_names"], ranks)
+                self._meshes[id(spec.value)] = make_mesh(
+                    spec["mesh_shape"].counts(below=_MAX_RANKS),
+                    None if names.value is None else names.texts(),
+                    spec["mesh_data"].counts(below=_MAX_RANKS),
+                )
             except LayoutError as error:
                 error.about(self._origin.name, file=self._origin.path, next_step="copy the file again")
                 raise
-        return self._meshes[id(spec)]
+        return self._meshes[id(spec.value)]
 
-    def _placement(self, name: str, value: Any) -> Any:
-        placement = build_placement(_PLACEMENTS.get(value["type"]), value)
+    def _placement(self, value: Entry) -> Any:
+        placement = build_placement(_PLACEMENTS.get(value["type"].text()), value.table())
         if placement is None:
-            raise ValueError(f"{name}: the placement {quote(str(value['type']))}")
+            value["type"].refuse(f"one of {', '.join(_PLACEMENTS)}, with its dim")
         return placement

@@ -1,0 +1,177 @@
+"""Plain data that another program wrote, as JSON or in a pickle: each read states the type that it wants.
+
+A value of another type, a missing key, a number beyond 63 bits or a text that is no UTF-8 raises the error of the
+caller, who passes on how to make it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from xrank.errors import XrankError
+
+__all__ = ["Entry", "parse_json"]
+
+_MAX_VALUES = 2_000_000
+"""The objects of as many values take less than 300 MB; an index of a million tensors has one million."""
+
+
+def parse_json(content: bytes | str, *, is_bounded: bool = True) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        content: the text.
+        is_bounded: whether a text of more than two million values is refused: not of the user's own jobs' ranks.
+
+    Raises:
+        ValueError: it is no JSON, or describes more than two million values.
+        RecursionError: it is too deep.
+    """
+    # Each value but the first follows one of these; those within texts only make the count too high.
+    marks: Any = ",[{" if isinstance(content, str) else b",[{"
+    num_values = sum(content.count(mark) for mark in marks)
+    if is_bounded and num_values > _MAX_VALUES:
+        raise ValueError(f"describes up to {num_values:,} values; xrank parses at most {_MAX_VALUES:,}")
+    return json.loads(content)
+
+
+class Entry:
+    """A value in a tree of plain data, with its place in it.
+
+    Args:
+        value: of dicts, lists, tuples, texts, numbers, booleans and None.
+        fail: makes the error of a fault, which names the value's place.
+
+    Raises (from each method but `get`'s return of None):
+        XrankError: `fail`'s error, if the value is not of the kind that the method returns.
+    """
+
+    __slots__ = ("_above", "_fail", "_key", "value")
+
+    def __init__(
+        self, value: Any, fail: Callable[[str], XrankError], *, above: Entry | None = None, key: object = None
+    ) -> None:
+        self.value = value
+        self._fail, self._above, self._key = fail, above, key
+
+    @classmethod
+    def parse(cls, content: bytes | str, fail: Callable[[str], XrankError], *, is_bounded: bool = True) -> Entry:
+        """Return the value of a JSON text; see `parse_json`.
+
+        Raises:
+            XrankError: it is no JSON, nests too deep, or describes more than two million values.
+        """
+        try:
+            return cls(parse_json(content, is_bounded=is_bounded), fail)
+        except (ValueError, RecursionError) as error:
+            problem = "it nests too deep" if isinstance(error, RecursionError) else f"no JSON: {_show(str(error))}"
+        raise fail(problem)
+
+    def __getitem__(self, key: str) -> Entry:
+        """Return the value of a key, which must be there."""
+        if not isinstance(self.value, dict) or key not in self.value:
+            self.refuse(f"an object with {key}")
+        return self.at(key)
+
+    def at(self, key: object) -> Entry:
+        """Return the value of a key of any kind, which is known to be there."""
+        return Entry(self.value[key], self._fail, above=self, key=key)
+
+    def get(self, key: str) -> Entry | None:
+        """Return the value of a key; None if it is absent or null."""
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        value = self.value.get(key)
+        return None if value is None else Entry(value, self._fail, above=self, key=key)
+
+    def table(self) -> dict[str, Any]:
+        """Return an object as it is; its keys must be texts."""
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        for key in self.value:
+            if not (isinstance(key, str) and key.isascii()):
+                Entry(key, self._fail, above=self, key="a key").text()
+        return self.value
+
+    def items(self) -> list[tuple[str, Entry]]:
+        """Return the keys, which must be texts, and their values."""
+        return [(key, self.at(key)) for key in self.table()]
+
+    def entries(self, *, length: int | None = None) -> list[Entry]:
+        """Return the values of a list or tuple, of that length if one is given."""
+        if not isinstance(self.value, (list, tuple)):
+            self.refuse("a list")
+        if length is not None and len(self.value) != length:
+            self.refuse(f"a list of {length}")
+        return [Entry(one, self._fail, above=self, key=number) for number, one in enumerate(self.value)]
+
+    def text(self) -> str:
+        """Return a text, which must be possible in UTF-8."""
+        value = self.value
+        if not isinstance(value, str):
+            self.refuse("a text")
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                self.refuse("a text in UTF-8")
+        return value
+
+    def json(self) -> Entry:
+        """Return the value of a text that is itself JSON."""
+        return Entry.parse(self.text(), lambda fault: self._fail(f"in {self._place()}: {fault}"))
+
+    def texts(self) -> tuple[str, ...]:
+        """Return a list of texts."""
+        return tuple(one.text() for one in self.entries())
+
+    def count(self, *, low: int = 0, below: int = 1 << 63) -> int:
+        """Return an integer in [low, below)."""
+        value = self.value
+        if type(value) is not int or not low <= value < below:
+            self.refuse(f"an integer from {low} to {below - 1}")
+        return value
+
+    def counts(self, *, low: int = 0, below: int = 1 << 63) -> tuple[int, ...]:
+        """Return a list of integers in [low, below)."""
+        value = self.value
+        if isinstance(value, (list, tuple)) and all(type(one) is int and low <= one < below for one in value):
+            return tuple(value)
+        return tuple(one.count(low=low, below=below) for one in self.entries())
+
+    def flag(self) -> bool:
+        """Return a boolean."""
+        if not isinstance(self.value, bool):
+            self.refuse("true or false")
+        return self.value
+
+    def digest(self) -> bytes:
+        """Return the bytes of a text of hexadecimal digits."""
+        try:
+            return bytes.fromhex(self.text())
+        except ValueError:
+            self.refuse("a text of hexadecimal digits")
+
+    def refuse(self, want: str) -> NoReturn:
+        """Raise the error for a value of another kind than is wanted."""
+        raise self._fail(f"{self._place()} is {_show(self.value)}, not {want}")
+
+    def _place(self) -> str:
+        place, entry = "", self
+        while entry._above is not None:
+            key = entry._key
+            place = (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_show(key)}]") + place
+            entry = entry._above
+        return place.removeprefix(".") or "it"
+
+
+def _show(value: object) -> str:
+    """Return a value of plain data as a short text in ASCII."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length():,} bits"
+    text = ascii(value[:60] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
