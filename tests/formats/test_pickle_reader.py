@@ -223,7 +223,7 @@ def test_attributes_of_a_dict_are_searched_too():
     assert list(read_pickle(pickle.dumps(held, 2), ORIGIN).foreign) == [(Point.__module__, "Point")]
 
 
-@pytest.mark.parametrize("code", [b"]", b"}", b"\x8f", b"(", b"N0", b"N\x85", b"ca\nb\n", b"Nq\x00"])
+@pytest.mark.parametrize("code", [b"]", b"}", b"\x8f", b"(", b"N0", b"N\x85", b"Nq\x00"])
 def test_many_objects_of_a_small_file_are_refused(code, monkeypatch):
     monkeypatch.setattr(PickleMachine, "max_made_nbytes", 1 << 20)
     with pytest.raises((UsageError, CorruptError)) as caught:

@@ -196,6 +196,10 @@ class PickleMachine:
         del self.stack[-count:]
         self.stack.append(items)
 
+    def push_marked(self) -> None:
+        items = tuple(self.pop_mark())  # first, because it changes the stack
+        self.stack.append(items)
+
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
         if type(target) is list:
@@ -348,7 +352,7 @@ STEPS: dict[int, Callable[[PickleMachine], object]] = {
         "\x85": lambda m: m.push_tuple(1),
         "\x86": lambda m: m.push_tuple(2),
         "\x87": lambda m: m.push_tuple(3),
-        "t": lambda m: m.stack.append(tuple(m.pop_mark())),
+        "t": PickleMachine.push_marked,
         "]": lambda m: m.stack.append([]),
         "a": lambda m: m.append([m.stack.pop()]),
         "e": lambda m: m.append(m.pop_items()),
