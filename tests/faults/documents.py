@@ -303,7 +303,7 @@ def _cards(folder: Path) -> list[Target]:
             PeerRank("trainer rank", rank, description).close()
 
     def read_engines() -> None:
-        takers = Takers(place, 1)
+        takers = Takers(place, 1, is_first=True)
         takers._refresh()
         takers.close()
         (folder / found["engine"]).touch()
