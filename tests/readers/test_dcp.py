@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -536,9 +537,13 @@ def test_a_file_of_many_values_is_opened_once(tmp_path: Path) -> None:
 
 def test_names_that_the_base_model_has_are_no_wrappers(tmp_path: Path) -> None:
     folder = save_here(tmp_path / "checkpoint", {"model": {"module.w": W}})
-    assert dict(read(folder).notes)["wrapper-names"].endswith("module.w is w")
-    kept = DcpReader().read(str(folder), Hints(shapes={"module.w": (3, 4)}))
-    assert [shard.name for shard in kept.shards] == ["module.w"] and "wrapper-names" not in dict(kept.notes)
+    report = gather_checkpoint(folder, tmp_path / "out")
+    assert dict(report.notes)["wrapper-names"].endswith("module.w is w")
+    (tmp_path / "base").mkdir()
+    save_file({"module.w": W}, tmp_path / "base" / "model.safetensors")
+    report = gather_checkpoint(folder, tmp_path / "kept", base_model=tmp_path / "base")
+    assert [*load_file(tmp_path / "kept" / "model.safetensors")] == ["module.w"]
+    assert "wrapper-names" not in dict(report.notes)
 
 
 def test_flat_parameters_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:

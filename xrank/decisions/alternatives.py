@@ -26,6 +26,8 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import SourcePlace
 from xrank.readers.own_readers import TORCH_SAVE
+from xrank.readers.wrapper_names import remove_wrapper_names
+from xrank.recipes.model_names import make_finder
 from xrank.stores import places
 from xrank.words import list_text, plural
 
@@ -84,7 +86,7 @@ def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
     Raises:
         UsageError: the caller chose a part, and the reader knows none.
     """
-    model = check_roundings(reader.read(place, hints))
+    model = _read_bare(reader, place, hints)
     if hints.part != model.part:
         raise UsageError(
             f"{option('part')} was given, but {place} contains one model that is not in parts",
@@ -94,6 +96,16 @@ def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
             next_step=f"leave {option('part')} out",
         )
     return model
+
+
+def _read_bare(reader: Reader, place: str, hints: Hints) -> StoredModel:
+    """Return what a reader finds, without what wrapping modules added to it."""
+    model = check_roundings(reader.read(place, hints))
+    known = hints.shapes or hints.module_names
+    if model.format.startswith("megatron") or hints.needs_layouts or (hints.keeps_names and not known):
+        return remove_wrapper_names(model)
+    config = model.config if hints.config is None else hints.config
+    return remove_wrapper_names(model, make_finder(known, config, hints.is_left_out), known)
 
 
 def _emptiness(place: str, reader: Reader) -> UsageError:
@@ -128,7 +140,7 @@ def _compare(
         may_be_data = reader.name == TORCH_SAVE.name
         begin = _beside(place, reader, model, chosen)
         try:
-            other = check_roundings(reader.read(place, hints))
+            other = _read_bare(reader, place, hints)
             if seen.issuperset(file.path for file in other.files):
                 continue  # the same files by another reader
             named = _rename(other, model, hints)

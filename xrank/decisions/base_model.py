@@ -11,6 +11,7 @@ from typing import Any
 from xrank.environment import environ, hub_cache
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.faces import either, needs, option
+from xrank.formats.inert_record import is_extra_state
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
@@ -56,7 +57,8 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
     config_path = os.path.join(path, "config.json")
     tensors = {}
     if HfFolderReader().recognise(path) is None:
-        tensors = {tensor.name: (tensor.dtype, tensor.shape) for h in read_headers(path) for tensor in h.tensors}
+        found = (tensor for header in read_headers(path) for tensor in header.tensors)
+        tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in found if not is_extra_state(tensor.name)}
     config = read_config(config_path) if places.exists(config_path) else None
     tensors = {name: tensor for name, tensor in tensors.items() if name not in list_unsaved(config)}
     if not tensors and config is None:

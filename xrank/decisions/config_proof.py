@@ -18,6 +18,7 @@ from xrank.faces import AGAIN, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversion_table import is_known_type
+from xrank.recipes.model_names import names_of_class
 from xrank.recipes.name_proof import BRING_FILES, prove_family
 from xrank.words import plural
 
@@ -128,7 +129,10 @@ def _prove_sizes(
         if is_shown and not left_out:
             return ()
         # The user leaves some names out; any other name that the source lacks is a hole.
-        is_proven = prove_family([shard.name for shard in model.shards if shard.name not in apart], config, shapes)
+        # A head of the trainer's own beside the model, such as a critic's, must not hide that the model lacks a tensor.
+        names, known = [shard.name for shard in model.shards if shard.name not in apart], names_of_class(config)
+        of_class = [name for name in names if known is None or known.has(name)]
+        is_proven = prove_family(of_class if 4 * len(of_class) > 3 * len(names) else names, config, shapes)
         if is_proven or is_shown:
             return ()
         _refuse_absent(own, config, found)

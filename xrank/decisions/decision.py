@@ -29,11 +29,13 @@ from xrank.decisions.saved_form import (
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
 from xrank.decisions.ties import declare_ties, leave_unsaved
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import ContradictionError, UsageError
+from xrank.faces import either, option
 from xrank.plan.source import StoredModel
 from xrank.recipes.conversions import Converted
 from xrank.recipes.matching import Match
+from xrank.recipes.model_names import names_of_class
+from xrank.words import list_text, plural
 from xrank.writers.hf_folder import find_weights_stem
 
 if TYPE_CHECKING:
@@ -142,6 +144,8 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if converted is not None:
         stored = converted.model if adapted is None else adapted.source
         options = keep_routers(stored, options)
+    if request.recipe is None and matched is None and request.purpose is Purpose.MODEL:
+        _refuse_foreign(found, base)
     if adapted is not None and adapted.is_alone:
         base = None
     if not is_selected:
@@ -168,6 +172,31 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
         overrides=request.config_overrides,
     )
     return Decision(found, stored, options, base, matched, adapted, selection, small)
+
+
+def _refuse_foreign(found: FoundSource, base: BaseModel | None) -> None:
+    """Refuse tensors whose names are not those of the class in config.json: it would start from random weights.
+
+    Raises:
+        ContradictionError: hardly any is, whatever stands before it.
+    """
+    model, names = names_of_class(found.config), [shard.name for shard in found.model.shards]
+    if model is None or not names or (base is not None and base.tensors) or 4 * model.count(names) >= len(names):
+        return
+    first = names[0].partition(".")[0]
+    prefix = first if all(name.startswith(f"{first}.") for name in names) else ""
+    raise ContradictionError(
+        f"{names[0]}: the tensors have no names of {model.class_name}, the class in config.json",
+        tensor=names[0],
+        file=found.config_path,
+        got=f"{plural(len(names), 'tensor')}" + (f", all under {prefix}" if prefix else f", such as {names[-1]}"),
+        want=f"names that begin with {list_text(model.examples, 3)}",
+        next_step=either(
+            "put the config.json of the model that has these names in its place",
+            f"rename the tensors with {option('recipe', metavar='FILE')}",
+            f"keep the names with {option('recipe', 'none')} for code that expects them",
+        ),
+    )
 
 
 def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:

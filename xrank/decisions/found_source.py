@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
-from xrank.readers.wrapper_names import plain_names, rename_tensors
+from xrank.readers.wrapper_names import drop_states, plain_names, rename_tensors
 from xrank.readers.zero_tails import note_zero_tails
+from xrank.recipes.model_names import make_finder
 from xrank.recipes.shape_proof import prove_shapes
 from xrank.words import plural
 from xrank.writers.companions import CompanionFile, find_companions
@@ -63,10 +64,21 @@ def read_source(
     part: str | None = None,
     world_size: int | None = None,
     share: tuple[int, int] = (0, 1),
+    module_names: Collection[str] = (),
+    keeps_names: bool = False,
 ) -> FoundSource:
-    """Read the source at a path, only its metadata. Errors are those of `find_source` and of readers."""
-    where = find_source(path)
-    return read_found(path, where, base=base, layouts=layouts, part=part, world_size=world_size, share=share)
+    """Read the source at a path, only its metadata; arguments as `read_found`, errors as `find_source` and readers."""
+    return read_found(
+        path,
+        find_source(path),
+        base=base,
+        layouts=layouts,
+        part=part,
+        world_size=world_size,
+        share=share,
+        module_names=module_names,
+        keeps_names=keeps_names,
+    )
 
 
 def read_found(
@@ -81,6 +93,8 @@ def read_found(
     for_layouts: bool = False,
     beside: tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]] | None = None,
     share: tuple[int, int] = (0, 1),
+    module_names: Collection[str] = (),
+    keeps_names: bool = False,
 ) -> FoundSource:
     """Read a source at its place with the best reader of those that recognise it.
 
@@ -95,6 +109,8 @@ def read_found(
         for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
         beside: the result of `companions_of`, where the caller has it; None: this function calls it.
         share: this rank's share of the comparison with another source at the place, as in `read_best`.
+        module_names: names of a live module that the source will fill; wrappers' parts of names that it has stay.
+        keeps_names: whether names need not be those of config.json's class, as where a trainer will load them.
     """
     companions, notes = companions_of(asked, where) if beside is None else beside
     candidates = (*companions, *(base.companions if base is not None else ()))
@@ -110,6 +126,8 @@ def read_found(
         part=part,
         world_size=world_size,
         config=config,
+        module_names=module_names,
+        keeps_names=keeps_names,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     model = read_best(where, hints, share)
@@ -176,13 +194,15 @@ def find_live_source(stored: StoredModel, own: OwnConfig, base: BaseModel | None
         UsageError: a tensor has an empty name, or is a placeholder of DeepSpeed's ZeRO-3.
     """
     config_path = next((c.path for c in base.companions if c.name == "config.json"), None) if base else None
-    plain = plain_names([*(shard.name for shard in stored.shards), *stored.absent])
+    config = base.config if base is not None and config_path is not None else own.config
+    stored = drop_states(stored)
+    known = base.tensors if base is not None else ()
+    plain = plain_names([*(shard.name for shard in stored.shards), *stored.absent], make_finder(known, config), known)
     stored = rename_tensors(stored, plain)
     stored = replace(stored, aliases=_choose_saved(stored.aliases, own.tied))
     unsaved = tuple(shard.name for shard in stored.shards if shard.name in own.unsaved)
     stored = replace(stored, shards=tuple(shard for shard in stored.shards if shard.name not in own.unsaved))
     _check_tensors(stored, base)
-    config = base.config if base is not None and config_path is not None else own.config
     return FoundSource(stored, config, config_path, own=own, plain_names=plain, unsaved=unsaved)
 
 

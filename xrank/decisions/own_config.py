@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
     Raises:
         UsageError: its config contains a value that JSON cannot represent.
     """
-    module = _unwrap(model)
+    module = _find_model(_unwrap(model))
     adapter_text = None
     if callable(getattr(module, "get_base_model", None)) and isinstance(getattr(module, "peft_config", None), Mapping):
         adapter_text = _adapter_text(module)
@@ -170,6 +170,32 @@ def _json(what: str, make: Callable[[], str]) -> str:
             want="objects, lists, texts, numbers, true, false and null",
             next_step="take out what is none of these",
         ) from error
+
+
+def _find_model(module: Any) -> Any:
+    """Return the model with a config in a module that has no tensors beside it, as a policy or a LightningModule."""
+    if not callable(getattr(module, "named_modules", None)):
+        return module
+    models = (path for path, each in module.named_modules() if _has_config(each))
+    path = next(models, "")
+    if path == "":
+        return module
+    beside = (
+        each
+        for name, each in module.named_modules()
+        if not f"{name}.".startswith(f"{path}.") and any(kept is not None for kept in _own_tensors(each))
+    )
+    return module if any(True for _ in beside) else module.get_submodule(path)
+
+
+def _has_config(module: Any) -> bool:
+    return callable(getattr(getattr(module, "config", None), "to_json_string", None))
+
+
+def _own_tensors(module: Any) -> Iterator[Any]:
+    # FSDP1 keeps the parameters of the modules in it in one of the outer module's.
+    yield from (value for name, value in module._parameters.items() if name != "_flat_param")
+    yield from (value for name, value in module._buffers.items() if name != "n_averaged")
 
 
 def _unwrap(model: Any) -> Any:

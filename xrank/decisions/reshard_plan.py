@@ -87,7 +87,7 @@ def plan_reshard(
     base = open_base_model(base_model) if base_model is not None else None
     new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
     try:
-        found = read_source(source, base=base, part=part, world_size=world_size)
+        found = read_source(source, base=base, part=part, world_size=world_size, keeps_names=True)
     except LayoutError as error:
         # The layouts of a reshard are the new ones.
         error.advise("gather it with its layouts or a base model, then reshard the model that this makes")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["MAX_DEPTH", "InertRecord", "build_nested_class", "check_tree", "refuse_inert"]
+__all__ = ["MAX_DEPTH", "InertRecord", "build_nested_class", "check_tree", "is_extra_state", "refuse_inert"]
 __all__ += ["refuse_tensor_class"]
 
 MAX_DEPTH = 200
@@ -50,8 +50,14 @@ def build_nested_class(args: tuple[object, ...]) -> object:
     return NotImplemented
 
 
+def is_extra_state(name: object) -> bool:
+    """Return whether a name in a state dict is the key of a module's extra state; tensors' names may end alike."""
+    # torch/nn/modules/module.py: _EXTRA_STATE_KEY_SUFFIX, after the module's own name
+    return str(name).rpartition(".")[2] == "_extra_state"
+
+
 def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
-    """Raise an error unless a tree holds only plain values and tensors.
+    """Raise an error unless a tree holds only plain values and tensors; modules' extra states may be any objects.
 
     Raises:
         UnsafeError: there is a class or function; the error names the first one and the file.
@@ -68,7 +74,8 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
                 f"holds an object that only running code can make: {quote(f'{node.module}.{node.name}')}",
                 got=quote(f"{node.module}.{node.name}"),
             )
-        children = _children(node)
+        kept = {k: v for k, v in node.items() if not is_extra_state(k)} if isinstance(node, dict) else node
+        children = _children(kept)
         if children is not None and id(node) not in seen:
             seen.add(id(node))
             waiting.extend(reversed(list(children)))

@@ -65,7 +65,7 @@ def prepare_load(
     local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
     shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
     request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
-    decision = decide(read_source(place, part=part, share=share), request)
+    decision = decide(read_source(place, part=part, share=share, module_names=shapes), request)
     source = decision.source
     load = plan_load(local, source, on_mesh, decision.padded_names)
     computed = [name for name in load.missing if name in list_unsaved(decision.found.config)]

@@ -192,6 +192,8 @@ class StoredModel:
     """Tensors that the source also holds in a type to which they are rounded, in files that record no step."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Further facts for `inspect`, by name."""
+    is_attribute: bool = False
+    """Whether the model is an attribute of the module that has the names, as of a LightningModule."""
     layouts: Mapping[str, Sequence[StatedLayout]] = field(default_factory=dict)
     """Name of the source -> its distinct declared layouts; filled if the hints ask for it."""
 

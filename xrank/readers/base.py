@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,10 @@ class Hints:
     """Layouts for tensors that record none."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Global shapes of the base model, by name; they may determine how a tensor without a layout was cut."""
+    module_names: Collection[str] = ()
+    """Names of a live module that the source will fill."""
+    keeps_names: bool = False
+    """Whether names stay as they are with respect to config.json's class; marks of well-known wrappers go."""
     tied_to: Callable[[str], str | None] | None = None
     """Returns the name in `shapes` of the tensor that a name is tied to; the base model may have only one of them."""
     is_left_out: Callable[[str], bool] | None = None

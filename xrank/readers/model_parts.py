@@ -30,8 +30,6 @@ __all__ = ["ModelPart", "SavedTree", "TopPart", "part_details", "part_notes", "s
 
 _Path: TypeAlias = tuple[str | int, ...]
 
-_AVERAGED = "n_averaged"
-"""torch/optim/swa_utils.py: AveragedModel counts in this buffer, beside the averages in ``module``."""
 _MAX_SHOWN = 12
 
 
@@ -164,8 +162,6 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
     if states := [name for name in here.tensors if name in of_optimizers]:
         parts.append(_summarise(tree, (*here.keys, "state"), states))
     tensors = here.strip_keys(own)
-    if _AVERAGED in tensors and all(name == _AVERAGED or name.startswith("module.") for name in tensors):
-        parts.append(_summarise(tree, (*here.keys, _AVERAGED), [tensors.pop(_AVERAGED)]))
     values = here.strip_keys(name for name in here.values if name not in of_optimizers)
     model = _summarise(tree, here.keys, list(tensors.values()), is_model=True)
     return ModelPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))

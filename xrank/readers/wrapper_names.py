@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from xrank.errors import UsageError
+from xrank.formats.inert_record import is_extra_state
 from xrank.plan.source import StoredModel
+from xrank.words import list_text, plural
 
 __all__ = [
     "LIGHTNING_VERSION",
+    "FindWrapping",
+    "drop_states",
     "is_of_lightning",
     "name_notes",
     "plain_names",
@@ -23,6 +28,9 @@ _OUTER = "module"
 # torch/_dynamo/eval_frame.py: OptimizedModule; torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py;
 # torch/distributed/fsdp/_common_utils.py: FSDP_WRAPPED_MODULE. Models do not have modules of these names.
 _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_AVERAGED = "n_averaged"
+"""torch/optim/swa_utils.py: AveragedModel counts in this buffer, beside the averages in ``module``."""
+FindWrapping: TypeAlias = Callable[[Sequence[str]], Callable[[str], str] | None]
 _NOTE = "parts of names that wrappers added were taken off: {} is {}"
 LIGHTNING_VERSION = "pytorch-lightning_version"
 """Key that Lightning's Trainer writes, and Fabric does not (trainer/connectors/checkpoint_connector.py)."""
@@ -45,11 +53,19 @@ def _strip_anywhere(name: str) -> str:
     return ".".join(piece for piece in name.split(".") if piece not in _ANYWHERE)
 
 
-def plain_names(names: Sequence[str], known: Container[str] = (), *, in_attribute: bool = False) -> dict[str, str]:
+def plain_names(
+    names: Sequence[str],
+    find_wrapping: FindWrapping | None = None,
+    known: Container[str] = (),
+    *,
+    in_attribute: bool = False,
+) -> dict[str, str]:
     """Return the model's own name for every name; an empty dict if no wrapper changed any.
 
     Args:
         names: the names of all tensors.
+        find_wrapping: returns the function that takes off whatever stands before the names that the model is known to
+            have; None if it has none of these names. Without it, only the marks of well-known wrappers are taken off.
         known: names that the model has. If it has one that a wrapper could have made, all names stay.
         in_attribute: whether the model is an attribute of another module, such as ``model`` of a LightningModule.
 
@@ -57,10 +73,14 @@ def plain_names(names: Sequence[str], known: Container[str] = (), *, in_attribut
         UsageError: two tensors would get the same name.
     """
     plain = {name: _strip_anywhere(name) for name in names}
-    # A model may have a child called `module` itself, but a wrapper's prefix is in front of every name.
-    while plain and all(name.startswith(f"{_OUTER}.") for name in plain.values()):
-        plain = {name: bare.removeprefix(f"{_OUTER}.") for name, bare in plain.items()}
-    plain = _strip_attribute(plain, known, in_attribute=in_attribute)
+    strip = None if find_wrapping is None else find_wrapping([*plain.values()])
+    if strip is None:
+        # A model may have a child called `module` itself, but a wrapper's prefix is in front of every name.
+        while plain and all(name.startswith(f"{_OUTER}.") for name in plain.values()):
+            plain = {name: bare.removeprefix(f"{_OUTER}.") for name, bare in plain.items()}
+        plain = _strip_attribute(plain) if in_attribute else plain
+    else:
+        plain = {name: strip(bare) for name, bare in plain.items()}
     changed = [name for name, bare in plain.items() if name != bare]
     if not changed or any(name in known for name in changed):
         return {}
@@ -77,22 +97,14 @@ def plain_names(names: Sequence[str], known: Container[str] = (), *, in_attribut
     return plain
 
 
-def _strip_attribute(plain: dict[str, str], known: Container[str], *, in_attribute: bool) -> dict[str, str]:
-    """Return the names without the first part of all of them, if that is a module which contains the model.
-
-    It is where the model's known names appear without it. Without known names, only the first part of a module that is
-    known to contain a model is, unless it names a layer or a list of layers.
-    """
+def _strip_attribute(plain: dict[str, str]) -> dict[str, str]:
+    """Return the names without the first part of all of them, unless it names a layer or a list of layers."""
     names = plain.values()
     first = next(iter(names), "").partition(".")[0]
     if not first or any(not name.startswith(f"{first}.") for name in names):
         return plain
     bare = {name: value.removeprefix(f"{first}.") for name, value in plain.items()}
-    if known:
-        fits = any(name in known for name in bare.values()) and not any(name in known for name in names)
-    else:
-        fits = in_attribute and any("." in name for name in bare.values())
-        fits = fits and not any(name[:1].isdecimal() for name in bare.values())
+    fits = any("." in name for name in bare.values()) and not any(name[:1].isdecimal() for name in bare.values())
     return bare if fits else plain
 
 
@@ -111,12 +123,46 @@ def rename_tensors(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel
     )
 
 
-def remove_wrapper_names(stored: StoredModel, known: Container[str] = (), *, in_attribute: bool = False) -> StoredModel:
-    """Return a reader's model under the model's own names; arguments and errors as `plain_names`."""
-    return rename_tensors(
+def remove_wrapper_names(
+    stored: StoredModel, find_wrapping: FindWrapping | None = None, known: Container[str] = ()
+) -> StoredModel:
+    """Return a reader's model under the model's own names, without modules' state that is not a weight.
+
+    Arguments and errors are those of `plain_names`.
+    """
+    stored = drop_states(stored)
+    names = [*(shard.name for shard in stored.shards), *stored.absent]
+    return rename_tensors(stored, plain_names(names, find_wrapping, known, in_attribute=stored.is_attribute))
+
+
+def drop_states(stored: StoredModel) -> StoredModel:
+    """Return a model without the tensors in which modules keep state that is not a weight, with a note."""
+    names = [*(shard.name for shard in stored.shards), *stored.absent]
+    scalars = {shard.name for shard in stored.shards if not shard.shape}
+    extra = {name for name in names if is_extra_state(name)}
+    counters = {name for name in scalars if name.rpartition(".")[2] == _AVERAGED and _is_counter(name, names)}
+    dropped = extra | counters
+    if not dropped:
+        return stored
+    notes = [("extra-state", f"{plural(len(extra), 'extra state')} of modules left out: {list_text(sorted(extra), 3)}")]
+    notes = notes if extra else []
+    if counters:
+        notes.append(("left-out", f"counters of averaged models were left out: {list_text(sorted(counters), 3)}"))
+    return replace(
         stored,
-        plain_names([*(shard.name for shard in stored.shards), *stored.absent], known, in_attribute=in_attribute),
+        shards=tuple(shard for shard in stored.shards if shard.name not in dropped),
+        absent=tuple(name for name in stored.absent if name not in dropped),
+        roundings=tuple(shard for shard in stored.roundings if shard.name not in dropped),
+        aliases={name: to for name, to in stored.aliases.items() if name not in dropped and to not in dropped},
+        layouts={name: stated for name, stated in stored.layouts.items() if name not in dropped},
+        notes=(*stored.notes, *notes),
     )
+
+
+def _is_counter(name: str, names: Sequence[str]) -> bool:
+    """Return whether a scalar counts the averages that lie beside it, all in ``module``."""
+    prefix = name.removesuffix(_AVERAGED)
+    return all(each == name or each.startswith(f"{prefix}{_OUTER}.") for each in names if each.startswith(prefix))
 
 
 def name_notes(plain: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

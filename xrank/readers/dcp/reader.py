@@ -22,7 +22,6 @@ from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.dcp.values import check_values
 from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_notes, select_model
 from xrank.readers.records import note_bare_files
-from xrank.readers.wrapper_names import name_notes, plain_names
 from xrank.stores import places
 from xrank.words import list_text
 
@@ -58,8 +57,7 @@ class DcpReader:
         _check_presence(path)
         metadata = read_metadata(os.path.join(path, _METADATA))
         part = select_model(_describe_tree(metadata), hints.part)
-        plain = plain_names(list(part.tensors), known=hints.shapes, in_attribute=has_lightning_module(path))
-        tensors = {plain.get(name, name): metadata.tensors[flat] for name, flat in part.tensors.items()}
+        tensors = {name: metadata.tensors[flat] for name, flat in part.tensors.items()}
         _check_flat(metadata, tensors)
         pieces = locate(path, metadata, tensors)
         left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
@@ -77,10 +75,11 @@ class DcpReader:
             step=_step(path),
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
-            notes=(*_notes(path, metadata, part, pieces, unused), *name_notes(plain)),
+            notes=_notes(path, metadata, part, pieces, unused),
             details={**part_details(part), **_details(metadata, tensors, ranks, unused)},
             absent=left_out,
             part=hints.part,
+            is_attribute=has_lightning_module(path),
         )
 
 

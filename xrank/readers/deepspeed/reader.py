@@ -30,7 +30,7 @@ from xrank.readers.deepspeed.universal import locate_universal
 from xrank.readers.deepspeed.unread import SLICES, UNIVERSAL_STAGES
 from xrank.readers.deepspeed.zero import Partitions, check_ranks, locate_trained, read_partitions
 from xrank.readers.records import Records
-from xrank.readers.wrapper_names import LIGHTNING_VERSION, remove_wrapper_names
+from xrank.readers.wrapper_names import LIGHTNING_VERSION
 
 __all__ = ["DeepSpeedReader"]
 
@@ -52,7 +52,7 @@ class DeepSpeedReader:
         shards, aliases, absent = assemble(content.modules, content.trained)
         model = _make_stored_model(path, files, records, content, shards, aliases)
         is_attribute = LIGHTNING_VERSION in content.modules.state.facts
-        return remove_wrapper_names(replace(model, absent=absent), hints.shapes, in_attribute=is_attribute)
+        return replace(model, absent=absent, is_attribute=is_attribute)
 
 
 @dataclass(frozen=True, slots=True)

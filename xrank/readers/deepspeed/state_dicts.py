@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from xrank.errors import ContradictionError, UnsafeError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.inert_record import InertRecord, is_extra_state
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.readers.deepspeed.folder import parse_owner
@@ -56,6 +56,6 @@ def check_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, Arc
     """
     for name, value in module.items():
         # A parameter of its own class (quantised, sparse) is pickled as code; without it the model would have a gap.
-        if isinstance(value, InertRecord) and not name.endswith("_extra_state"):
+        if isinstance(value, InertRecord) and not is_extra_state(name):
             raise _code_error(name, value, origin)
     return {name: value for name, value in module.items() if isinstance(value, ArchivedTensor)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from xrank.formats.inert_record import is_extra_state
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, read_archive, refuse_inert
@@ -68,6 +69,9 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
                 want="different names",
                 next_step="save the model's state_dict() alone",
             )
+        if is_extra_state(name):  # differs between ranks
+            others.append(name)
+            continue
         value = unwrap_parameter(saved)
         wrapper = read_wrapper(value, origin)
         if isinstance(value, ArchivedTensor):

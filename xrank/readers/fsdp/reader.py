@@ -24,7 +24,6 @@ from xrank.readers.fsdp.held_parts import check_kinds, collect_parts, locate_box
 from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
-from xrank.readers.wrapper_names import remove_wrapper_names
 from xrank.stores import places
 from xrank.words import list_text
 
@@ -100,7 +99,7 @@ def describe_rank_files(
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
     # Last what no file names: the members of flat buffers that only a layout file knows.
     ordered += list(shards)
-    found = StoredModel(
+    return StoredModel(
         format=format_name,
         path=path,
         files=tuple(records.files),
@@ -115,7 +114,6 @@ def describe_rank_files(
         layouts=placement.layouts,
         details=_details(listed, files),
     )
-    return remove_wrapper_names(found, hints.shapes)
 
 
 def _add_file(records: Records, archive: TorchArchive | SafetensorsHeader) -> Index:

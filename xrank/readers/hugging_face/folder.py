@@ -29,7 +29,6 @@ from xrank.readers.hugging_face.weight_files import (
     stale_index_notes,
 )
 from xrank.readers.records import Records
-from xrank.readers.wrapper_names import remove_wrapper_names
 from xrank.stores import places
 from xrank.words import plural
 
@@ -63,7 +62,7 @@ class HfFolderReader:
         kinds = {shard.name: (shard.dtype, shard.shape) for shard in model.shards}
         notes = [*model.notes, *passed, *check_placeholders(kinds, files, hints)]
         if not places.is_folder(path):
-            return remove_wrapper_names(replace(model, notes=tuple(notes)), hints.shapes)
+            return replace(model, notes=tuple(notes))
         whole, index_name = _name_files(path)
         index = read_index(path, index_name, whole)
         notes += stale_index_notes(path, index_name, index)
@@ -76,7 +75,7 @@ class HfFolderReader:
             notes.append(
                 ("left-out", f"{plural(len(left), 'file')} beside the model's own left out, such as {left[0]}")
             )
-        return remove_wrapper_names(replace(model, notes=tuple(notes)), hints.shapes)
+        return replace(model, notes=tuple(notes))
 
 
 def _is_weight_file(name: str) -> bool:

@@ -15,7 +15,6 @@ __all__ = [
     "check_materialised",
     "check_model",
     "count_changes",
-    "is_extra_state",
     "list_tensors",
     "names_left_out",
 ]
@@ -42,12 +41,6 @@ def check_model(model: object) -> None:
             want="a module, tensors by name, or Megatron's chunks of one module",
             next_step="give the module, or its state dict",
         )
-
-
-def is_extra_state(name: object) -> bool:
-    """Return whether a name in a state dict is the key of a module's extra state; tensors' names may end alike."""
-    # torch/nn/modules/module.py: _EXTRA_STATE_KEY_SUFFIX, after the module's own name
-    return str(name).rpartition(".")[2] == "_extra_state"
 
 
 def _elements(model: object) -> str:

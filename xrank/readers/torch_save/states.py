@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from xrank.dtypes import dtype
 from xrank.errors import UsageError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.inert_record import InertRecord, is_extra_state
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, refuse_inert
 from xrank.plan.source import StoredModel
@@ -20,7 +20,7 @@ from xrank.readers.hugging_face.weight_files import check_placeholders
 from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_notes, select_model
 from xrank.readers.records import Records
 from xrank.readers.saved_keys import leads_to_model
-from xrank.readers.wrapper_names import is_of_lightning, remove_wrapper_names
+from xrank.readers.wrapper_names import is_of_lightning
 from xrank.words import list_text
 
 __all__ = ["WholeState", "describe_states", "select_state", "stored_nbytes"]
@@ -106,7 +106,8 @@ def _select_part(
         raise
     if wanted is None and not leads_to_model(part.prefix):
         refuse_inert(modules, archive.path)
-    refuse_inert([leaves[paths[flat]] for flat in part.values.values()], archive.path)
+    kept = [flat for name, flat in part.values.items() if not is_extra_state(name)]
+    refuse_inert([leaves[paths[flat]] for flat in kept], archive.path)
     return part
 
 
@@ -135,7 +136,7 @@ def describe_states(
     """Return the model whose files have these states, each tensor whole in one of them.
 
     Raises:
-        UsageError: a tensor is a placeholder of ZeRO-3's, or two get one name without the parts that wrappers added.
+        UsageError: a tensor is a placeholder of ZeRO-3's.
     """
     records = Records()
     held: dict[str, HeldTensor] = {}
@@ -152,7 +153,7 @@ def describe_states(
     if others:
         more.append(("left-out", f"{len(others)} values that are not tensors were left out: {list_text(others, 8)}"))
     more += records.notes()
-    found = StoredModel(
+    return StoredModel(
         format=format_name,
         path=path,
         files=tuple(records.files),
@@ -165,8 +166,8 @@ def describe_states(
         part=hints.part,
         notes=tuple(more),
         details=part_details(parts[0]) if parts else {},
+        is_attribute=any(state.is_lightning for state in states),
     )
-    return remove_wrapper_names(found, hints.shapes, in_attribute=any(state.is_lightning for state in states))
 
 
 def stored_nbytes(model: StoredModel) -> int:

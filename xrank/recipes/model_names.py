@@ -1,0 +1,213 @@
+"""The names that a model's tensors have without the parts that wrapping modules put before them.
+
+``model_names.json`` beside this module is generated from an installed transformers by
+``tests/oracle/make_model_names.py``: how the names begin in each model type.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from xrank.errors import LayoutError, UsageError
+from xrank.faces import either, option
+from xrank.recipes.conversion_names import NamePass
+from xrank.recipes.conversion_table import Transform, find_transforms
+from xrank.recipes.matching import match
+from xrank.recipes.recipe_file import load_recipes_for
+from xrank.words import plural
+
+__all__ = ["ModelNames", "find_stem", "make_finder", "names_of_class"]
+
+_Strip: TypeAlias = Callable[[str], str]
+_PATH = Path(__file__).parent / "model_names.json"
+_NUM_PARTS = 3
+_MAX_LEVELS = 12
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_OF_PEFT = "base_model.model."  # peft puts it before the names of the model that it adapts
+
+
+def find_stem(name: str) -> str:
+    """Return the first parts of a tensor's module without inner numbers: ``model.layers.self_attn``."""
+    parts = [part for at, part in enumerate(name.split(".")) if at == 0 or not part.isdecimal()]
+    return ".".join(parts[: min(_NUM_PARTS, max(len(parts) - 1, 1))])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelNames:
+    """The names of a model, as far as their first parts show them."""
+
+    stems: Collection[str]
+    base_prefix: str = ""
+    """Prefix of the base model in classes with a head, with its last dot; files may lack it."""
+    transforms: Sequence[Transform] = ()
+    """Conversions of transformers, which has further names in files."""
+    is_exact: bool = False
+    """Whether another model's tensors show the names, so that the base model's prefix is not optional."""
+    class_name: str = ""
+    has_head: bool = False
+    """Whether the class is a base model with a head."""
+    _kinds: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_tensors(cls, names: Iterable[str], config: Mapping[str, Any] | None) -> ModelNames:
+        """Return the names of a model that has these tensors, and this config.json if it is known."""
+        entry = _read_types().get(str((config or {}).get("model_type")))
+        prefix = f"{entry[0]}." if entry is not None and entry[0] else ""
+        return cls(frozenset(map(find_stem, names)), prefix, is_exact=True)
+
+    @property
+    def examples(self) -> list[str]:
+        """Beginnings of some names, the base model's first."""
+        return sorted(self.stems, key=lambda stem: (not stem.startswith(self.base_prefix), stem))
+
+    def count(self, names: Iterable[str]) -> int:
+        """Return the number of names that are the model's as they are."""
+        return sum(self._kind(name) > 0 for name in names)
+
+    def has(self, name: str) -> bool:
+        """Return whether a name is the model's."""
+        return self._kind(name) > 0
+
+    def find_wrapping(self, names: Sequence[str]) -> _Strip | None:
+        """Return the function that takes off what wrappers put before the names; it leaves tensors beside the model.
+
+        None: no name is the model's, however much is taken off.
+
+        Raises:
+            UsageError: two modules have the names of the model.
+        """
+        bare = self.count(names)
+        if bare and 2 * bare >= len(names):
+            return self._make_strip("", names)
+        # Most names of a wrapped model have its prefix, so that few prefixes are left for the slower comparison.
+        counts = Counter(prefix for name in names for prefix in _list_prefixes(name))
+        often = [p for p, count in counts.items() if count > bare and 4 * count >= len(names)]
+        found = {p: self.count(name.removeprefix(p) for name in names if name.startswith(p)) for p in often}
+        best = min(found, key=lambda prefix: (-found[prefix], len(prefix)), default="")
+        if found.get(best, 0) <= bare or 4 * found[best] < len(names) or _fits_recipe(names):
+            return self._make_strip("", names) if bare else None
+        rivals = [p for p, count in found.items() if 2 * count > found[best] and not _is_nested(p, best)]
+        if rivals:
+            raise self._several_error(best, min(rivals, key=len), found)
+        return self._make_strip(best, names)
+
+    def _make_strip(self, prefix: str, names: Sequence[str]) -> _Strip:
+        kinds = [self._kind(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
+        # A wrapper may hold a base model alone, or its head, too. Then a class with a head is proven with its prefix.
+        adds = 2 * kinds.count(1) > len(kinds) and (self.is_exact or (bool(prefix) and self.has_head))
+
+        def strip(name: str) -> str:
+            if not name.startswith(prefix):
+                return name
+            bare = name.removeprefix(prefix)
+            return self.base_prefix + bare if adds and self._kind(bare) == 1 else bare
+
+        return strip
+
+    def _kind(self, name: str) -> int:
+        """Return 2 for a name of the model, 1 for one without the base model's prefix, 0 for any other."""
+        family = _NUMBER.sub("0", name.removeprefix(_OF_PEFT))
+        if family not in self._kinds:
+            self._kinds[family] = max(map(self._compare, self._list_forms(family)))
+        return self._kinds[family]
+
+    def _list_forms(self, name: str) -> Iterator[str]:
+        yield name
+        if self.transforms:
+            yield NamePass(self.transforms, is_save=False).find_groups([name])[0].name
+
+    def _compare(self, name: str) -> int:
+        if self._has_stem(name):
+            return 2
+        return int(bool(self.base_prefix) and self._has_stem(self.base_prefix + name))
+
+    def _has_stem(self, name: str) -> bool:
+        # Parts of a module's own, such as an adapter's, may follow those that the model is known by.
+        parts = find_stem(name).split(".")
+        return any(".".join(parts[:count]) in self.stems for count in range(1, len(parts) + 1))
+
+    def _several_error(self, one: str, other: str, found: Mapping[str, int]) -> UsageError:
+        named = " and ".join(f"{plural(found[p], 'tensor')} under {p[:-1]}" for p in (one, other))
+        return UsageError(
+            f"{one}* and {other}* are both models of this kind",
+            got=named,
+            want=f"one {self.class_name or 'model'}",
+            next_step=either(*(f"leave one of them out with {option('exclude', f'{p}*')}" for p in (other, one))),
+        )
+
+
+def _fits_recipe(names: Sequence[str]) -> bool:
+    """Return whether all names are those of a training framework, whose recipe renames them."""
+    return any(match(recipe, names).fits for recipe in load_recipes_for(names))
+
+
+def _list_prefixes(name: str) -> Iterator[str]:
+    end = name.find(".")
+    for _ in range(_MAX_LEVELS):
+        if end < 0:
+            return
+        yield name[: end + 1]
+        end = name.find(".", end + 1)
+
+
+def _is_nested(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
+
+
+def names_of_class(config: Mapping[str, Any] | None) -> ModelNames | None:
+    """Return the names of the class that a config.json names; None if transformers has no such class.
+
+    Without a class, the names of all classes of its ``model_type`` count.
+    """
+    entry = None if config is None or "auto_map" in config else _read_types().get(str(config.get("model_type")))
+    if config is None or entry is None:
+        return None
+    prefix, known, stems = entry
+    classes = config.get("architectures") or ()
+    names = [str(each).removeprefix("FSDP") for each in classes] if isinstance(classes, list) else []
+    if not set(names) <= set(known.split()):
+        return None
+    try:
+        transforms = find_transforms(config)
+    except LayoutError:
+        transforms = ()
+    class_name = names[0] if names else f"model of type {config['model_type']}"
+    has_head = bool(names) and not names[0].endswith("Model")
+    own_prefix = f"{prefix}." if prefix else ""
+    return ModelNames(frozenset(stems.split()), own_prefix, transforms, class_name=class_name, has_head=has_head)
+
+
+def make_finder(
+    known: Collection[str], config: Mapping[str, Any] | None, is_left_out: Callable[[str], bool] | None = None
+) -> Callable[[Sequence[str]], _Strip | None]:
+    """Return the function that finds what wrappers put before the names of a model.
+
+    Args:
+        known: names that the model has, as a base model or a module to fill shows; they count first.
+        config: the content of its config.json, whose class counts next; None: unknown.
+        is_left_out: returns whether the caller leaves a tensor out, so that it is no second model.
+    """
+
+    def find(names: Sequence[str]) -> _Strip | None:
+        own = [name for name in names if is_left_out is None or not is_left_out(name)]
+        shown = ModelNames.of_tensors(known, config) if known else None
+        for model in (shown, names_of_class(config)):
+            strip = None if model is None else model.find_wrapping(own)
+            if strip is not None:
+                return strip
+        return None
+
+    return find
+
+
+@lru_cache(maxsize=1)
+def _read_types() -> Mapping[str, Sequence[str]]:
+    types: dict[str, list[str]] = json.loads(_PATH.read_text(encoding="utf-8"))["types"]
+    return types
