@@ -446,6 +446,7 @@ def test_key_that_no_model_of_this_type_reads_is_no_size(tmp_path: Path) -> None
 
 def test_packed_payloads_show_no_sizes(tmp_path: Path) -> None:
     model = {**made_model(), "model.layers.0.mlp.gate_proj.weight": torch.zeros(192, 1, dtype=torch.uint8)}
+    model["model.layers.0.mlp.gate_proj.weight.absmax"] = torch.ones(6)
     save_file(model, tmp_path / "model.safetensors")
     set_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
     assert gather_checkpoint(tmp_path, tmp_path / "out").ok

@@ -89,10 +89,12 @@ def refuse_tensor_class(record: InertRecord, origin: Origin) -> None:
     """
     if (record.module, record.name) == ("torch._tensor", "_rebuild_from_type_v2"):
         kinds = [f"{a.module}.{a.name}" for a in record.args or () if isinstance(a, InertRecord) and a.args is None]
-        own = next((kind for kind in kinds if not kind.startswith("torch.")), "a class of its own")
+        own = next((quote(kind) for kind in kinds if not kind.startswith("torch.")), None)
         raise origin.usage(
-            f"holds a tensor of {quote(own)}, whose layout xrank does not know",
-            got=quote(own),
+            "holds a tensor with attributes of its own"
+            if own is None
+            else f"holds a tensor of {own}, whose layout xrank does not know",
+            got=own,
             want="plain tensors",
             next_step="save the model with save_pretrained, as safetensors, or save what dequantize() of these tensors "
             "returns; then gather that",
