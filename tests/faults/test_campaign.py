@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from tests.conversion.made_workspaces import leave
 from tests.faults.__main__ import run_part
 from tests.recipes.families import FAMILIES
 from tests.recipes.test_there_and_back import model_of
+from xrank.conversion import gather as conversion
 from xrank.decisions.options import parse_size
 from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import ContradictionError, UsageError
@@ -232,3 +234,35 @@ def test_bombs_take_little_time_and_memory(tmp_path: Path, name: str) -> None:
     assert code in (2, 4) and ended.stderr.startswith("xrank: "), ended.stderr
     assert kilobytes < 400_000 and seconds < 20, (kilobytes, seconds)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("added_nbytes", "says"),
+    [
+        (2 << 20, ("not enough memory for a worker's windows", "1,048,576 bytes")),
+        (8 << 20, ("the system starts no more threads", "a thread for each of the --workers")),
+    ],
+)
+def test_a_lack_of_memory_says_what_wanted_how_much(tmp_path: Path, added_nbytes: int, says: tuple[str, str]) -> None:
+    """Under a limit of address space, as ulimit -v sets it, each was a Python error without a number."""
+    torch.save({"w": torch.zeros(64 << 20, dtype=torch.uint8)}, tmp_path / "model.pt")
+    program = (
+        "import resource, sys, xrank.cli.gather, xrank.conversion.gather, xrank.making.folder_filling\n"
+        "from xrank.cli.main import main\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "most = pages * resource.getpagesize() + int(sys.argv.pop(1))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (most, most))\n"
+        "main()"
+    )
+    options = ["--workers", "1", "--recipe", "none"]
+    command = [str(added_nbytes), "gather", str(tmp_path / "model.pt"), "-o", str(tmp_path / "out"), *options]
+    ended = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and ended.stderr.startswith("xrank: NoSpaceError"), ended.stderr
+    assert all(text in ended.stderr for text in says) and not (tmp_path / "out").exists(), ended.stderr
+
+
+def test_what_numpy_could_not_allocate_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(bench.workspace)
+    monkeypatch.setattr(conversion, "gather_checkpoint", lambda *args, **options: np.empty(1 << 60, np.uint8))
+    says = ["not enough memory in the step", "1.00 EiB"]
+    refusal(run("gather", "--workspace", bench.workspace, "-o", bench.out, "--json"), "NoSpaceError", says=says)

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,8 +22,8 @@ import click
 from xrank.cli.messages import Messages, json_line
 from xrank.cli.text import error_text, printable, render_all, rows_text, wants_color
 from xrank.environment import environ
-from xrank.errors import XrankError
-from xrank.faces import COMMAND, Face
+from xrank.errors import NoSpaceError, XrankError
+from xrank.faces import COMMAND, Face, option
 from xrank.words import one_line
 
 if TYPE_CHECKING:
@@ -266,11 +267,43 @@ def _explain(error: OSError | MemoryError) -> XrankError:
 
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return explain(error, error.filename)
+    if isinstance(error, MemoryError):
+        # numpy's and torch's texts say how much they wanted; Python's own error has none.
+        names = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "/xrank/" in frame.filename]
+        return NoSpaceError(
+            f"not enough memory in the step {names[-1] if names else 'unknown'}",
+            got=f"{_free_nbytes():,} bytes free",
+            want=str(error) or "more than that",
+            next_step=f"give a smaller {option('max_memory')}, or run where more memory is free",
+            free_nbytes=_free_nbytes(),
+        )
     return XrankError(f"{type(error).__name__}: {error}", next_step="run again with -v for the place")
+
+
+def _free_nbytes() -> int:
+    """Return the memory that this process may still take, by its own limit (ulimit -v) and the machine's."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(ImportError, OSError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm", encoding="ascii") as file:
+            taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        if limit != resource.RLIM_INFINITY:
+            free = max(min(free, limit - taken), 0)
+    return free
 
 
 def explain_fault(error: Exception) -> XrankError:
     """Return the error for an exception that no input may cause: a script with ``--json`` gets its report even then."""
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return NoSpaceError(
+            "the system starts no more threads for this process",
+            got=f"{threading.active_count()} threads, {_free_nbytes():,} bytes free",
+            want=f"a thread for each of the {option('workers')}",
+            next_step=f"give fewer {option('workers')}, or raise the limits of processes and memory (ulimit -u, -v)",
+            free_nbytes=_free_nbytes(),
+        )
     fault = XrankError(
         f"this is a fault of xrank, or of a package that it uses: {one_line(f'{type(error).__name__}: {error}')}",
         next_step="run again with -v, and report the traceback",

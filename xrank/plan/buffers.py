@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections import OrderedDict
@@ -13,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from xrank import system
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError
+from xrank.faces import AGAIN, option
 from xrank.plan.source import SourceFile, StoredModel
 from xrank.plan.writeback import start_writeback
 
@@ -30,6 +31,7 @@ __all__ = [
     "Target",
     "copy_bytes",
     "make_change_error",
+    "take_memory",
 ]
 
 
@@ -279,3 +281,21 @@ class NullTarget:
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Do nothing."""
+
+
+def take_memory(nbytes: int, what: str) -> memoryview:
+    """Return page-aligned zeros, which go back to the system as soon as they are freed.
+
+    Raises:
+        NoSpaceError: the system gives none; the error says what needed how much.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+    except (MemoryError, OSError) as error:
+        raise NoSpaceError(
+            f"not enough memory for {what}",
+            got=str(error) or type(error).__name__,
+            want=f"{nbytes:,} bytes",
+            next_step=f"give a smaller {option('max_memory')} or fewer {option('workers')}, or free memory; {AGAIN}",
+            needed_nbytes=nbytes,
+        ) from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Container, Iterator
 from typing import Literal, Protocol
 
 from xrank import dtypes
 from xrank.layout.nests import Nest
-from xrank.plan.buffers import PlacingTarget, Source, Target
+from xrank.plan.buffers import PlacingTarget, Source, Target, take_memory
 from xrank.plan.casts import (
     CastOverflowError,
     change_elements,
@@ -61,11 +60,10 @@ class Worker:
     def __init__(self, shared: _Shared, staging_nbytes: int, num_windows: int) -> None:
         self._shared = shared
         self.ended = threading.Event()
-        # Anonymous maps are page-aligned and are returned to the system as soon as the worker is freed.
         self._window = memoryview(b"")
         """The run of windows that is being made: the worker's own memory, or the target's."""
-        self._own_windows = memoryview(mmap.mmap(-1, num_windows * WINDOW_NBYTES))
-        self._staging = memoryview(mmap.mmap(-1, staging_nbytes))
+        self._own_windows = take_memory(num_windows * WINDOW_NBYTES, "a worker's windows")
+        self._staging = take_memory(staging_nbytes, "a worker's buffer")
         self._stored: memoryview | None = None
         """Stored elements of a tensor with an update, as many as fit a window."""
         self._merged: MergedTensor | None = None
@@ -165,7 +163,7 @@ class Worker:
         plan = tensor.plan
         factors = tensor.factors(self._whole)
         if self._stored is None:
-            self._stored = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
+            self._stored = take_memory(WINDOW_NBYTES, f"{plan.output.name}, to which an update is added")
         width, target_width = (dtypes.dtype(name).nbytes for name in (plan.source_dtype, plan.output.dtype))
         step = len(self._stored) // width
         for low in range(portion.low, portion.high, step):
@@ -181,7 +179,7 @@ class Worker:
 
     def _whole(self, tensor: PreparedTensor) -> memoryview:
         """Return all of a small tensor, checked and compared like written ones."""
-        memory = memoryview(bytearray(tensor.plan.output.nbytes))
+        memory = take_memory(tensor.plan.output.nbytes, f"{tensor.plan.output.name}, a factor of an update")
         self._bring(tensor, 0, tensor.plan.output.num_elements, memory)
         return memory
 
