@@ -402,7 +402,7 @@ def test_what_accelerate_leaves_beside_is_told(tmp_path: Path) -> None:
 )
 def test_what_is_no_state_dict(tmp_path: Path, state: object) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CorruptError, match="is not a state dict"):
+    with pytest.raises(UsageError, match="is not a state dict"):
         gathered(tmp_path)
 
 
