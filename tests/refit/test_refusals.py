@@ -235,6 +235,7 @@ def _change_model(card: dict[str, Any], change: Callable[[dict[str, Any]], objec
         lambda card: card["parts"][0]["offer"].update(pid=2**64),
         lambda card: card["parts"][0]["offer"].update(pid=-1),
         lambda card: card["parts"][0]["offer"].update(views=[]),
+        lambda card: card["parts"][0]["offer"].update(socket="x" * 5000),
         lambda card: card["parts"][0]["own"].update(unsaved=3),
         lambda card: card["parts"][0].update(model="\ufeff{}"),
         lambda card: _change_model(card, lambda model: model.update(views="x")),
@@ -243,7 +244,7 @@ def _change_model(card: dict[str, Any], change: Callable[[dict[str, Any]], objec
         lambda card: _change_model(card, lambda model: model["tensors"].update(weight=["float32", [2], 9])),
         lambda card: _change_model(card, lambda model: model.pop("aliases")),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_cards_of_another_structure_are_named(
     tmp_path: Path, change: Callable[[dict[str, Any]], str | bytes | None]

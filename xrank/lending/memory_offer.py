@@ -149,6 +149,8 @@ class PeerOffer:
         views = whole["views"].value
         if not isinstance(views, list) or not all(map(_is_view, views)):  # plain checks: there are many
             whole["views"].refuse("a list of addresses and sizes")
+        if len(whole["socket"].text().encode()) > 100:  # unix(7): 107 bytes at most
+            whole["socket"].refuse("the name of a socket")
         return cls(
             rank=rank,
             host=whole["host"].text(),
