@@ -134,7 +134,9 @@ class Address:
     def read_failure(self, offer: Card) -> Mapping[str, Any] | None:
         """Return why an offer ended; None if no rank has written it down."""
         found = self._read(f"{_FAILURE}{offer.id}{_ENDING}")
-        return None if found is None else found.content["error"]
+        if found is None:
+            return None
+        return found.describe("the end of an offer", "its error")["error"].table()
 
     def has(self, card: Card) -> bool:
         """Return whether a card, or a newer one in its place, is there."""

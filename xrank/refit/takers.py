@@ -157,10 +157,12 @@ class Takers:
         if not self._is_first:
             return
         for card in self._place.read_left():
-            with suppress(KeyError, TypeError, ValueError):  # not xrank's
-                engine, rank, step = str(card.content["engine"]), int(card.content["rank"]), int(card.content["step"])
-                cause, round_ = str(card.content["cause"]), int(card.content["round"])
-                if card.content["trainer"] == self._offer:
+            with suppress(CorruptError):  # not xrank's
+                content = card.describe("the end of an engine's rank", "engine, rank, step, round, cause and trainer")
+                engine, rank = content["engine"].text(), content["rank"].count(below=1 << 31)
+                step, round_ = content["step"].count(low=-1), content["round"].count(low=-1)
+                cause = content["cause"].text()
+                if content["trainer"].value == self._offer:
                     self._note_left(f"engine rank {rank} ({engine})", rank, cause, round_, step)
             self._place.remove(card)
 
