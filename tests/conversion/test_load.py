@@ -162,7 +162,7 @@ def test_all_that_is_wrong_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"steps: .*\n  got .*; likewise embed\.weight, .* and 2 more"):
         xrank.load_model(Block(), left(tmp_path / "model", tensors))
     with pytest.raises(UsageError) as raised:
-        xrank.load_model(Block(), left(tmp_path / "other", {f"model.{name}": t for name, t in weights().items()}))
+        xrank.load_model(Block(), left(tmp_path / "other", {f"own_{name}": t for name, t in weights().items()}))
     assert "8 more" in raised.value.got or "4 more" in raised.value.got
     assert "in the source alone" in raised.value.got and "recipe=" in raised.value.next_step
 
