@@ -129,10 +129,12 @@ def _prove_sizes(
         if is_shown and not left_out:
             return ()
         # The user leaves some names out; any other name that the source lacks is a hole.
-        # A head of the trainer's own beside the model, such as a critic's, must not hide that the model lacks a tensor.
         names, known = [shard.name for shard in model.shards if shard.name not in apart], names_of_class(config)
-        of_class = [name for name in names if known is None or known.has(name)]
-        is_proven = prove_family(of_class if 4 * len(of_class) > 3 * len(names) else names, config, shapes)
+        is_proven = prove_family(names, config, shapes)
+        within = [] if known is None else known.list_within(names)
+        if not is_proven and 0 < len(within) < len(names):
+            # A head of the trainer's own beside the model, such as a critic's, must not hide that it lacks a tensor.
+            is_proven = prove_family(within, config, shapes)
         if is_proven or is_shown:
             return ()
         _refuse_absent(own, config, found)

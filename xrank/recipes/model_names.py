@@ -71,9 +71,12 @@ class ModelNames:
         """Return the number of names that are the model's as they are."""
         return sum(self._kind(name) > 0 for name in names)
 
-    def has(self, name: str) -> bool:
-        """Return whether a name is the model's."""
-        return self._kind(name) > 0
+    def list_within(self, names: Sequence[str]) -> list[str]:
+        """Return the names in the model's outermost modules, without those of modules beside them."""
+        outer = {
+            stem.removeprefix(prefix).partition(".")[0] for stem in self.stems for prefix in ("", self.base_prefix)
+        }
+        return [name for name in names if name.partition(".")[0] in outer]
 
     def find_wrapping(self, names: Sequence[str]) -> _Strip | None:
         """Return the function that takes off what wrappers put before the names; it leaves tensors beside the model.
@@ -91,7 +94,7 @@ class ModelNames:
         often = [p for p, count in counts.items() if count > bare and 4 * count >= len(names)]
         found = {p: self.count(name.removeprefix(p) for name in names if name.startswith(p)) for p in often}
         best = min(found, key=lambda prefix: (-found[prefix], len(prefix)), default="")
-        if found.get(best, 0) <= bare or 4 * found[best] < len(names) or _fits_recipe(names):
+        if found.get(best, 0) <= bare or 4 * found[best] < len(names) or _is_near_recipe(names):
             return self._make_strip("", names) if bare else None
         rivals = [p for p, count in found.items() if 2 * count > found[best] and not _is_nested(p, best)]
         if rivals:
@@ -143,9 +146,10 @@ class ModelNames:
         )
 
 
-def _fits_recipe(names: Sequence[str]) -> bool:
-    """Return whether all names are those of a training framework, whose recipe renames them."""
-    return any(match(recipe, names).fits for recipe in load_recipes_for(names))
+def _is_near_recipe(names: Sequence[str]) -> bool:
+    """Return whether half of the names are those of a training framework, whose recipe renames them or misses some."""
+    found = (match(recipe, names) for recipe in load_recipes_for(names))
+    return any(one.knows_layers and 2 * one.num_telling >= len(names) for one in found)
 
 
 def _list_prefixes(name: str) -> Iterator[str]:
