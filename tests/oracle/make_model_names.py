@@ -33,37 +33,37 @@ _OPEN = {
 """Types that hold any other model, so that only the first part of their names is known."""
 
 
-def list_stems(model: Any) -> Iterator[str]:
-    """Yield the stems of the names of a model."""
-    kind, prefix = model.config.model_type, model.base_model_prefix
-    base = modeling_auto.MODEL_MAPPING_NAMES.get(kind, ())
-    is_base = bool(prefix) and type(model).__name__ in ((base,) if isinstance(base, str) else base)
+def is_base(model: Any) -> bool:
+    """Return whether the other classes of a model's type put its prefix before its names."""
+    base, prefix = modeling_auto.MODEL_MAPPING_NAMES.get(model.config.model_type, ()), model.base_model_prefix
+    is_mapped = type(model).__name__ in ((base,) if isinstance(base, str) else base)
+    return is_mapped and bool(prefix) and not hasattr(model, prefix)
+
+
+def list_stems(model: Any, prefix: str) -> Iterator[str]:
+    """Yield the stems of the names of a model, whose type has this prefix."""
     for name in model.state_dict():
-        if kind in _OPEN:
+        if model.config.model_type in _OPEN:
             yield name.partition(".")[0]
         else:
-            yield find_stem(f"{prefix}.{name}" if is_base else name)
+            yield find_stem(f"{prefix}.{name}" if is_base(model) else name)
 
 
 def make_names() -> dict[str, list[str]]:
     """Return model type -> its prefix, its classes and its stems, each joined by spaces."""
-    prefixes: dict[str, str] = {}
-    classes: dict[str, set[str]] = defaultdict(set)
-    stems: dict[str, set[str]] = defaultdict(set)
+    models: dict[str, list[Any]] = defaultdict(list)
     for cls in find_classes():
-        kind = cls.config_class.model_type
         try:
-            models = [] if cls.__name__ in UNMADE else list(make_meta_models(cls))
+            models[cls.config_class.model_type] += [] if cls.__name__ in UNMADE else make_meta_models(cls)
         except Exception as error:  # its constructor lacks a package here
             print(f"not made: {cls.__name__}: {str(error).strip().partition(chr(10))[0][:100]}")
-            continue
-        for model in models:
-            prefixes.setdefault(kind, model.base_model_prefix)
-            classes[kind].add(cls.__name__)
-            stems[kind].update(list_stems(model))
-    return {
-        kind: [prefixes[kind], *(" ".join(sorted(each[kind])) for each in (classes, stems))] for kind in sorted(stems)
-    }
+    found = {}
+    for kind in sorted(kind for kind, made in models.items() if made):
+        prefix = max(models[kind], key=is_base).base_model_prefix
+        classes = {type(model).__name__ for model in models[kind]}
+        stems = {stem for model in models[kind] for stem in list_stems(model, prefix)}
+        found[kind] = [prefix, " ".join(sorted(classes)), " ".join(sorted(stems))]
+    return found
 
 
 if __name__ == "__main__":
