@@ -133,6 +133,10 @@ FOLLOWED: Mapping[str, str] = {
         "conversion/test_load.py::test_modules_that_cannot_be_filled_are_refused"
     ),
     r"give a state dict of DTensors .*|make FSDP .*|export from a checkpoint .*": ANOTHER,
+    r"give the folder with the weights|if this is where they belong, .*": (
+        "readers/test_foreign_kinds.py::test_folder_without_weights_is_named"
+    ),
+    r"give all ranks the same version of xrank": NOTHING,
     r"give the module|its state dict": "conversion/test_export_refusals.py::test_arguments_of_wrong_types_are_named",
     # looks
     r"check .*|do not use this .*|use a version of xrank that knows it|report it to the authors of .*": NOTHING,

@@ -35,6 +35,8 @@ def same(a, b):
 def test_every_element_type_and_shape_comes_as_it_was(kind):
     with shared_ends() as ((sender, receiver, host), _):
         for dtype in dtypes.DTYPES:
+            if dtypes.dtype(dtype).num_packed > 1:  # nothing computes with it
+                continue
             if kind == "torch" and not hasattr(torch, dtypes.dtype(dtype).torch_name):
                 continue
             for shape in SHAPES:

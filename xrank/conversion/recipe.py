@@ -84,7 +84,7 @@ def check_recipe(
     started = time.monotonic()
     asked = load_recipe(os.fspath(recipe))
     base = open_base_model(base_model) if base_model is not None else None
-    found = read_source(places.enter(path), base=base)
+    found = read_source(places.enter(path), base=base, keeps_names=True)
     fit = fit_recipe(asked, found.model, found.config)
     fault = _fault(fit, found.model)
     if fault is None and base is not None and fit.renamed is not None:
@@ -137,7 +137,7 @@ def draft_recipe(
             want="a model folder with safetensors",
             next_step=f"give {option('base_model')} a folder with weights",
         )
-    found, known = read_source(places.enter(path), base=base), read_source(base.path)
+    found, known = read_source(places.enter(path), base=base, keeps_names=True), read_source(base.path)
     if {shard.name for shard in found.model.shards} <= base.tensors.keys():
         raise UsageError(
             f"{found.model.path} has the base model's names already",

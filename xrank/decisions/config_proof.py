@@ -130,11 +130,13 @@ def _prove_sizes(
             return ()
         # The user leaves some names out; any other name that the source lacks is a hole.
         names, known = [shard.name for shard in model.shards if shard.name not in apart], names_of_class(config)
-        is_proven = prove_family(names, config, shapes)
+        # A recipe that gave the names has proven the shapes, which another recipe of the type may lay out otherwise.
+        sizes = shapes if model.recipe is None else {}
+        is_proven = prove_family(names, config, sizes)
         within = [] if known is None else known.list_within(names)
         if not is_proven and 3 * len(names) < 4 * len(within) < 4 * len(names):
             # A head of the trainer's own beside the model, such as a critic's, must not hide that it lacks a tensor.
-            is_proven = prove_family(within, config, shapes)
+            is_proven = prove_family(within, config, sizes)
         if is_proven or is_shown:
             return ()
         _refuse_absent(own, config, found)

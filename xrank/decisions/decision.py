@@ -181,7 +181,9 @@ def _refuse_foreign(found: FoundSource, base: BaseModel | None) -> None:
         ContradictionError: hardly any is, whatever stands before it.
     """
     model, names = names_of_class(found.config), [shard.name for shard in found.model.shards]
-    if model is None or not names or (base is not None and base.tensors) or 4 * model.count(names) >= len(names):
+    # Without layers it is no model of transformers, but some tensors of the user's own.
+    has_layers = any(part.isdecimal() for name in names for part in name.split("."))
+    if model is None or not has_layers or (base is not None and base.tensors) or 4 * model.count(names) >= len(names):
         return
     first = names[0].partition(".")[0]
     prefix = first if all(name.startswith(f"{first}.") for name in names) else ""

@@ -17,6 +17,7 @@ from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.plan_digest import digest_of_plan
 from xrank.decisions.recipe_choice import fits_any_recipe
+from xrank.decisions.saved_form import TABLE
 from xrank.decisions.selection import Selection
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import AGAIN, option
@@ -125,6 +126,7 @@ def plan_gather(
         world_size=world_size,
         is_left_out=options.leaves_out,
         share=share,
+        keeps_names=recipe not in (None, TABLE),  # such a recipe knows the names that the source has
     )
     return plan_found(found, where.path, options, base, given, recipe)
 
