@@ -273,7 +273,8 @@ def test_text_of_a_refusal(tmp_path: Path) -> None:
         "model.layers.0.input_layernorm.weight\n"
         "  got   2 layers under model.layers\n"
         "  want  4, by num_hidden_layers = 4\n"
-        f"  try   put the model's own config.json in place of {path}, then run the same command (exit 4)\n"
+        "  try   bring the files of the other layers, such as another pipeline stage's, or take an earlier checkpoint; "
+        f"if the model has 2, put the model's own config.json in place of {path}, then run the same command (exit 4)\n"
     )
     verified = verify_model(tmp_path / "step")
     assert verified.exit_code == 4 and verified.fault is not None and verified.fault.file == str(path)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests.cli.bench import run
 from tests.readers.made_megatron import Run, whole_model, write_config, write_legacy
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
@@ -143,6 +144,15 @@ def test_inspect_names_every_hole(two_by_two: Path) -> None:
 def test_a_missing_rank_is_named(two_by_two: Path, lost: str) -> None:
     shutil.rmtree(two_by_two / f"mp_rank_{lost}")
     assert lost in str(refused(two_by_two, IncompleteError, f"mp_rank_{lost}").file)
+
+
+def test_a_stage_of_which_only_the_optimizer_was_written(two_by_two: Path) -> None:
+    file = two_by_two / "mp_rank_01_001" / "model_optim_rng.pt"
+    file.rename(file.with_name("distrib_optim.pt"))
+    ended = run("gather", two_by_two, "--out", two_by_two.parent.parent / "out")
+    assert ended.exit_code == 3 and "IncompleteError: mp_rank_01_001/model_optim_rng.pt: not in" in ended.stderr
+    assert "PP 1" in ended.stderr and "copy mp_rank_01_001 from where it was written" in ended.stderr
+    assert "a gather would exit 3" in run("inspect", two_by_two).stdout
 
 
 def test_a_marker_of_nothing(two_by_two: Path) -> None:

@@ -442,6 +442,33 @@ def components(pool: RankPool, room: Path) -> Case:
     return Case(room / "pipeline", [wholes(model_of(seed)) for seed in (1, 2)])
 
 
+def stages(pool: RankPool, room: Path) -> Case:
+    """Stages of a pipeline that each saved into a folder of its own. Half a model passes, as nothing shows the rest."""
+    models = [model_of(1), {f"{name}2": tensor for name, tensor in model_of(2).items()}]
+    for number, model in enumerate(models):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a save without a process group
+            dcp.save({"model": model}, checkpoint_id=room / "run" / f"stage_{number}", no_dist=True)
+    return Case(room / "run", [*map(wholes, models), wholes(models[0]) | wholes(models[1])])
+
+
+def test_stages_of_their_own_folders_are_joined_as_advised(rank_pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    case = stages(rank_pool, tmp_path / "room")
+    error = case.gather(tmp_path / "out")
+    assert error is not None and "put the outputs into one folder as model-00001-of-00002" in str(error.next_step)
+    (tmp_path / "joined").mkdir()
+    for number in range(2):
+        gather_checkpoint(case.folder / f"stage_{number}", tmp_path / str(number))
+        name = f"model-{number + 1:05d}-of-00002.safetensors"
+        shutil.copy(tmp_path / str(number) / "model.safetensors", tmp_path / "joined" / name)
+    gather_checkpoint(tmp_path / "joined", tmp_path / "out")
+    assert read_model(tmp_path / "out") == case.models[2]
+    (tmp_path / "joined" / "model-00002-of-00002.safetensors").unlink()
+    refusal = case.gather(tmp_path / "none", tmp_path / "joined")
+    assert refusal is not None and refusal.exit_code == 3 and "model-00002-of-00002" in str(refusal)
+
+
 def half_models(pool: RankPool, room: Path) -> Case:
     """Parts of one model under names that show no rank: the base model, which is advised too, shows it."""
     case = weights(room, dict(zip(["first.safetensors", "second.safetensors"], halves(1), strict=True)), [])

@@ -147,13 +147,16 @@ def _prove_sizes(
     # The other dim of the tensors has the hidden size.
     length, place = next((each for each in claim.found.items() if each[0] != hidden), next(iter(claim.found.items())))
     keys = " and ".join(f"{section.prefix}{key} = {section.values.get(key)}" for key in claim.keys)
+    # Fewer layers are what a lost stage of a pipeline leaves, too. Then another config.json would hide the loss.
+    are_few = place.text.startswith("layers under") and length < min(claim.numbers)
+    stages = "bring the files of the other layers, such as another pipeline stage's, or take an earlier checkpoint"
     raise ContradictionError(
         f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}",
         tensor=place.tensor,
         file=found.config_path,
         got=f"{length} {place.text}",
         want=f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}",
-        next_step=_advise(found, base),
+        next_step=f"{stages}; if the model has {length}, {_advise(found, base)}" if are_few else _advise(found, base),
     )
 
 

@@ -61,7 +61,7 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
 
     Raises:
         UnsafeError: there is a class or function; the error names the first one and the file.
-        UsageError: there is a quantized tensor of torchao.
+        UsageError: there is a quantized tensor of torchao, or a whole module of torch.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -70,6 +70,15 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
         if isinstance(node, InertRecord):
             origin = Origin(path, rank)
             refuse_tensor_class(node, origin)
+            # torch/nn/modules/module.py: Module.__init__
+            if isinstance(node.state, dict) and {"_parameters", "_modules"} <= node.state.keys():
+                kind = quote(f"{node.module}.{node.name}")
+                raise origin.usage(
+                    f"holds a whole module, an object of {kind}, which only its own code can make",
+                    got=kind,
+                    want="the state dict of the module",
+                    next_step="load it where its class is, then save its state_dict() with torch.save; gather that",
+                )
             raise origin.unsafe(
                 f"holds an object that only running code can make: {quote(f'{node.module}.{node.name}')}",
                 got=quote(f"{node.module}.{node.name}"),

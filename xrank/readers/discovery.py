@@ -33,6 +33,8 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 # verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path.
 _PART = re.compile(r"pytorch_model_fsdp(_0)?|sharded|dist_ckpt")
 """Folders beside a whole model that hold the same checkpoint in shards."""
+_STAGE = re.compile(r"(?i)(^|[/_.-])(pp|pipe|pipeline|stage|part)([_.-]?(rank|stage))?[_.-]?\d+(/|$)")
+"""Paths of folders that may each hold a stage of a pipeline. Steps of training may be called so, too."""
 _MAX_FILES = 16
 """Files of ``torch.save`` beside a source that are looked at."""
 _MANIFEST = "xrank_manifest.json"  # in outputs: writers/output_place.py
@@ -165,6 +167,10 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
             # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
             next_step=f"gather each component by itself: give {paths} as the path"
             if places.is_file(os.path.join(path, "model_index.json"))
+            else "if each is a stage of one model, gather each by itself, put the outputs into one folder as "
+            f"model-00001-of-{len(found):05d}.safetensors and so on, and gather that folder; if each is a whole model, "
+            "give the path of one of them"
+            if all(_STAGE.search(os.path.relpath(place, path)) for place, _ in found)
             else "give the path of one of them",
         )
     if not found:
