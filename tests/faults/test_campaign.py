@@ -239,7 +239,8 @@ def test_bombs_take_little_time_and_memory(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("added_nbytes", "says"),
     [
-        (2 << 20, ("not enough memory for a worker's windows", "1,048,576 bytes")),
+        # Whether the windows or the buffer is refused depends on what Python's heap has left.
+        (2 << 20, ("not enough memory for a worker's ", " bytes")),
         (8 << 20, ("the system starts no more threads", "a thread for each of the --workers")),
     ],
 )

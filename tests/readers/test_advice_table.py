@@ -61,6 +61,9 @@ FOLLOWED: Mapping[str, str] = {
         "readers/test_foreign_kinds.py::test_other_formats_beside_a_model_are_no_hindrance"
     ),
     r"gather a checkpoint that a ZeRO optimizer saved": COPIED,
+    r"if each is (a stage of one model, gather each by itself|a whole model), .*": (
+        "readers/test_next_steps.py::test_stages_of_their_own_folders_are_joined_as_advised"
+    ),
     r"give the folder of a version that is whole .*|the engine that pulls these deltas applies them to it": (
         "readers/test_weight_folders.py::test_a_delta_is_not_a_model"
     ),

@@ -149,7 +149,7 @@ class ModelNames:
 def _is_near_recipe(names: Sequence[str]) -> bool:
     """Return whether half of the names are those of a training framework, whose recipe renames them or misses some."""
     found = (match(recipe, names) for recipe in load_recipes_for(names))
-    return any(one.knows_layers and 2 * one.num_telling >= len(names) for one in found)
+    return any(one.fits or (one.knows_layers and 2 * one.num_telling >= len(names)) for one in found)
 
 
 def _list_prefixes(name: str) -> Iterator[str]:
