@@ -39,12 +39,13 @@ def expected(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", PIPELINES)
 def test_the_weights_of_pipelines_are_those_of_the_ranks(pipelines, tmp_path, case):
-    want = expected(pipelines / case)
+    want, options = expected(pipelines / case), ()
     if case == "zero0-fp32":
+        options = ("--format", "deepspeed")  # expected.pt has other names, and would be another model
         # Nothing records the key of a tied layer without buffers: its files have its layers' numbers.
         for name in ("weight", "bias"):
             want |= dict.fromkeys((f"4.{name}", f"7.{name}"), want.pop(f"tied_modules.norm.{name}"))
-    assert_same(gathered(pipelines / case, tmp_path / "model"), want)
+    assert_same(gathered(pipelines / case, tmp_path / "model", *options), want)
     if PIPELINES[case]["kind"] is not None:
         assert want["1.up.weight"].dtype == torch.float32 and want["3.up.weight"].dtype != torch.float32
         assert not torch.equal(want["1.up.weight"], want["1.up.weight"].bfloat16().float())
