@@ -101,9 +101,9 @@ def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
 def _read_bare(reader: Reader, place: str, hints: Hints) -> StoredModel:
     """Return what a reader finds, without what wrapping modules added to it."""
     model = check_roundings(reader.read(place, hints))
-    known = hints.shapes or hints.module_names
     if model.format.startswith("megatron") or hints.needs_layouts or hints.keeps_names:
         return remove_wrapper_names(model)
+    known = hints.shapes or hints.module_names
     config = model.config if hints.config is None else hints.config
     return remove_wrapper_names(model, make_finder(known, config, hints.is_left_out), known)
 
