@@ -217,7 +217,7 @@ def test_an_adapter_behind_a_prefix_has_pefts_names(tmp_path: Path, prefix: str)
 
 
 class Config:
-    """What transformers' config is to xrank."""
+    """Stands in for transformers' config: xrank reads only its JSON text."""
 
     def __init__(self) -> None:
         self.architectures: list[str] = []

@@ -79,7 +79,7 @@ def test_the_first_death_is_named_whatever_a_rank_sees_itself(process: subproces
     """A rank that raises because another died ends, too; a third rank that looks later must not name it."""
     store = LocalStore()
     watch = watch_of(process, store)
-    record = '{"rank": 2, "host": "far", "pid": 7, "cause": "it died", "call": "a step", "id": "1"}'
+    record = '{"rank": 2, "host": "far", "pid": 7, "cause": "it died", "call": "a step", "id": "1", "absent": []}'
     store.claim(watch._name, record)
     process.kill()
     with pytest.raises(RankFailedError, match="rank 2 failed: it died"):

@@ -23,7 +23,7 @@ SECONDS = 2
 HUGE = 1 << 40
 _TABLE = json.dumps({"w": {"dtype": "U8", "shape": [64 << 20], "data_offsets": [0, 64 << 20]}}).encode()
 HEAD = len(_TABLE).to_bytes(8, "little") + _TABLE
-"""Of a sound file, of which a store gives the beginning as it should."""
+"""Bytes of a sound file, whose beginning the store sends correctly."""
 PROGRAM = """
 import sys
 from xrank.cli.main import main

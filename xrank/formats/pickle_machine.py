@@ -65,7 +65,7 @@ class PickleMachine:
         self.marks: list[list[object]] = []
         self.memo: MutableMapping[int, object] = Memo()
         self.memoized: object = self.memo
-        """What was memoized last."""
+        """The object that was memoized last."""
         self.globals: dict[tuple[str, str], object] = {}
         """Values of the classes and functions that the pickle names."""
         self.made_nbytes = 0

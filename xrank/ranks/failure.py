@@ -72,7 +72,7 @@ class FailureRecord:
     def from_bytes(cls, content: bytes) -> FailureRecord:
         """Return the record that `to_bytes` wrote."""
         fields = json.loads(content)
-        return cls(**{**fields, "absent": tuple(fields.get("absent", ()))})
+        return cls(**{**fields, "absent": tuple(fields["absent"])})
 
     def to_error(self) -> RankFailedError:
         """Return the error that every other rank raises."""
