@@ -15,8 +15,6 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "DType", "by_torch_name", "dtype", "numpy_dtype"]
-
 
 @dataclass(frozen=True, slots=True)
 class DType:

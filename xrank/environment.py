@@ -14,22 +14,6 @@ from dataclasses import dataclass
 
 from xrank.errors import UsageError
 
-__all__ = [
-    "SETTINGS",
-    "KerasJobs",
-    "Launch",
-    "environ",
-    "forgo_blas_threads",
-    "hub_cache",
-    "permit_http",
-    "read_keras_jobs",
-    "read_launch",
-    "read_run_id",
-    "scratch_folder",
-    "setting",
-    "silent_torch",
-]
-
 SETTINGS = (
     "XRANK_WORKSPACE",
     "XRANK_MAX_MEMORY",

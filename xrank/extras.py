@@ -11,8 +11,6 @@ from importlib.util import find_spec
 
 from xrank.errors import UsageError
 
-__all__ = ["require_cryptography", "require_obstore", "require_torch"]
-
 
 def require_torch(what: str) -> None:
     """Check that torch is installed, without importing it.

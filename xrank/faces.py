@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-__all__ = ["AGAIN", "COMMAND", "PYTHON", "Face", "Text", "either", "marked", "needs", "option"]
-
 _OPTION, _VALUE, _OPTION_END, _CHOICE, _OR, _CHOICE_END, _AGAIN = map(chr, range(0xFDD0, 0xFDD7))
 _MARKED_OPTION = re.compile(f"{_OPTION}([a-z][a-z0-9_]*)(?:{_VALUE}([^{_OPTION}-{_AGAIN}]*))?{_OPTION_END}")
 _MARKED_AGAIN = re.compile(f"{_AGAIN} with ({_MARKED_OPTION.pattern})")

@@ -12,8 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 from xrank.errors import RankFailedError, UsageError, XrankError
 from xrank.faces import Face
 
-__all__ = ["check_no_url", "errors_of", "names_own_arguments"]
-
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 

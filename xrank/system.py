@@ -19,35 +19,6 @@ from typing import Any
 
 from xrank.errors import UsageError
 
-__all__ = [
-    "APPEND",
-    "NEW",
-    "NO_LINK",
-    "READ",
-    "READ_FOLDER",
-    "UPDATE",
-    "after_fork_in_child",
-    "anonymous_memory",
-    "available_memory_nbytes",
-    "c_function",
-    "c_library",
-    "close_read",
-    "count_cores",
-    "descriptor_limit",
-    "free_nbytes",
-    "keep_descriptors_free",
-    "peak_rss_nbytes",
-    "process_state",
-    "read_at",
-    "read_bytes_at",
-    "replace",
-    "require_linux",
-    "sync_folder",
-    "user_id",
-    "write_all",
-    "write_at",
-]
-
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 # Windows opens as text unless told otherwise, and lets children inherit in its own way.
 _ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)

@@ -5,22 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-__all__ = [
-    "amount_text",
-    "clip",
-    "first_lines",
-    "join_words",
-    "likewise_text",
-    "list_text",
-    "numbers_text",
-    "one_line",
-    "plural",
-    "ranks_text",
-    "repr_text",
-    "runs_text",
-    "size_text",
-]
-
 _MAX_RUNS = 8
 _MAX_COMPACT_RUNS = 4
 

@@ -287,7 +287,7 @@ def test_what_is_no_plain_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsafeError, match=r"torch\.device"):
         gathered(folder)
     torch.save(torch.nn.Linear(2, 2), folder / "model_world_size_1_rank_0.pt")
-    with pytest.raises(UsageError, match="rank 0: .*holds a whole module"):
+    with pytest.raises(UsageError, match=r"rank 0: .*holds a whole module"):
         gathered(folder)
 
 

@@ -10,8 +10,6 @@ from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 from xrank.words import plural, size_text
 
-__all__ = ["clean_command"]
-
 
 @click.command(
     "clean", cls=Command, short_help="Remove the remains of dead gathers.", examples=["clean outputs --dry-run"]

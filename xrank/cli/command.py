@@ -29,9 +29,6 @@ from xrank.words import one_line
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["Output", "command_name", "face_of", "reporting", "say"]
-
-
 _RESUMED = ("gather", "reshard")
 """Commands that resume after an interruption."""
 

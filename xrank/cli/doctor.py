@@ -8,8 +8,6 @@ from xrank.cli.command import Output, reporting
 from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 
-__all__ = ["doctor_command"]
-
 
 @click.command(
     "doctor",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from xrank.plan.report import Report
     from xrank.plan.report_facts import OutputFacts
 
-__all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
-
 
 @click.command(
     cls=Command,

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Command", "Group"]
-
 _SECTIONS = {
     "Source": ("workspace", "layout", "format", "format_name", "part", "world_size", "strict_pickles", "allow_http"),
     "Output": (

@@ -19,8 +19,6 @@ from xrank.words import plural, size_text
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["inspect_command"]
-
 _MAX_FACTS = 4
 """Entries of a table in a format's facts that a row shows."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from xrank.layout.layout_diff import LayoutChange, LayoutDiff
     from xrank.plan.report import Report
 
-__all__ = ["layout_command"]
-
 
 @click.group(cls=Group, short_help="Show, compare and prove layouts.", examples=["layout show demo/workspace"])
 def layout_command() -> None:

@@ -17,8 +17,6 @@ from xrank.cli.help import Group
 from xrank.cli.text import wants_color
 from xrank.errors import UsageError
 
-__all__ = ["cli", "main"]
-
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 _COMMANDS = {
     "gather": "gather",

@@ -12,8 +12,6 @@ import click
 
 from xrank.cli.text import printable, wants_color
 
-__all__ = ["Messages", "json_line"]
-
 
 def json_line(level: str, message: str, **facts: Any) -> str:
     """Return a message as one line of JSON, with the time in UTC."""

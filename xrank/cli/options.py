@@ -13,24 +13,6 @@ from xrank.cli.paths import PATH
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-__all__ = [
-    "adapter_config",
-    "allow_http",
-    "base_model",
-    "completing",
-    "dry_run",
-    "dtype",
-    "format_name",
-    "layout",
-    "max_memory",
-    "out",
-    "part",
-    "recipe",
-    "shipped_recipes",
-    "workers",
-    "world_size",
-]
-
 _Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Completion = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["PATH"]
-
 
 class _Path(click.Path):
     """A path that is not empty: an empty one would mean the working directory."""

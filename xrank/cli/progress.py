@@ -12,8 +12,6 @@ from time import monotonic
 from xrank.cli.command import Output
 from xrank.words import clip, size_text
 
-__all__ = ["following_progress"]
-
 _DRAW_SECONDS = 0.1
 _MESSAGE_SECONDS = 60.0
 _BAR_WIDTH = 20

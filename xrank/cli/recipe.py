@@ -15,8 +15,6 @@ from xrank.words import list_text, plural
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["recipe_command"]
-
 
 @click.group(cls=Group, short_help="List, print, check and draft recipes.", examples=["recipe list"])
 def recipe_command() -> None:

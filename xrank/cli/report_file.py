@@ -12,8 +12,6 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["ReportFile"]
-
 _MAX_SAMPLES = 2000
 
 Progress = Callable[[int, int], None]

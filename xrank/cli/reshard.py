@@ -18,8 +18,6 @@ from xrank.words import plural, size_text
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["reshard_command"]
-
 
 @click.command(
     cls=Command,

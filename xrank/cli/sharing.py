@@ -17,8 +17,6 @@ from xrank.errors import XrankError
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["report_shared", "sharing"]
-
 
 def sharing(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command ``--timeout`` and ``--distributed``."""

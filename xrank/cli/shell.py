@@ -8,8 +8,6 @@ from click.shell_completion import CompletionItem, get_completion_class
 from xrank.cli.help import Command
 from xrank.cli.options import completing
 
-__all__ = ["completion_command", "help_command"]
-
 _SHELLS = ("bash", "zsh", "fish")
 
 

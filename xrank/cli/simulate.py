@@ -11,8 +11,6 @@ from xrank.cli.command import Output, reporting
 from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 
-__all__ = ["simulate_command"]
-
 
 @click.command(
     "simulate",

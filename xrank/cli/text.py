@@ -11,8 +11,6 @@ from xrank.environment import environ
 from xrank.errors import XrankError
 from xrank.faces import COMMAND, Face, Text
 
-__all__ = ["error_text", "printable", "render_all", "rows_text", "wants_color"]
-
 _FEWEST_COLUMNS = 20
 """Columns without which a text is not wrapped."""
 _LABEL_COLORS = {"ok": "green", "wrote": "green", "equal": "green", "note": "yellow", "problem": "red"}

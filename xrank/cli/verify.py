@@ -17,8 +17,6 @@ from xrank.words import plural, size_text
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["verify_command"]
-
 
 @click.command(
     "verify",

@@ -18,8 +18,6 @@ from xrank.readers.discovery import find_source
 from xrank.stores import places
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
-__all__ = ["ComparedSide", "read_sides"]
-
 _APART = FOLDER + WEIGHTS_NAME
 
 

@@ -26,8 +26,6 @@ from xrank.plan.source import merge_models
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME
 
-__all__ = ["plan_comparison"]
-
 _OTHER = "\0other/"  # no tensor that a gather accepts has such a name
 
 

@@ -17,8 +17,6 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME
 
-__all__ = ["NOT_COPIES", "OR_CONFIG", "Compared", "Correspondence", "TiedName", "correspond"]
-
 NOT_COPIES = "find out which of the two is the right one"
 OR_CONFIG = f"{NOT_COPIES}; if the gather was given {option('adapter_config')}, give the same here"
 

@@ -10,8 +10,6 @@ from xrank.plan.executor import execute
 from xrank.plan.planner import Plan, TensorPlan, select_tensors
 from xrank.plan.windows import WINDOW_NBYTES
 
-__all__ = ["find_differences"]
-
 _STRETCH = 4
 """Number of windows of each copy that are in memory at a time."""
 

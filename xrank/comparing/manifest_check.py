@@ -22,8 +22,6 @@ from xrank.readers.hugging_face.folder import read_headers
 from xrank.stores import places
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
-__all__ = ["plan_manifest_check"]
-
 
 def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
     """Return the check of a folder against its manifest: files, tensors, digests. Companions are read immediately."""

@@ -25,8 +25,6 @@ from xrank.plan.low_rank import LowRank
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.matching import match
 
-__all__ = ["Pair", "pair_adapters", "pair_merged", "pair_plain"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:

@@ -18,8 +18,6 @@ from xrank.plan.report_facts import ProofFacts, SourceFacts
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME
 
-__all__ = ["plan_proof"]
-
 
 def plan_proof(
     path: str, base: BaseModel | None, layouts: LayoutMap | None, part: str | None = None, world_size: int | None = None

@@ -22,8 +22,6 @@ from xrank.writers.disk import explain_errors
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 from xrank.writers.output_place import SIGNATURE_NAME
 
-__all__ = ["check_signature"]
-
 _CHECK_NBYTES = 64_000_000
 
 

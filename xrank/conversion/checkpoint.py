@@ -16,8 +16,6 @@ from xrank.stores import places
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["open_checkpoint"]
-
 
 @names_own_arguments
 def open_checkpoint(

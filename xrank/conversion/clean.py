@@ -15,8 +15,6 @@ from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_messages, clean_object_messages, clean_places, folder_time
 
-__all__ = ["clean"]
-
 
 @names_own_arguments
 def clean(

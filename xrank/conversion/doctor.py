@@ -29,8 +29,6 @@ from xrank.words import one_line, plural, size_text
 from xrank.writers.disk import allocate, is_in_memory
 from xrank.writers.rename import exchange
 
-__all__ = ["examine_machine"]
-
 _PACKAGES = ("numpy", "ml_dtypes", "xxhash", "isal", "filelock", "click")
 _OPTIONAL = {
     "torch": "models in memory",

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["export_model", "save_model"]
-
 _BUFFERS_NBYTES = 64_000_000
 """Bytes of a rank's buffers by default."""
 

@@ -30,8 +30,6 @@ from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.writers.stage_inspection import inspect_stage
 
-__all__ = ["inspect", "inspect_source"]
-
 
 @names_own_arguments
 @counts_requests

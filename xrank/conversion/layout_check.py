@@ -19,8 +19,6 @@ from xrank.plan.report import Report
 from xrank.plan.report_facts import SourceFacts
 from xrank.plan.survey import survey
 
-__all__ = ["check_file", "check_layouts"]
-
 
 def check_layouts(
     layouts: LayoutMap | str | os.PathLike[str],

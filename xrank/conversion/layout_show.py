@@ -24,8 +24,6 @@ from xrank.plan.report import Report
 from xrank.plan.report_facts import LayoutDetails, OutputFacts, SourceFacts
 from xrank.system import peak_rss_nbytes
 
-__all__ = ["diff_layouts", "show_layouts", "write_page"]
-
 
 def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) -> tuple[Report, Survey, str | None]:
     """Return the report of the layouts at a path, the survey of ranks' parts, and the text of a layout file.

@@ -27,8 +27,6 @@ from xrank.teams.launches import find_group_team
 if TYPE_CHECKING:
     from xrank.layout import LayoutMap
 
-__all__ = ["load_model"]
-
 
 @names_own_arguments
 def load_model(

@@ -13,8 +13,6 @@ from xrank.faces import option
 from xrank.plan.report import Report
 from xrank.stores.url import is_url, split_url
 
-__all__ = ["Push", "find_push"]
-
 
 @dataclass(frozen=True, slots=True)
 class Push:

@@ -26,8 +26,6 @@ from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.words import plural
 
-__all__ = ["check_recipe", "draft_recipe", "list_recipes", "show_recipe"]
-
 
 def list_recipes() -> Report:
     """Return the report of the recipes that come with xrank."""

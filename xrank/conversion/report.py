@@ -33,24 +33,6 @@ if TYPE_CHECKING:
     from xrank.making.file_writing import WrittenFiles
     from xrank.making.folder_filling import WrittenOutput
 
-__all__ = [
-    "EARLIER_NOTE",
-    "check_survey",
-    "count_outputs",
-    "count_rank_tensors",
-    "file_facts",
-    "folder_report",
-    "model_facts",
-    "output_facts",
-    "plan_report",
-    "proof_facts",
-    "read_report",
-    "report_text",
-    "reshard_report",
-    "source_facts",
-    "survey_facts",
-]
-
 _REQUESTS_OF_FILE = 5
 """Requests for an uploaded file beside its parts: its beginning, the journal, its record, its end, and a last look."""
 EARLIER_NOTE = (

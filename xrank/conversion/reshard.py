@@ -31,8 +31,6 @@ from xrank.writers.staging import check_output, check_room, plan_apart, settle_o
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["reshard_checkpoint"]
-
 
 @names_own_arguments
 @counts_requests

@@ -13,8 +13,6 @@ from xrank.plan.report import Report
 from xrank.plan.report_facts import TrafficFacts
 from xrank.words import plural, size_text
 
-__all__ = ["begin_counting", "counts_requests", "with_traffic"]
-
 Parameters = ParamSpec("Parameters")
 
 

@@ -32,8 +32,6 @@ from xrank.teams.launches import find_launched_team
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME
 
-__all__ = ["verify_model"]
-
 
 @names_own_arguments
 @counts_requests

@@ -18,8 +18,6 @@ from xrank.plan.low_rank import LowRank
 from xrank.plan.source import StoredShard
 from xrank.words import list_text
 
-__all__ = ["find_parameter_updates", "is_parameter_pair"]
-
 
 def is_parameter_pair(pair: Pair, config: AdapterConfig, base: Collection[str]) -> bool:
     """Return whether a pair adapts a parameter that `target_parameters` names, and not a layer's weight."""

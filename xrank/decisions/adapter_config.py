@@ -19,16 +19,6 @@ from xrank.layout.name_pattern import compile_pattern
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.stores import places
 
-__all__ = [
-    "AdapterConfig",
-    "check_ranks",
-    "find_config",
-    "is_turned",
-    "parse_adapter_config",
-    "read_kind",
-    "search_config",
-]
-
 # verl writes the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
 _PLACES = (CONFIG_NAME, os.path.join("lora_adapter", CONFIG_NAME), "lora_train_meta.json")
 _NEXT_STEP = either(

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 
 from xrank.errors import ContradictionError, UsageError
 
-__all__ = ["CONFIG_NAME", "PREFIX", "AdapterNames", "Pair", "find_adapter", "refuse_other_kinds"]
-
 CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.lora_(embedding_A|embedding_B|magnitude_vector|A|B)(?:\.(.+))?")

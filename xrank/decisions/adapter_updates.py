@@ -14,8 +14,6 @@ from xrank.plan.low_rank import LowRank
 from xrank.plan.source import StoredShard
 from xrank.words import list_text
 
-__all__ = ["find_updates"]
-
 
 def find_updates(
     names: AdapterNames,

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from xrank.decisions.adapter_config import AdapterConfig
     from xrank.plan.low_rank import LowRank
 
-__all__ = [
-    "FOLDER",
-    "WEIGHTS_NAME",
-    "Adapted",
-    "adapt",
-    "adapter_beside",
-    "check_ties",
-    "describe_merges",
-]
-
 FOLDER = "adapter/"
 """Folder in the output for an adapter that is kept apart."""
 # peft/utils/constants.py: SAFETENSORSWEIGHTS_NAME; PEFT reads one file only, under this name.

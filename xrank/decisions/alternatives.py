@@ -31,8 +31,6 @@ from xrank.recipes.model_names import make_finder
 from xrank.stores import places
 from xrank.words import list_text, plural
 
-__all__ = ["read_best"]
-
 _FIRST_NBYTES = 64 << 20
 """Bytes of the tensors that are compared first, the smallest ones; each further step compares twice as many."""
 _MEMORY_NBYTES = 16 << 20

@@ -11,8 +11,6 @@ from xrank.decisions.ties import embedding_of
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel
 
-__all__ = ["check_source", "describe_skipped_check"]
-
 
 def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] | None) -> str | None:
     """Check a source's names and shapes; return the checked facts as text, or None (see `describe_skipped_check`).

@@ -20,8 +20,6 @@ from xrank.stores import places
 from xrank.words import likewise_text, list_text
 from xrank.writers.companions import CompanionFile, find_hub_snapshot, list_base_companions
 
-__all__ = ["BaseModel", "check_against", "open_base_model", "read_config"]
-
 _MAX_CONFIG_NBYTES = 4 << 20
 """As Python's objects up to 160 MB. The largest known have some hundred KB, lists of modules left unquantized."""
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ChangeWatch"]
-
 
 class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes writes to a tensor's storage in its body, under any name, and whether the tensor gets another storage."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from xrank.decisions.config_sections import Section
 
-__all__ = ["Claim", "Place", "make_claims"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

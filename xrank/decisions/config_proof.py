@@ -25,8 +25,6 @@ from xrank.words import plural
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["MISSING_TENSOR", "find_misfit", "prove_config"]
-
 MISSING_TENSOR = "missing-tensor"
 """Code of the note on a tensor that a model of no known family may lack."""
 

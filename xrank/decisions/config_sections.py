@@ -9,8 +9,6 @@ from typing import Any
 
 from xrank.recipes.conversion_table import is_known_size
 
-__all__ = ["SIZE_KEYS", "Section", "TensorKind", "group_tensors", "split_config"]
-
 SIZE_KEYS = (
     *("vocab_size", "hidden_size", "d_model", "n_embd", "embed_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
     *("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size", "expert_dim"),

@@ -20,8 +20,6 @@ from typing import Any
 from xrank.decisions.config_claims import Claim, Place
 from xrank.decisions.config_sections import Section, TensorKind
 
-__all__ = ["Equation", "Lengths", "make_family_claims", "measure", "parse_equation"]
-
 Lengths = Mapping[str, tuple[int, Place]]
 """Left side of an equation -> the length that the tensors have."""
 

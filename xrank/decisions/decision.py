@@ -41,8 +41,6 @@ from xrank.writers.hf_folder import find_weights_stem
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["Decision", "Purpose", "Request", "decide"]
-
 
 class Purpose(Enum):
     """The product of a conversion; each purpose names tensors in its own way."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from xrank.decisions.transformed_plan import Transforms
     from xrank.decisions.transforms import Transform
 
-__all__ = ["FolderPlan", "layout_notes", "plan_export", "plan_found", "plan_gather", "read_layouts"]
-
 _GENERATION_NAME = "generation_config.json"
 _TRAINING_NAMES = "the names are the training framework's, as asked; from_pretrained does not find those of the model"
 _AS_IN_MEMORY = (

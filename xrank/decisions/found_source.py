@@ -30,8 +30,6 @@ from xrank.writers.companions import CompanionFile, find_companions
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["FoundSource", "companions_of", "find_live_source", "read_found", "read_source"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundSource:

@@ -9,8 +9,6 @@ from xrank.dialects.placements import describe_mesh
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh, LayoutMap, MeshViews
 
-__all__ = ["live_layouts"]
-
 
 def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) -> LayoutMap | None:
     """Return the given layouts; those without a mesh get the given mesh.

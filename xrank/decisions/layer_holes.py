@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["Hole", "find_hole"]
-
 _Shape = tuple[int, ...]
 # A longer number is not the index of a layer, and would make a mask of as many bits.
 _INDEX = re.compile(r"\.(\d{1,5})(?=\.)")

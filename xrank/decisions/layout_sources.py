@@ -24,17 +24,6 @@ from xrank.plan.survey import survey
 from xrank.readers.discovery import find_source
 from xrank.stores import places
 
-__all__ = [
-    "LayoutSource",
-    "file_text",
-    "filter_tensors",
-    "is_layout_file",
-    "layouts_at",
-    "read_source",
-    "read_stored",
-    "with_numbers",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutSource:

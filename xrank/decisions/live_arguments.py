@@ -11,8 +11,6 @@ from xrank.layout import DeviceMesh, LayoutMap, MeshViews
 from xrank.words import repr_text
 from xrank.workspace.state_content import plain_config
 
-__all__ = ["check_meeting", "check_types"]
-
 
 def check_meeting(group: Any, timeout_seconds: float) -> None:
     """Refuse a group or a timeout with which ranks cannot meet.

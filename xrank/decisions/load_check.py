@@ -14,8 +14,6 @@ from xrank.faces import AGAIN, option
 from xrank.plan.source import StoredModel
 from xrank.words import list_text
 
-__all__ = ["check_loads", "describe_load"]
-
 _MAX_MISSING = 20
 """Maximum number of names missing in the source that a rank describes."""
 

@@ -25,8 +25,6 @@ from xrank.readers.live.local_model import LocalModel
 from xrank.readers.live.ranks import make_held_tensor
 from xrank.words import likewise_text
 
-__all__ = ["Load", "plan_load"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:

@@ -19,8 +19,6 @@ from xrank.readers.hugging_face.folder import HfFolderReader
 from xrank.recipes.tied_weights import find_class_ties
 from xrank.words import list_text
 
-__all__ = ["complete_adapter", "drop_tied"]
-
 
 def complete_adapter(
     source: StoredModel, base: BaseModel, given: str | os.PathLike[str] | None, place: str

@@ -20,8 +20,6 @@ from xrank.plan.planner import divide_pieces
 from xrank.readers.claims import Claim, Claims, find_local_name
 from xrank.words import ranks_text
 
-__all__ = ["NewPart", "new_claim", "new_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class NewPart:

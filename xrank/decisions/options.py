@@ -15,17 +15,6 @@ from xrank.plan.budget import Budget
 from xrank.system import count_cores
 from xrank.words import clip
 
-__all__ = [
-    "AdapterChoice",
-    "DTypeChoice",
-    "GatherOptions",
-    "ReplicaChoice",
-    "default_workers",
-    "dtype_choice",
-    "matches",
-    "parse_size",
-]
-
 DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
 ReplicaChoice: TypeAlias = Literal["verify", "pick"]
 AdapterChoice: TypeAlias = Literal["separate", "merge"]

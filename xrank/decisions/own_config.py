@@ -17,8 +17,6 @@ from xrank.workspace.state_content import plain_config
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OwnConfig", "choose_config", "override_config", "read_own_config"]
-
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "module")
 """Attributes in which wrappers keep the inner module: torch.compile's, FSDP1's; DistributedDataParallel's etc."""
 

@@ -6,8 +6,6 @@ import xxhash
 
 from xrank.plan.planner import Plan
 
-__all__ = ["digest_of_plan"]
-
 
 def digest_of_plan(plan: Plan, *options: str) -> str:
     """Return a digest that is the same for the same source, options and output.

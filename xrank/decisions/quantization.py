@@ -18,8 +18,6 @@ from xrank.errors import ContradictionError, UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BlockGrid", "Quantization"]
-
 _KEPT = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
 """Embeddings, heads, norms and routers, which engines keep in 16 or 32 bits."""
 

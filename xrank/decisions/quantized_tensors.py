@@ -21,8 +21,6 @@ from xrank.plan.source import StoredShard
 from xrank.recipes.conversion_table import is_known_type
 from xrank.words import plural
 
-__all__ = ["check_quantization", "find_packed", "find_scales"]
-
 _Tensor = StoredShard | OutputTensor
 
 _NOT_PAYLOADS = ("I64", "U64", "BOOL", "C64")

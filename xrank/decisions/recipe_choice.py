@@ -33,16 +33,6 @@ from xrank.recipes.sizes import (
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = [
-    "apply_recipe",
-    "choose_recipe",
-    "find_padded_names",
-    "fits_any_recipe",
-    "follow_recipe",
-    "load_recipe",
-    "match_asked_recipe",
-]
-
 
 def choose_recipe(
     source: StoredModel, config: Mapping[str, Any] | None, asked: str | os.PathLike[str] | None

@@ -19,8 +19,6 @@ from xrank.recipes.recipe_file import find_rule
 from xrank.recipes.rewriting import check_repeated
 from xrank.recipes.sizes import solve_sizes
 
-__all__ = ["RecipeFit", "UnknownName", "fit_recipe"]
-
 _Place = tuple[int, int]
 
 

@@ -36,8 +36,6 @@ from xrank.workspace.state_content import plain_config
 from xrank.writers.companions import CompanionFile, check_companions
 from xrank.writers.rank_states import lay_out_state
 
-__all__ = ["Reshard", "plan_reshard", "plan_reshard_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reshard:

@@ -21,8 +21,6 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import make_plan
 from xrank.plan.source import StoredModel, StoredShard
 
-__all__ = ["check_roundings", "compute_digests"]
-
 _MAX_NBYTES = 256 << 20
 _BUDGET = Budget.from_memory(4 << 20, 1)
 

@@ -25,8 +25,6 @@ from xrank.recipes.conversion_table import Transform, find_transforms
 from xrank.recipes.conversions import Converted, convert_model, find_used, is_loaded_as
 from xrank.recipes.tensor_operations import Shape
 
-__all__ = ["TABLE", "convert_adapted", "convert_states", "convert_to_files", "convert_to_module", "keep_routers"]
-
 TABLE = "transformers"
 """Name by which `recipe` asks for the conversion."""
 

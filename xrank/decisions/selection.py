@@ -20,8 +20,6 @@ from xrank.words import list_text
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["Selection", "keep_all", "select"]
-
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 

@@ -14,8 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find_absent"]
-
 _PATH = Path(__file__).parent / "single_tensors.json"
 _NUMBERED = re.compile(r"\.\d+\.|^\d+\.")
 

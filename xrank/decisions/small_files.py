@@ -14,8 +14,6 @@ from xrank.faces import AGAIN, Text, option
 from xrank.stores import places
 from xrank.writers.companions import CompanionFile, check_companions
 
-__all__ = ["SmallFiles", "config_text_of", "small_files_of"]
-
 _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

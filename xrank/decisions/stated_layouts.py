@@ -15,8 +15,6 @@ from xrank.plan.holdings import Holdings, Survey, apply_layout, apply_pieces
 from xrank.plan.source import StatedLayout, StoredModel, StoredShard
 from xrank.plan.survey import survey
 
-__all__ = ["make_layout_map", "survey_stored"]
-
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 """Names that match themselves as patterns, and little else."""
 

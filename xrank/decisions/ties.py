@@ -15,8 +15,6 @@ from xrank.words import list_text
 if TYPE_CHECKING:
     from xrank.decisions.base_model import BaseModel
 
-__all__ = ["declare_ties", "embedding_of", "find_config_ties", "find_ties", "is_head", "leave_unsaved"]
-__all__ += ["select_recorded_ties"]
 
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 # The names that tie_word_embeddings concerns: heads and embeddings of all families, and the heads' second biases.

@@ -20,8 +20,6 @@ from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.writers.hf_folder import lay_out
 
-__all__ = ["TransformedTensor", "Transforms", "plan_held_tensors", "plan_transformed"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformedTensor:

@@ -14,8 +14,6 @@ from xrank.workspace.plain_memory import has_memory, kind_without_elements
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Transform", "apply_transform", "probe_outputs"]
-
 Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]"
 """Function of a name and a whole tensor that returns tensors by name."""
 

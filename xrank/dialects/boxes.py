@@ -14,8 +14,6 @@ from xrank.layout.nests import Loop, Nest, canonical
 from xrank.layout.notation import Count, Node, Size, Split
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
-__all__ = ["Box", "box_nests", "box_text", "boxes_overlap", "layout_of_boxes", "range_of", "volume"]
-
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Per dim of the global tensor: the first position, and the position after the last."""
 

@@ -15,8 +15,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree, Node, Parts, Product, Size, Split, SplitKind, render, render_dim
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["Cuts", "chain_cuts", "cuts_of", "even_axes_of", "is_even_split", "resolve_mesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cuts:

@@ -13,8 +13,6 @@ from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["describe_keras_mesh", "from_keras_axes", "to_keras_axes"]
-
 
 def describe_keras_mesh(device_mesh: Any) -> DeviceMesh:
     """Convert a Keras ``DeviceMesh``; the rank of the device ``"gpu:3"`` is 3.

@@ -15,8 +15,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
-__all__ = ["SpecEntry", "from_partition_spec", "to_partition_spec"]
-
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
 """The entry of one dim in a PartitionSpec."""
 

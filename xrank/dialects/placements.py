@@ -18,8 +18,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree, Node, Product, Size
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
-__all__ = ["describe_mesh", "from_placements", "to_placements"]
-
 
 def describe_mesh(device_mesh: Any) -> DeviceMesh:
     """Convert a torch ``DeviceMesh``; axes without names are called a0, a1, ...

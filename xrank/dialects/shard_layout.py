@@ -11,8 +11,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree, Product, Size, Where
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["Shards", "layout_of_shards", "place_bounds"]
-
 Shards: TypeAlias = Mapping[int, Sequence[Box]]
 """Rank -> the boxes of its shards; empty for a rank without a shard."""
 

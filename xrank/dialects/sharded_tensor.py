@@ -21,8 +21,6 @@ from xrank.layout.local_part import LocalPart, holds, local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["PlacedTensor", "ShardedTensorData", "from_sharded_tensor", "to_sharded_tensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorData:

@@ -18,8 +18,6 @@ from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
-__all__ = ["STYLES", "from_tp_plan", "to_tp_plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

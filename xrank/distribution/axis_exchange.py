@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-__all__ = ["average_value", "cut_last_dim", "enter_parallel", "gather_last_dim", "sum_parts", "sum_statistics"]
-
 
 def enter_parallel(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return an equal tensor, of which each rank computes another part of the results: gradients are summed."""

@@ -12,8 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from xrank.errors import UsageError
 
-__all__ = ["shard_dataset"]
-
 
 def shard_dataset(dataset: Any, num_shards: int, shard: int) -> Any:
     """Return one part of a dataset; every rank of the process group calls it.

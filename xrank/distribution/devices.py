@@ -12,8 +12,6 @@ from xrank import environment
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh
 
-__all__ = ["AbsentDeviceError", "get_device_count", "initialize", "list_devices", "live_mesh"]
-
 
 class AbsentDeviceError(UsageError, RuntimeError):
     """No device of the requested kind is present; a RuntimeError, as jax raises under Keras."""

@@ -27,8 +27,6 @@ from xrank.distribution.states import convert_states
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
-__all__ = ["DataParallel", "Distribution", "ModelParallel"]
-
 Module = TypeVar("Module", bound=nn.Module)
 
 

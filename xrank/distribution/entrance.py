@@ -33,8 +33,6 @@ from xrank.distribution.parameter_use import is_laid_out, release_saved, take_wh
 from xrank.distribution.randomness import Stream, draw_seed
 from xrank.errors import ContradictionError
 
-__all__ = ["Entrance", "entrance_of"]
-
 
 class _Call(NamedTuple):
     frame: FrameType

@@ -18,8 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-__all__ = ["average_gradients"]
-
 _BUCKET_NBYTES = 25_000_000
 """Bytes of gradients that one exchange averages, as in torch's DistributedDataParallel."""
 _AVERAGED = "_xrank_averaged"

@@ -13,8 +13,6 @@ from typing import Any
 from xrank import layout as frozen
 from xrank.errors import LayoutError
 
-__all__ = ["DeviceMesh", "LayoutMap", "TensorLayout", "in_keras_form"]
-
 
 class DeviceMesh(frozen.DeviceMesh):
     """A grid of devices, as `keras.distribution.DeviceMesh`. Each device is a rank.

@@ -15,8 +15,6 @@ from torch.nn import functional
 
 from xrank.distribution.axis_exchange import average_value
 
-__all__ = ["compute_loss", "is_loss"]
-
 _COUNTED: dict[Any, int] = {functional.cross_entropy: 1, functional.nll_loss: 1}
 """Losses that ignore some targets, and the position of the targets among their arguments."""
 if hasattr(functional, "linear_cross_entropy"):  # since torch 2.13

@@ -17,8 +17,6 @@ from xrank.distribution.placed import placements_for
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, TensorLayout
 
-__all__ = ["ParameterPlan", "lay_out_parameters", "plan_parameters", "replicate"]
-
 _PLACED = "_xrank_placed"
 """Attribute of a parameter that was replaced in its module: the new parameter."""
 

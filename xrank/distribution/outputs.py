@@ -15,8 +15,6 @@ from xrank.distribution.devices import live_mesh
 from xrank.distribution.placed import fit_layout, placements_for
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
-__all__ = ["OutputLayout", "output_rules"]
-
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:

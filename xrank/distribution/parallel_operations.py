@@ -24,8 +24,6 @@ from xrank.distribution.axis_exchange import (
 from xrank.distribution.parameter_use import NAMES, is_laid_out, model_placements, take, take_whole
 from xrank.errors import UsageError
 
-__all__ = ["batch_norm", "embedding", "linear"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Cut:

@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from xrank.errors import UsageError
 
-__all__ = ["NAMES", "is_laid_out", "model_placements", "release_saved", "take", "take_whole"]
-
 NAMES = "_xrank_names"
 """Attribute of a laid out parameter: its names in its outermost module."""
 

@@ -14,8 +14,6 @@ from xrank.distribution.devices import live_mesh
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 
-__all__ = ["GATHERS_PIECES", "distribute_tensor", "fit_layout", "placements_for"]
-
 
 def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
     """Return a tensor in a layout: the same object if it already has the layout.

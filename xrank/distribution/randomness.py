@@ -12,8 +12,6 @@ from typing import Any, Self
 
 import torch
 
-__all__ = ["Stream", "draw_seed"]
-
 
 def draw_seed() -> int:
     """Return a number drawn from torch's default generator."""

@@ -19,8 +19,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook 
 
 from xrank.distribution.entrance import entrance_of
 
-__all__ = ["Construction", "LaysOut", "distribution", "scope_of", "set_distribution"]
-
 
 class LaysOut(Protocol):
     """Lays out the modules that were made under it."""

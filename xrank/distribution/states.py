@@ -15,8 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-__all__ = ["convert_states"]
-
 
 def convert_states(module: nn.Module, mesh: TorchMesh) -> None:
     """Convert the module's own tensors whenever its state dict is made or loaded; not those of its parts."""

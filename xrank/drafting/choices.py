@@ -16,8 +16,6 @@ from xrank.drafting.line_maps import LineMap, Lines, are_alike
 from xrank.drafting.line_samples import WIDTH, Array
 from xrank.drafting.vectors import compare_vectors
 
-__all__ = ["Candidate", "Evidence", "choose", "confirm", "guess_alike", "is_alike_by_name"]
-
 Evidence: TypeAlias = Literal["equal values", "similar values", "equal values and names", "names", "shapes"]
 
 _NOISE = {"model", "module", "weight"}

@@ -19,8 +19,6 @@ from xrank.plan.decoding import open_files
 from xrank.plan.source import StoredModel
 from xrank.recipes.tied_weights import find_class_ties
 
-__all__ = ["Draft", "DraftedRule", "Undecided", "draft"]
-
 
 @dataclass(frozen=True, slots=True)
 class DraftedRule:

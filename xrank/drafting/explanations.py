@@ -17,8 +17,6 @@ from xrank.drafting.kinds import Kind
 from xrank.drafting.line_maps import LineMap, Lines, find_map
 from xrank.drafting.line_samples import Array, LineSamples
 
-__all__ = ["Alignment", "Explanation", "Found", "Looker", "Matrix", "align", "explain", "members", "middle"]
-
 _MOST_ALIGNMENTS = 6
 
 

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Kind", "find_kinds", "split_kinds"]
-
 _Shape = tuple[int, ...]
 _Index = tuple[int, ...]
 

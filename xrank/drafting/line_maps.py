@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from xrank.drafting.line_samples import Array
 
-__all__ = ["LineMap", "Lines", "Loops", "are_alike", "decode_loops", "find_map"]
-
 Loops: TypeAlias = tuple[tuple[int, int], ...]
 """(count, stride) of each loop over the lines of a part, the outermost first; strides count lines of the whole."""
 

@@ -23,8 +23,6 @@ from xrank.plan.planner import make_plan
 from xrank.plan.source import NO_CHECKSUM, StoredModel
 from xrank.recipes.rewriting import move_shard
 
-__all__ = ["WIDTH", "Array", "LineSamples"]
-
 Array = npt.NDArray[np.generic]
 
 WIDTH = 64

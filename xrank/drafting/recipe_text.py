@@ -11,8 +11,6 @@ from xrank.recipes.layer_choice import parse_layers
 from xrank.recipes.terms import look_up
 from xrank.words import plural
 
-__all__ = ["write_recipe"]
-
 _LAYER_TERMS = (
     "from first_k_dense_replace",
     "before first_k_dense_replace",

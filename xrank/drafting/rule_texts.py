@@ -11,8 +11,6 @@ from xrank.drafting.explanations import Explanation, Found, Matrix
 from xrank.drafting.kinds import Kind
 from xrank.drafting.size_names import Role, SizeNames
 
-__all__ = ["RuleTexts", "write_rule"]
-
 
 @dataclass(frozen=True, slots=True)
 class RuleTexts:

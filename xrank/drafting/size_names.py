@@ -10,8 +10,6 @@ from typing import Any, Literal, TypeAlias
 
 from xrank.recipes.terms import evaluate
 
-__all__ = ["Role", "SizeNames"]
-
 Role: TypeAlias = Literal["layer", "index", "outer", "inner", "whole"]
 """The place of a size: the first index of names, another one, heads or groups, a part of them, a whole dim."""
 

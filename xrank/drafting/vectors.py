@@ -16,8 +16,6 @@ from xrank.drafting.kinds import Kind
 from xrank.drafting.line_maps import LineMap
 from xrank.drafting.line_samples import WIDTH, Array
 
-__all__ = ["compare_vectors", "explain_vector"]
-
 _LEAST_SIMILARITY = 0.9
 _MOST_CHOICES = 64
 

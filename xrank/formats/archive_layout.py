@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from isal import isal_zlib
 
-__all__ = ["ALIGNMENT", "ArchiveLayout", "lay_out_archive"]
-
 ALIGNMENT = 4096
 """Alignment in bytes of each record in the file, for O_DIRECT, reflinks and page-wise readers."""
 

@@ -12,8 +12,6 @@ from xrank.formats.inert_record import InertRecord, build_nested_class
 from xrank.formats.plain_values import Builder
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["STORAGE_DTYPES", "ArchiveRecord", "ArchivedTensor", "TensorRebuilder", "load_global"]
-
 _MAX_DIMENSIONS = 64
 _MAX_EXTENT = (1 << 63) - 1
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["crc32c"]
-
 _POLYNOMIAL = 0x82F63B78
 """RFC 3720, appendix B.4, with its bits reversed."""
 

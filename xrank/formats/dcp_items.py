@@ -24,8 +24,6 @@ from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
 from xrank.formats.zip_index import open_item, read_members
 from xrank.layout.nest_table import IntArray
 
-__all__ = ["ItemKind", "ItemReader", "SafetensorsPart", "is_safetensors", "read_safetensors_part"]
-
 _WHOLE_NBYTES = 1 << 16
 """Items up to this many bytes are read whole, larger ones at both ends."""
 _MAX_END_NBYTES = 1 << 13

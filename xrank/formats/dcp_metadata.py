@@ -25,8 +25,6 @@ from xrank.formats.regular_file import Origin, open_regular, quote, refuse_point
 from xrank.layout.nest_table import IntArray
 from xrank.stores.backend import ObjectStatus
 
-__all__ = ["MAX_METADATA_NBYTES", "DcpMetadata", "DcpTensor", "read_metadata"]
-
 MAX_METADATA_NBYTES = 1 << 32
 """Largest ``.metadata`` that is read, in bytes; a piece of a tensor takes about 200."""
 

@@ -32,8 +32,6 @@ from xrank.formats.pickled_names import is_known
 from xrank.formats.plain_values import PLAIN_BUILDERS
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["ChunkRun", "EntryRun", "EntryTable", "MetadataMachine"]
-
 _MAX_PACKED = 1 << 16
 _MAX_LEARNED = 16
 # A tensor takes about 400 bytes, and objects of 2,000; its pieces become rows of arrays.

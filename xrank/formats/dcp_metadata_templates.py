@@ -13,8 +13,6 @@ from typing import TypeAlias
 
 from xrank.formats.inert_record import InertRecord
 
-__all__ = ["NUM_FIXED_MEMOS", "Matcher", "chunk_matcher", "entry_matcher", "pack_tuple", "parse_count"]
-
 Matcher: TypeAlias = Callable[[bytes, int], "re.Match[bytes] | None"]
 """Matches at a byte of a pickle; the functions that make matchers define its groups."""
 

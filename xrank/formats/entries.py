@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 from xrank.errors import XrankError
 
-__all__ = ["Entry", "parse_json"]
-
 _MAX_VALUES = 2_000_000
 """The objects of as many values take less than 300 MB; an index of a million tensors has one million."""
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["MAX_DEPTH", "InertRecord", "build_nested_class", "check_tree", "is_extra_state", "refuse_inert"]
-__all__ += ["refuse_tensor_class"]
-
 MAX_DEPTH = 200
 """Largest nesting depth of a state, so callers can walk it by plain recursion."""
 

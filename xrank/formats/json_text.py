@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from xrank.errors import CorruptError
 from xrank.formats.regular_file import RegularFile, open_regular, quote
 
-__all__ = ["check_json_object"]
-
 _PIECE_NBYTES = 1 << 20
 # The grammar of RFC 8259, and the numbers beyond it that Python's json module writes and reads.
 _SPACE = r"[ \t\n\r]*+"

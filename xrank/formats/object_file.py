@@ -22,8 +22,6 @@ from xrank.stores.backend import ObjectStatus
 from xrank.stores.client import Store, open_store
 from xrank.stores.url import can_list
 
-__all__ = ["ObjectFile", "open_object"]
-
 _END_NBYTES = 64 << 10
 _WHOLE_NBYTES = 256 << 10
 """Objects up to this size are read at once."""

@@ -16,8 +16,6 @@ from typing import Any
 from xrank.errors import UnsafeError, UsageError
 from xrank.formats.regular_file import Origin, open_regular, quote
 
-__all__ = ["MANIFEST", "StoredValue", "read_ocdbt"]
-
 MANIFEST = "manifest.ocdbt"
 _MAX_NODE_NBYTES = 1 << 28
 _MAX_HEIGHT = 64

@@ -32,8 +32,6 @@ from xrank.formats.pickle_memory import (
 from xrank.formats.plain_values import Builder, check_key
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["MAX_OPCODES", "PROTOCOL", "STEPS", "STOP", "PickleMachine"]
-
 MAX_OPCODES = 20_000_000
 """Largest number of opcodes of a pickle; a tensor takes about 50."""
 

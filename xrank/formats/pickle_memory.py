@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "COSTS",
-    "MARK_NBYTES",
-    "MAX_MADE_NBYTES",
-    "MEMO_NBYTES",
-    "NAME_NBYTES",
-    "ODD_NBYTES",
-    "STEPS_A_CHECK",
-    "Memo",
-]
-
 MAX_MADE_NBYTES = 1 << 28
 """Largest memory of the objects that a pickle makes, in bytes; a tensor takes about 1,000."""
 STEPS_A_CHECK = 4096

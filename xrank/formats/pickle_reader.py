@@ -12,8 +12,6 @@ from xrank.formats.pickled_names import find_foreign_names
 from xrank.formats.plain_values import PLAIN_BUILDERS, Builder
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["MAX_PICKLE_NBYTES", "Pickled", "read_pickle", "run_machine"]
-
 MAX_PICKLE_NBYTES = 1 << 29
 """Largest pickle that is read, in bytes; a tensor takes about 150."""
 

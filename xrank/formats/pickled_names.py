@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["find_foreign_names", "is_known"]
-
 Name = tuple[str, str]
 """Module and name of a class or function."""
 

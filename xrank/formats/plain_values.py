@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-__all__ = ["PLAIN_BUILDERS", "Builder", "check_key"]
-
 _MAX_KEY_NODES = 64
 _PLAIN_KEYS = frozenset({str, bytes, float, bool, type(None)})
 

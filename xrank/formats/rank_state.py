@@ -16,9 +16,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from xrank.errors import CorruptError, UsageError
 
-__all__ = ["CONFIG", "RECORD", "VERSION", "WEIGHT", "MeshRecord", "RankRecord", "TensorRecord", "rank_of"]
-__all__ += ["state_file_name"]
-
 VERSION = 1
 CONFIG, WEIGHT, RECORD = "config", "weight", "xrank"
 """Keys of the state."""

@@ -19,8 +19,6 @@ from xrank.stores.backend import ObjectStatus
 from xrank.stores.url import is_url
 from xrank.words import repr_text
 
-__all__ = ["LFS_MAGIC", "Origin", "RegularFile", "open_regular", "quote", "refuse_pointer"]
-
 _PASSING = {"EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO"}
 """Failures of network file systems that may pass: a server starts again, or renews its handles."""
 _OF_THE_FILE = {"EBADMSG", "EUCLEAN", "ELOOP", "ENOTDIR", "EISDIR", "ENXIO", "ENAMETOOLONG"}

@@ -21,8 +21,6 @@ from xrank.errors import UsageError, XrankError
 from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
 from xrank.stores.backend import ObjectStatus
 
-__all__ = ["MAX_HEADER_NBYTES", "HeaderTensor", "SafetensorsHeader", "build_header", "read_header"]
-
 MAX_HEADER_NBYTES = 100_000_000
 """``safetensors/src/tensor.rs: MAX_HEADER_SIZE``."""
 

@@ -9,8 +9,6 @@ from xrank.errors import ContradictionError, CorruptError
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive, refuse_inert
 
-__all__ = ["SavedState", "read_saved_state", "record_of", "state_error"]
-
 
 @dataclass(frozen=True, slots=True)
 class SavedState:

@@ -6,8 +6,6 @@ from xrank.formats.entries import Entry
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 
-__all__ = ["read_saved_offsets"]
-
 _KEY = "DCP_SHARDING_INFO"
 
 

@@ -15,8 +15,6 @@ from xrank.errors import CorruptError
 from xrank.formats.entries import Entry
 from xrank.formats.signed_statement import STATEMENT_TYPE
 
-__all__ = ["SignedFiles", "Stretch", "make_files_statement", "read_files_statement"]
-
 _PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 _GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
 _HASHES = ("sha256", "blake2b")

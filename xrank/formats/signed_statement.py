@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
     from cryptography.hazmat.primitives.hashes import HashAlgorithm
 
-__all__ = [
-    "STATEMENT_TYPE",
-    "name_key",
-    "read_public_key",
-    "read_signed_statement",
-    "read_signing_key",
-    "sign_statement",
-]
-
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 
 _MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"

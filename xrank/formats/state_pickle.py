@@ -11,8 +11,6 @@ from xrank.dtypes import dtype
 from xrank.formats.archived_tensor import STORAGE_DTYPES, ArchivedTensor
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT
 
-__all__ = ["state_pickle"]
-
 _STORAGES = {dtype_name: storage for storage, dtype_name in STORAGE_DTYPES.items()}
 _PROTOCOL = 2  # torch/serialization.py: DEFAULT_PROTOCOL
 

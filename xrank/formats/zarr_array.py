@@ -17,8 +17,6 @@ from xrank.formats.crc32c import crc32c
 from xrank.formats.entries import Entry
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["ZarrArray", "parse_array", "read_shard_index"]
-
 ARRAY_FILES = {False: ".zarray", True: "zarr.json"}
 """Whether an array is zarr 3 -> name of its metadata."""
 

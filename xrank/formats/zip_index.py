@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from xrank.formats.regular_file import RegularFile, quote
 
-__all__ = ["ItemBytes", "ZipMember", "open_item", "read_members"]
-
 _TAIL_NBYTES = 1 << 16
 _MAX_DIRECTORY_NBYTES = 1 << 29
 

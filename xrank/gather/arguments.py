@@ -15,8 +15,6 @@ from xrank.ranks.store import LaunchedRanks
 from xrank.stores.url import clean_path, is_url
 from xrank.words import repr_text
 
-__all__ = ["begin_deadline", "check_exist", "check_key", "check_ranks", "find_place", "path_of"]
-
 
 def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks of a gather.

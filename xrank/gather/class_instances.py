@@ -18,8 +18,6 @@ from typing import Any
 
 from xrank.errors import UnsafeError, UsageError
 
-__all__ = ["SAME_VERSION", "find_class", "find_enum", "is_data_class", "make_instance", "name_of", "read_attributes"]
-
 SAME_VERSION = "let all ranks use the same version of xrank, and of the classes that they send"
 
 _MISSING = object()

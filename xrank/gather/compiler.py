@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["call_uncompiled", "keep_uncompiled"]
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 

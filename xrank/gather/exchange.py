@@ -25,8 +25,6 @@ from xrank.workspace.free_space import explain_size_limit
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Call", "GatherExchange"]
-
 
 class Call(NamedTuple):
     """One gather: its number, the user's call, and the deadline for the other ranks."""

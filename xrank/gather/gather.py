@@ -23,8 +23,6 @@ from xrank.ranks.circle import Circle
 from xrank.ranks.failure import FailureRecord
 from xrank.system import require_linux
 
-__all__ = ["Gather"]
-
 _logger = logging.getLogger(__name__)
 
 _NUM_REPORTS = 3

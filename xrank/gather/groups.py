@@ -28,8 +28,6 @@ from xrank.ranks.store import LaunchedRanks, find_store
 from xrank.sockets.host_addresses import used_addresses
 from xrank.system import after_fork_in_child
 
-__all__ = ["GroupGathers", "WorkWatch", "World", "failure_check", "find_group", "find_world", "forget", "open_gathers"]
-
 
 class _OpenGathers(threading.local):
     """The gathers whose bodies this thread is in, the outermost first."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["get_configs_parallel", "get_tensors_parallel"]
-
 
 @keep_uncompiled
 def get_tensors_parallel(

@@ -35,8 +35,6 @@ from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.memory_messages import MemoryMessages
 from xrank.workspace.socket_messages import SocketMessages
 
-__all__ = ["Session", "Surroundings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:

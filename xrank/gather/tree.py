@@ -32,8 +32,6 @@ from xrank.workspace.plain_memory import has_memory, kind_without_elements
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_sendable", "is_plain", "make_tensors", "pack", "unpack"]
-
 _MAX_DEPTH = 100
 """Levels of a value: far more than configs have, far fewer than the interpreter's stack."""
 

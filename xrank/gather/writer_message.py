@@ -22,8 +22,6 @@ from xrank.workspace.arena import is_as_in_memory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WriterMessage", "encode_message", "inline_tensors", "is_small", "split_value"]
-
 _INLINE_NBYTES = 32768
 """Bytes of a header; a larger one goes through the workspace."""
 _HEAD = struct.Struct("<qII")

@@ -7,8 +7,6 @@ from typing import Literal
 
 from xrank.errors import UsageError
 
-__all__ = ["GradientConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientConfig:

@@ -41,8 +41,6 @@ from xrank.gradients.step_watch import watch_optimizers
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire
 
-__all__ = ["DistributedDataParallel"]
-
 
 class DistributedDataParallel(torch.nn.Module):
     """A module with gradient buffers. Docstrings name the methods that all ranks call together.

@@ -13,8 +13,6 @@ from xrank.gradients.reductions import Reduction
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire, Handle
 
-__all__ = ["LaterSync"]
-
 _TABLES = ("word", "position")
 """Tables are large and few: each is sent from its buffer without a copy."""
 

@@ -9,8 +9,6 @@ import torch
 from xrank.errors import UsageError
 from xrank.gradients.sharding.shards import ParameterShards, find_shards
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
     """torch's ``GradScaler`` for optimizers over `ParameterShards`; the same arguments and methods.

@@ -17,8 +17,6 @@ from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.sharding.shards import OwnedSlice, list_owned_slices
 from xrank.gradients.wires.wire import Combination
 
-__all__ = ["clip_grad_norm", "grad_norm"]
-
 _Models = DistributedDataParallel | Sequence[DistributedDataParallel]
 
 _ALMOST = 1e-4

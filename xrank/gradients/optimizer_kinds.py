@@ -10,8 +10,6 @@ import torch
 from xrank.errors import UsageError
 from xrank.gradients.optimizer_twins import make_twin
 
-__all__ = ["PartOfParameter", "check_class", "check_optimizer"]
-
 _MIXING = frozenset({"Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "DistributedShampoo", "SOAP"})
 """Classes whose step of an element depends on others of its parameter: norms, factored moments, orthogonal updates."""
 _UNFIT = {

@@ -10,8 +10,6 @@ import torch
 
 from xrank.gradients.plans.placed_parameters import local_of
 
-__all__ = ["find_state_shapes", "make_twin"]
-
 
 def find_state_shapes(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[str, torch.Tensor]]:
     """Return the states of parameters that were not stepped yet, by the parameter's id and the state's key.

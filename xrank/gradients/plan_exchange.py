@@ -13,8 +13,6 @@ from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.process_groups import make_groups
 from xrank.gradients.wires.wire import GradientWire, TorchWire
 
-__all__ = ["check_agreement", "torch_wire"]
-
 
 def torch_wire(plan: GradientPlan) -> GradientWire:
     """Return the wire of a plan's ranks; on all ranks of the world, as `make_groups`.

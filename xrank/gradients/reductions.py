@@ -7,8 +7,6 @@ from typing import Literal, TypeAlias
 
 from xrank.gradients.plans.plan_entries import Operation
 
-__all__ = ["Reduction", "ReductionKind"]
-
 ReductionKind: TypeAlias = Literal["data", "conditional", "tensor", "word", "position", "router", "tokens"]
 
 

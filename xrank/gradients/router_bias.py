@@ -15,8 +15,6 @@ from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.reductions import Reduction
 from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["RouterBiases"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Router:

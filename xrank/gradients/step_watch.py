@@ -16,8 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xrank.errors import UsageError
 from xrank.gradients.optimizer_kinds import check_class
 
-__all__ = ["ATTACHED", "OWNED", "watch_optimizers"]
-
 OWNED = "xrank_owned"
 """Attribute of a shard: the slice that it is."""
 ATTACHED: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()

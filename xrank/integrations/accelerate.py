@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-__all__ = ["SaveStateHook", "export_at_save"]
-
 
 class SaveStateHook:
     """Writes each prepared model at every `Accelerator.save_state`; `export_at_save` makes and registers it."""

@@ -12,8 +12,6 @@ from xrank.plan.report import Report
 from xrank.plan.report_facts import LayoutDetails, OutputFacts, SourceFacts
 from xrank.system import peak_rss_nbytes
 
-__all__ = ["ENGINES", "record_engine_layout"]
-
 ENGINES = ("vllm",)
 
 

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from xrank.errors import UsageError
 from xrank.integrations.saves import Saves
 
-__all__ = ["XrankCallback"]
-
 
 class XrankCallback(Callback):  # type: ignore[misc, unused-ignore]  # checked without Lightning
     """Writes the model to ``OUT/step-STEP`` at each checkpoint of the Trainer, while training goes on.

@@ -12,8 +12,6 @@ from xrank.plan.report import Report
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Saves"]
-
 
 class Saves:
     """The exports of one training.

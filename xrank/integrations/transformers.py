@@ -9,8 +9,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from xrank.integrations.saves import Saves
 
-__all__ = ["XrankCallback"]
-
 
 class XrankCallback(TrainerCallback):
     """Writes the model to ``OUT/checkpoint-STEP`` at each save of the Trainer, while training goes on.

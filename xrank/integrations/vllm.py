@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-__all__ = ["BACKEND", "register"]
-
 BACKEND = "xrank"
 
 

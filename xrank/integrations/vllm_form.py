@@ -28,8 +28,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from xrank.errors import UsageError
 
-__all__ = ["CheckpointForm"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parameter:

@@ -21,8 +21,6 @@ from xrank.errors import UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.refit.engine_layout import EngineRank, record_layouts
 
-__all__ = ["record_vllm_layouts"]
-
 
 def record_vllm_layouts(
     model: str | os.PathLike[str], *, tp: int, pp: int = 1, ep: bool = False, trust_remote_code: bool = False

@@ -19,8 +19,6 @@ from xrank.integrations.vllm import BACKEND
 from xrank.refit.offer import offer_weights
 from xrank.refit.weights_offer import WeightsOffer
 
-__all__ = ["XrankTrainerInitInfo", "XrankTrainerWeightTransferEngine"]
-
 
 @dataclass
 class XrankTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc, unused-ignore]  # checked without vLLM

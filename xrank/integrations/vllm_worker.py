@@ -18,8 +18,6 @@ from xrank.refit.report import UpdateReport
 from xrank.refit.take import take_weights
 from xrank.refit.taken_weights import TakenWeights
 
-__all__ = ["XrankInitInfo", "XrankUpdateInfo", "XrankWeightTransferEngine"]
-
 
 @dataclass
 class XrankInitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]  # checked without vLLM

@@ -24,19 +24,6 @@ from xrank.layout.notation import (
     size_names_of,
 )
 
-__all__ = [
-    "bind",
-    "check_shape",
-    "check_sizes",
-    "collect_known_names",
-    "count_names_of_dim",
-    "find_least",
-    "global_size",
-    "names_of_dim",
-    "solve_dims",
-    "unknown_size_error",
-]
-
 names_of_dim = lru_cache(maxsize=4096)(size_names_of)
 count_names_of_dim = lru_cache(maxsize=4096)(count_names_of)
 

@@ -18,15 +18,6 @@ from xrank.layout.binding import check_shape
 from xrank.layout.notation import LayoutTree, render
 from xrank.layout.parser import TextParser
 
-__all__ = [
-    "Companion",
-    "blocks_of",
-    "companion_shape",
-    "inline_base",
-    "is_companion",
-    "parse_companion",
-]
-
 _BLOCKS = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
 _RULE = re.compile(r'[^"]*')
 

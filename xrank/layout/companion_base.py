@@ -9,8 +9,6 @@ from xrank.layout.companion import Companion, companion_shape
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["base_layout", "base_of_shape", "base_shapes"]
-
 _Shape = tuple[int, ...]
 
 

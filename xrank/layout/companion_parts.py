@@ -20,8 +20,6 @@ from xrank.layout.nests import Nest, canonical, size
 from xrank.layout.notation import render_dim
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["companion_mesh_parts", "companion_part"]
-
 
 def companion_part(
     companion: Companion,

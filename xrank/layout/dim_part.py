@@ -31,19 +31,6 @@ from xrank.layout.notation import (
     render_dim,
 )
 
-__all__ = [
-    "MAX_NESTS",
-    "UNIT",
-    "DimPart",
-    "Places",
-    "Sizes",
-    "check_limits",
-    "compile_dim",
-    "cut_bounds",
-    "evaluate_count",
-    "product_of",
-]
-
 MAX_NESTS = 1 << 14
 """Largest number of nests in one rank's part of a tensor; real layouts have up to a dozen."""
 

@@ -19,8 +19,6 @@ from xrank.layout.nest_rows import join_rows, product_rows, restrict_rows, rows_
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.notation import MAX_SIZE, Count, Flat, Node, Pad, Parts, Product, Size, Split
 
-__all__ = ["DimTable", "PlaceArrays", "compile_places", "product_table", "take_places", "whole_table"]
-
 PlaceArrays: TypeAlias = Mapping[str, tuple[int, IntArray]]
 """Axis -> (its length, the coordinate of each place along it)."""
 

@@ -18,8 +18,6 @@ from xrank.layout.nests import Nest
 from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 
-__all__ = ["FlatPart", "flat_mesh_parts", "flat_part"]
-
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from xrank.layout.layout_file import LayoutFile
 
-__all__ = ["LayoutChange", "LayoutDiff", "diff_files"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutChange:

@@ -34,17 +34,6 @@ from xrank.layout.mesh_views import mesh_from_order
 from xrank.layout.toml_text import parse_toml
 from xrank.stores import places
 
-__all__ = [
-    "MAX_FILE_NBYTES",
-    "LayoutFile",
-    "name_file",
-    "parse_tables",
-    "read_layout_file",
-    "to_text",
-    "write_text",
-    "write_whole",
-]
-
 MAX_FILE_NBYTES = 64 << 20
 """The largest layout file that is read, in bytes."""
 

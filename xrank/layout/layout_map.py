@@ -19,8 +19,6 @@ from xrank.layout.tensor_name import TensorName, has_groups, parse_name
 if TYPE_CHECKING:
     from xrank.layout.layout_diff import LayoutDiff
 
-__all__ = ["LayoutMap"]
-
 
 class LayoutMap(MutableMapping[str, TensorLayout | None]):
     r"""An ordered map from patterns to layouts, looked up by a tensor's name.

@@ -16,8 +16,6 @@ from xrank.layout.notation import LayoutTree, Node, Where, axes_of
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["LocalPart", "bind_dims", "dim_parts", "holds", "local_part", "places_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:

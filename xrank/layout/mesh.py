@@ -15,8 +15,6 @@ from xrank.errors import LayoutError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MAX_RANKS", "NAME_RULE", "DeviceMesh", "is_name"]
-
 MAX_RANKS = 1 << 22
 """Largest number of ranks in a mesh, so a mistyped grid cannot use up the memory."""
 

@@ -8,8 +8,6 @@ from itertools import product
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
 
-__all__ = ["MeshIndex"]
-
 
 @dataclass(frozen=True, slots=True)
 class MeshIndex:

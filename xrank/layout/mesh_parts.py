@@ -19,8 +19,6 @@ from xrank.layout.nests import Nest
 from xrank.layout.notation import Where
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["MeshParts", "PlacedRanks", "combine_dims", "compile_dims", "mesh_parts"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshParts:

@@ -9,8 +9,6 @@ from math import prod
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
 
-__all__ = ["MEGATRON_ORDER", "MeshViews", "megatron_views", "mesh_from_order"]
-
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's default: tensor-parallel ranks are adjacent (megatron/core/parallel_state.py: RankGenerator)."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["compile_pattern"]
-
 
 def compile_pattern(text: str) -> re.Pattern[str]:
     """Return a text as a regular expression.

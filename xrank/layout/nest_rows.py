@@ -8,8 +8,6 @@ import numpy as np
 
 from xrank.layout.nest_table import IntArray, NestTable
 
-__all__ = ["canonical_rows", "join_rows", "product_rows", "restrict_rows", "rows_of"]
-
 
 def rows_of(owner: IntArray, chosen: IntArray, num_owners: int) -> tuple[IntArray, IntArray]:
     """Return the rows of the chosen owners, one owner after the other: (row numbers, indices into `chosen`).

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from xrank.layout.nests import Nest
 
-__all__ = ["IntArray", "NestTable", "int_array"]
-
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 

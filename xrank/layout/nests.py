@@ -17,20 +17,6 @@ from typing import NamedTuple, TypeAlias
 
 from xrank.errors import LayoutError
 
-__all__ = [
-    "MAX_UNROLLED",
-    "Loop",
-    "Nest",
-    "addresses",
-    "canonical",
-    "intersect",
-    "restrict",
-    "row_major",
-    "size",
-    "span",
-    "swap",
-]
-
 Loop: TypeAlias = tuple[int, int, int]
 """(count, x stride, y stride); strides in elements, count >= 1."""
 

@@ -9,34 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-__all__ = [
-    "MAX_CHARACTERS",
-    "MAX_DEPTH",
-    "MAX_SIZE",
-    "Count",
-    "Flat",
-    "LayoutTree",
-    "Member",
-    "Node",
-    "Pad",
-    "Part",
-    "Parts",
-    "Product",
-    "Size",
-    "Split",
-    "SplitKind",
-    "Where",
-    "axes_of",
-    "children",
-    "count_names_of",
-    "render",
-    "render_count",
-    "render_dim",
-    "size_names_of",
-    "walk",
-    "with_sizes",
-]
-
 MAX_CHARACTERS = 10_000
 """The longest text that is parsed; layouts in use have fewer than a hundred characters."""
 

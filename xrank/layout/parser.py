@@ -49,8 +49,6 @@ from xrank.layout.notation import (
 )
 from xrank.layout.scanner import Scanner
 
-__all__ = ["TextParser", "parse"]
-
 
 def parse(text: str) -> LayoutTree:
     """Parse a layout's text.

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from xrank.errors import LayoutError
 from xrank.layout.notation import MAX_CHARACTERS, MAX_SIZE
 
-__all__ = ["Scanner", "Token"]
-
 
 class Token(NamedTuple):
     """A token and its position in the text."""

@@ -24,8 +24,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import Flat, Node, Pad, Parts, Product, Size, Split, axes_of, children, render_dim, walk
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths
 
-__all__ = ["infer_shape"]
-
 _Place = tuple[int, ...]
 
 

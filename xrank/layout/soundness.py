@@ -17,8 +17,6 @@ from xrank.layout.notation import (
     size_names_of,
 )
 
-__all__ = ["check_sound"]
-
 
 def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: Iterable[Node] = ()) -> None:
     """Refuse a layout with two possible meanings, or one that does not fit its mesh.

@@ -13,8 +13,6 @@ from xrank.layout.notation import Flat, LayoutTree, Node, Pad, Size, Split, axes
 from xrank.layout.parser import parse
 from xrank.layout.soundness import check_sound
 
-__all__ = ["TensorLayout", "axis_lengths", "flat_of", "free_size_names"]
-
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class TensorLayout:

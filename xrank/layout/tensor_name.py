@@ -22,8 +22,6 @@ from xrank.layout.parser import TextParser
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["MAX_NAMES", "NameTable", "TensorName", "has_groups", "name_table", "parse_name"]
-
 MAX_NAMES = 1 << 20
 """Largest number of names of one name with dims."""
 

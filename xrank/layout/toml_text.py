@@ -6,8 +6,6 @@ import re
 import tomllib
 from typing import Any
 
-__all__ = ["parse_toml"]
-
 _MAX_PARTS = 64
 _MAX_BRACKETS = 200
 _MANY_PARTS = re.compile(rf"(?<![\w-])(?:[\w-]++\s*\.\s*){{{_MAX_PARTS}}}")

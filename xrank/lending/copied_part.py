@@ -14,8 +14,6 @@ from xrank.words import size_text
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["copy_part"]
-
 _ALIGNMENT = 64
 """Bytes; for the element types of all tensors."""
 

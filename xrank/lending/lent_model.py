@@ -38,8 +38,6 @@ from xrank.words import repr_text
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LentModel", "ModelPart", "ModelRequest", "lend_model", "locate_part"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelRequest:

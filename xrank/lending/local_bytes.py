@@ -19,8 +19,6 @@ from xrank.workspace.plain_memory import has_memory, kind_without_elements
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LocalBytes", "TensorBytes", "local_bytes", "locate_elements", "runs_of"]
-
 _CHUNK_NBYTES = 1 << 20
 
 

@@ -22,8 +22,6 @@ from xrank.sockets.peer_service import PeerService
 from xrank.sockets.peer_wire import derive_token
 from xrank.system import keep_descriptors_free
 
-__all__ = ["MemoryOffer", "PeerOffer", "add_token"]
-
 
 class MemoryOffer:
     """The memory that this rank lends, from construction until `close`.

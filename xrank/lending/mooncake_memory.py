@@ -22,8 +22,6 @@ from xrank.faces import option
 from xrank.lending.peer_memory import SpanArray, UnreadableMemoryError
 from xrank.sockets.host_addresses import host_addresses
 
-__all__ = ["MooncakeEngine", "MooncakeMemory", "is_mooncake", "pair_spans"]
-
 _MAX_SPANS = 512
 """Spans of one call: its TCP transport refused 4,096 as a full queue."""
 

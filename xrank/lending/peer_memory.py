@@ -19,17 +19,6 @@ import numpy.typing as npt
 
 from xrank.system import c_library
 
-__all__ = [
-    "MAX_SPANS",
-    "LendingEndedError",
-    "LendingSign",
-    "PeerMemory",
-    "SpanArray",
-    "UnreadableMemoryError",
-    "address_of",
-    "memory_at",
-]
-
 _FOR_WRITING = 0x200  # CPython, Include/cpython/object.h: PyBUF_WRITE
 _SET_PTRACER = 0x59616D61  # linux/prctl.h: PR_SET_PTRACER
 _ANY_PTRACER = ctypes.c_ulong(-1)  # linux/prctl.h: PR_SET_PTRACER_ANY

@@ -19,8 +19,6 @@ from xrank.plan.windows import WINDOW_NBYTES
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TensorTarget", "check_fillable"]
-
 
 def check_fillable(name: str, tensor: torch.Tensor) -> None:
     """Check that elements do not share memory: the last one written would overwrite the others.

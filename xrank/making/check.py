@@ -16,8 +16,6 @@ from xrank.plan.planner import Plan
 from xrank.plan.report_facts import ProofFacts, SourceFacts
 from xrank.teams.team import Team
 
-__all__ = ["Check", "Verdict", "run_check"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:

@@ -24,8 +24,6 @@ from xrank.public_calls import errors_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "CheckpointTensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:

@@ -17,8 +17,6 @@ from xrank.teams.team import Team
 from xrank.writers.companions import CompanionFile
 from xrank.writers.staging import output_file_nbytes, read_output_manifest
 
-__all__ = ["find_earlier_output", "find_together", "identify_output"]
-
 
 def identify_output(plan_digest: str, small_files: Mapping[str, str]) -> str:
     """Return the digest of an output's plan and of its small files, which are name -> XXH3-128."""

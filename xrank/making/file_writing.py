@@ -27,8 +27,6 @@ from xrank.writers.disk import explain_errors
 from xrank.writers.output_stage import OutputStage
 from xrank.writers.stage import Stage
 
-__all__ = ["WrittenFiles", "write_files"]
-
 _logger = logging.getLogger(__name__)
 
 

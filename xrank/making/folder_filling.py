@@ -35,8 +35,6 @@ from xrank.writers.manifest import (
 from xrank.writers.output_stage import OutputStage
 from xrank.writers.staging import check_store_writer, open_stage
 
-__all__ = ["WrittenOutput", "make_output", "small_texts"]
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenOutput:

@@ -12,8 +12,6 @@ from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.source import StoredModel
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
-__all__ = ["ManifestDigests"]
-
 
 class ManifestDigests:
     """Compares each tensor that is read whole and unchanged; a manifest has no digests of other tensors.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     Tensors = Generator[tuple[str, torch.Tensor], None, None]
 
-__all__ = ["ModelTensors", "make_tensors"]
-
 
 class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
     """The iterator of `iter_model`, for one thread. Garbage collection closes it."""

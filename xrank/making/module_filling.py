@@ -28,8 +28,6 @@ from xrank.teams.launches import find_world
 from xrank.teams.team import Team
 from xrank.words import list_text
 
-__all__ = ["PreparedLoad", "fill_module", "prepare_load"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedLoad:

@@ -11,8 +11,6 @@ import numpy as np
 from xrank.plan.digests import DigestPart
 from xrank.plan.file_parts import FilePart
 
-__all__ = ["PartialResults"]
-
 
 @dataclass(frozen=True, slots=True)
 class PartialResults:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
-__all__ = ["add_traffic", "take_traffic"]
-
 
 def take_traffic() -> list[int]:
     """Return the requests and bytes of this process since the last call, as numbers for a message."""

@@ -27,17 +27,6 @@ from xrank.system import count_cores
 from xrank.teams.team import Team
 from xrank.writers.output_stage import OutputStage
 
-__all__ = [
-    "FileDigests",
-    "digests_of",
-    "hash_beside",
-    "hash_stretch",
-    "keep_if_hashed",
-    "plan_of_headers",
-    "read_through",
-    "reread",
-]
-
 _CHUNK_NBYTES, _REQUEST_NBYTES = 1 << 20, 8 << 20
 """Bytes that are hashed at once, of a file and of an object in a store."""
 _LOOK_SECONDS = 0.2

@@ -30,16 +30,6 @@ from xrank.plan.planner import Plan
 from xrank.plan.replicas import prefer_own_copies
 from xrank.teams.team import Team
 
-__all__ = [
-    "LocalOutputs",
-    "NoOutputs",
-    "Outputs",
-    "accept_shares",
-    "describe_share",
-    "finish_nothing",
-    "make_in_rounds",
-]
-
 _logger = logging.getLogger(__name__)
 
 Finish = Callable[[JoinedFile, int], FinishedFile]

@@ -32,8 +32,6 @@ from xrank.writers.store_place import StorePlace
 from xrank.writers.store_stage import StoreStage
 from xrank.writers.uploaded_files import PartsTarget
 
-__all__ = ["help_to_upload", "upload_together"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -34,8 +34,6 @@ from xrank.writers.output_stage import OutputStage
 from xrank.writers.shared_parts import SharedParts
 from xrank.writers.stage import Stage
 
-__all__ = ["help_to_write_files", "make_together", "read_together", "write_together"]
-
 Seen = TypeVar("Seen")
 
 _logger = logging.getLogger(__name__)

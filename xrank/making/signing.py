@@ -24,8 +24,6 @@ from xrank.stores import places
 from xrank.version import __version__
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
 
-__all__ = ["sign_folder"]
-
 _PREDICATE_TYPE = "urn:xrank:gather:1"
 
 

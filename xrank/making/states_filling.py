@@ -19,8 +19,6 @@ from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, 
 from xrank.writers.output_stage import OutputStage
 from xrank.writers.staging import open_stage
 
-__all__ = ["make_states"]
-
 
 def make_states(
     reshard: Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team

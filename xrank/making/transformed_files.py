@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from xrank.teams.team import Team
 
-__all__ = ["make_transformed"]
-
 _PAGE_NBYTES = 4096
 _CHUNK_NBYTES = 1 << 20
 

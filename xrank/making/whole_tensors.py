@@ -19,8 +19,6 @@ from xrank.system import anonymous_memory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TensorsAhead", "WholeTensors", "split_budget"]
-
 _LOOK_SECONDS = 0.2
 """Seconds between two checks for failed ranks while a thread waits for a tensor."""
 _LEAST_BUFFERS_NBYTES = 2 << 20

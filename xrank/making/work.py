@@ -16,8 +16,6 @@ from xrank.plan.planner import Plan
 if TYPE_CHECKING:
     from xrank.decisions.transformed_plan import Transforms
 
-__all__ = ["Work"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:

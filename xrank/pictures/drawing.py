@@ -15,8 +15,6 @@ from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Share
 from xrank.words import ranks_text
 
-__all__ = ["draw_tensor"]
-
 _MAX_BOXES = 2048
 """A finely strided layout has more boxes than a page can show."""
 _MAX_PANELS = 12

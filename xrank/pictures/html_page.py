@@ -15,8 +15,6 @@ from xrank.plan.holdings import Holdings, Survey
 from xrank.plan.survey import survey
 from xrank.words import amount_text, plural, ranks_text
 
-__all__ = ["draw_survey", "layout_html", "survey_html"]
-
 _MAX_RANKS = 4096
 """Ranks drawn of a mesh."""
 _MAX_LISTED = 12

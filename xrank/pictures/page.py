@@ -8,8 +8,6 @@ from html import escape
 from xrank.pictures.stylesheet import PAGE_STYLE, SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, STYLE
 from xrank.words import one_line
 
-__all__ = ["draw_facts", "draw_rows", "fragment", "page", "page_text"]
-
 
 def page(title: str, body: Iterable[str], *, is_searchable: bool = False) -> str:
     """Return a page with a title and a body of HTML lines.

@@ -20,8 +20,6 @@ from xrank.plan.holdings import Holdings, Survey, apply_layout
 from xrank.plan.report import Report
 from xrank.plan.survey import survey
 
-__all__ = ["Picture", "show"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture:

@@ -17,8 +17,6 @@ from xrank.plan.coverage import range_text
 from xrank.plan.holdings import Holdings
 from xrank.words import runs_text
 
-__all__ = ["Band", "Region", "cut_dims", "find_bands", "part_names", "region_of", "region_words", "strip"]
-
 _MAX_RUNS = 4096
 _MAX_BANDS = 48
 

@@ -13,8 +13,6 @@ from xrank.plan.report_facts import OutputFacts
 from xrank.plan.report_text import report_rows
 from xrank.words import plural, size_text
 
-__all__ = ["draw_report", "report_page"]
-
 Sample = tuple[float, int]
 """Seconds since the start, and bytes done by then."""
 

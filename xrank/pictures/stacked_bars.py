@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from xrank.pictures.page import page_text
 from xrank.pictures.stylesheet import colour, swatch
 
-__all__ = ["Bar", "draw_stacked_bars"]
-
 _WIDTH = 480
 
 

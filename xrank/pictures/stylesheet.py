@@ -12,8 +12,6 @@ import hashlib
 from dataclasses import dataclass
 from importlib import resources
 
-__all__ = ["ACCENT", "PAGE_STYLE", "SEARCH_SCRIPT", "SEARCH_SCRIPT_HASH", "STYLE", "Colour", "colour", "swatch"]
-
 ACCENT = "#0072b2"
 
 _PALETTE = ("e69f00", "56b4e9", "009e73", "f0e442", "0072b2", "d55e00", "cc79a7", "999999")

@@ -12,8 +12,6 @@ from xrank.pictures.regions import cut_dims, region_of
 from xrank.plan.holdings import Holdings, Survey, sum_held_nbytes
 from xrank.words import amount_text, join_words, ranks_text, size_text
 
-__all__ = ["cut_words", "draw_summary", "has_widths", "pattern_of", "sum_elements"]
-
 _MAX_ROWS = 64
 """Number of bars of bytes."""
 _NUMBER = re.compile(r"\d+")

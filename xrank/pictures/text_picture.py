@@ -12,8 +12,6 @@ from xrank.plan.holdings import Holdings, Share, Survey, sum_held_nbytes
 from xrank.plan.survey import survey
 from xrank.words import amount_text, clip, first_lines, one_line, ranks_text
 
-__all__ = ["group_alike", "layout_text", "misfit_words", "share_words", "survey_text"]
-
 _STRIP = 16
 """Maximum number of cells of a strip."""
 

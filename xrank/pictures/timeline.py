@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from xrank.pictures.page import page_text
 from xrank.pictures.stylesheet import colour, swatch
 
-__all__ = ["Lane", "Span", "draw_timeline"]
-
 _WIDTH, _LANE_HEIGHT, _GAP = 960, 22, 4
 _LABEL_WIDTH = 6.6
 _MAX_SPANS = 8192

@@ -12,8 +12,6 @@ from xrank.plan.object_units import ROOM_NBYTES
 from xrank.plan.planner import Plan
 from xrank.plan.windows import WINDOW_NBYTES
 
-__all__ = ["STORE_WORKERS", "Budget", "is_mostly_straight"]
-
 STORE_WORKERS = 8
 """Fewest workers that read from stores to where the bytes stay: most of the time they wait for answers."""
 _FEW_WORKERS = 4

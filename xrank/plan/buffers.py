@@ -19,22 +19,6 @@ from xrank.faces import AGAIN, option
 from xrank.plan.source import SourceFile, StoredModel
 from xrank.plan.writeback import start_writeback
 
-__all__ = [
-    "FileSource",
-    "FileTarget",
-    "MemorySource",
-    "MemoryTarget",
-    "NullTarget",
-    "OpenSource",
-    "PlacingTarget",
-    "Source",
-    "Target",
-    "copy_bytes",
-    "make_change_error",
-    "take_memory",
-]
-
-
 _WRITEBACK_NBYTES = 8 << 20
 
 _WRITE_NBYTES = 128 << 10

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from xrank import dtypes
 from xrank.layout.nests import Loop
 
-__all__ = ["CastOverflowError", "change_elements", "copy_cast", "copy_same", "count_cast_different", "count_different"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}

@@ -17,8 +17,6 @@ from isal import isal_zlib
 from xrank.plan.buffers import Source
 from xrank.plan.source import NO_CHECKSUM, RecordTable
 
-__all__ = ["BoolArray", "JoinedCrc32", "RecordChecksums", "read_rest"]
-
 BoolArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest, intersect, swap
 
-__all__ = ["compose"]
-
 
 def compose(pieces: NestTable, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
     """Return the pieces of a part, sorted by y: for each its row in `pieces` and its nest.

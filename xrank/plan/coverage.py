@@ -22,8 +22,6 @@ from xrank.errors import LayoutError
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest
 
-__all__ = ["MAX_BOXES", "CoverageFault", "contains", "destination_keys", "find_fault", "first_of_equal", "range_text"]
-
 MAX_BOXES = 1 << 24
 """Boxes that the nests of one tensor may be cut into before the proof is refused."""
 

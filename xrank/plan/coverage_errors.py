@@ -13,8 +13,6 @@ from xrank.words import ranks_text
 if TYPE_CHECKING:
     from xrank.plan.planner import Copies
 
-__all__ = ["coverage_error"]
-
 _CHECK_LAYOUT = f"check the layout that the ranks recorded, or the one given by {option('layouts')}"
 
 

@@ -32,8 +32,6 @@ from xrank.system import read_at, write_at
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["DecodedSource", "Readable", "import_zstandard", "open_files", "open_frame", "open_source"]
-
 _CHUNK_NBYTES = 256 << 10
 _MAX_WINDOW_NBYTES = 8 << 20
 """Memory that a frame may ask for. zstd's levels 1 to 19 ask for 8 MiB at most; Orbax's 1 and 3 for 2 MiB."""

@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from xrank import dtypes
 
-__all__ = ["Differences"]
-
 
 class Differences:
     """Counts elements whose bytes differ; stretches are added in the order of their addresses.

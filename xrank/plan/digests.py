@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import xxhash
 
-__all__ = ["BLOCK_NBYTES", "DigestPart", "TensorDigest", "digest_of_file", "digest_text"]
-
 BLOCK_NBYTES = 1 << 16
 
 

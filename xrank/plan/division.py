@@ -21,8 +21,6 @@ from xrank.plan.checksums import BoolArray
 from xrank.plan.makers import assign_makers
 from xrank.plan.planner import Copies, Plan, TensorPlan
 
-__all__ = ["ROUND_NBYTES", "Division", "Round", "divide", "group_files"]
-
 ROUND_NBYTES = 2 << 30
 """Bytes of a round for each rank: after each, the ranks wait for the slowest."""
 

@@ -19,8 +19,6 @@ from xrank.plan.planner import Copies, Plan, TensorPlan
 from xrank.plan.source import StoredModel
 from xrank.plan.tiles import cut_tiles
 
-__all__ = ["Owner", "checksum_error", "difference_error", "find_owner", "overflow_error", "raise_mismatch"]
-
 _CHUNK_NBYTES = 1 << 20
 
 

@@ -14,8 +14,6 @@ import xxhash
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.stores import places
 
-__all__ = ["FileHashes", "digest_plain_file", "hash_file"]
-
 
 class FileHashes:
     """Hashes the files that one execution makes whole; any thread may add a window.

@@ -9,8 +9,6 @@ from xrank.plan.checksums import JoinedCrc32
 from xrank.plan.digests import DigestPart, TensorDigest, digest_of_file
 from xrank.plan.output import OutputFile, PlacedBytes
 
-__all__ = ["FilePart", "FinishedFile", "JoinedFile", "make_finished_file"]
-
 
 @dataclass(frozen=True, slots=True)
 class FinishedFile:

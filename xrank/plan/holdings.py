@@ -16,17 +16,6 @@ from xrank.layout.nests import Nest, canonical, size
 from xrank.plan.misfit import Misfit, find_misfit
 from xrank.words import ranks_text
 
-__all__ = [
-    "Holdings",
-    "Share",
-    "Survey",
-    "apply_layout",
-    "apply_parts",
-    "apply_pieces",
-    "find_problem",
-    "sum_held_nbytes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -14,8 +14,6 @@ from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.layout.tensor_name import TensorName, name_table
 
-__all__ = ["compute_shapes"]
-
 
 def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return name -> global shape, and rule -> reason for the rules without known shapes.

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from xrank import dtypes
 from xrank.plan.casts import copy_cast
 
-__all__ = ["Factors", "LowRank", "add_low_rank", "read_factors"]
-
 _Array: TypeAlias = npt.NDArray[Any]
 
 _BLOCK = 1 << 15

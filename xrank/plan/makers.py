@@ -16,8 +16,6 @@ from xrank.layout.nest_table import IntArray
 from xrank.plan import windows
 from xrank.plan.planner import FilePlan, TensorPlan
 
-__all__ = ["assign_makers"]
-
 _NEARLY = 0.9
 """Fraction of the most bytes of a window on any rank; a rank with that much is near to the window."""
 _MOST_PERCENT = 105

@@ -12,8 +12,6 @@ from xrank.plan.low_rank import Factors, read_factors
 from xrank.plan.planner import Plan, TensorPlan, UpdatePlan
 from xrank.plan.windows import PreparedTensor
 
-__all__ = ["MergedTensor", "MergedTensors", "factors_nbytes"]
-
 
 class MergedTensor:
     """A tensor and its update; any thread may use it."""

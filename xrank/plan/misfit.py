@@ -12,8 +12,6 @@ from xrank.layout.nests import Nest
 from xrank.plan.coverage import contains, range_text
 from xrank.plan.planner import divide_pieces
 
-__all__ = ["Misfit", "find_misfit"]
-
 
 @dataclass(frozen=True, slots=True)
 class Misfit:

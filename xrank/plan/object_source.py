@@ -23,8 +23,6 @@ from xrank.plan.windows import Read
 from xrank.stores.client import Store, open_store
 from xrank.stores.url import can_list
 
-__all__ = ["ObjectSource", "holds_objects"]
-
 _MOST_BLOCK_NBYTES = 4 << 20
 
 

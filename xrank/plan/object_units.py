@@ -8,8 +8,6 @@ import numpy as np
 
 from xrank.plan.source import StoredModel
 
-__all__ = ["BLOCK_NBYTES", "LEAST_BLOCK_NBYTES", "ROOM_NBYTES", "Unit", "count_requests", "make_units"]
-
 BLOCK_NBYTES = 1 << 20
 """Bytes of a block of a large record, unless the budget has room for larger ones."""
 LEAST_BLOCK_NBYTES = 64 << 10

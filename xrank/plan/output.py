@@ -10,8 +10,6 @@ from typing import TypeAlias
 from xrank import dtypes
 from xrank.layout.nests import Nest, restrict, size
 
-__all__ = ["OutputFile", "OutputTensor", "PlacedBytes", "TensorPart"]
-
 PlacedBytes: TypeAlias = tuple[int, bytes]
 """Offset in an output file, and the bytes there."""
 

@@ -24,18 +24,6 @@ from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 
-__all__ = [
-    "Copies",
-    "FilePlan",
-    "Plan",
-    "TensorPlan",
-    "UpdatePlan",
-    "divide_pieces",
-    "divide_replicas",
-    "make_plan",
-    "select_tensors",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:

@@ -23,18 +23,6 @@ from xrank.plan.coverage import destination_keys
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.plan.tiles import Tile, cut_tiles
 
-__all__ = [
-    "DIGEST_NBYTES",
-    "DIGEST_STAGING_NBYTES",
-    "cut_digest_tiles",
-    "digest_twins",
-    "find_different_twin",
-    "find_twins",
-    "list_digested",
-    "prefer_own_copies",
-    "spread_copies",
-]
-
 DIGEST_NBYTES = 16
 DIGEST_STAGING_NBYTES = _CHUNK_NBYTES = 1 << 20
 

@@ -9,8 +9,6 @@ from typing import Any
 from xrank.errors import XrankError
 from xrank.plan.report_facts import Facts, OutputFacts, ProofFacts, SourceFacts, TrafficFacts, plain_value
 
-__all__ = ["Report"]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -10,22 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-__all__ = [
-    "CleanDetails",
-    "DoctorDetails",
-    "Facts",
-    "FileFacts",
-    "InspectDetails",
-    "LayoutDetails",
-    "OutputFacts",
-    "ProofFacts",
-    "RecipeDetails",
-    "SimulationDetails",
-    "SourceFacts",
-    "TrafficFacts",
-    "plain_value",
-]
-
 
 class Facts(Mapping[str, Any]):
     """Part of a report; subclasses are frozen dataclasses, made by keywords alone."""

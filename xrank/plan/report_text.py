@@ -8,8 +8,6 @@ from html import escape
 from xrank.plan.report import Report
 from xrank.words import one_line, plural, size_text
 
-__all__ = ["align_rows", "report_html", "report_rows"]
-
 Row = tuple[str, str]
 
 

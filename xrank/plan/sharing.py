@@ -20,8 +20,6 @@ from xrank.plan.buffers import FileSource, FileTarget, Source, Target
 with contextlib.suppress(ImportError):  # Windows has no such module, and no request
     import fcntl
 
-__all__ = ["SharedExtents", "SharedRun", "shares_blocks"]
-
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _BLOCK_NBYTES = 4096
 _SMALLEST_NBYTES = 64 << 10

@@ -15,17 +15,6 @@ from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.tensor_name import TensorName
 from xrank.stores.backend import ObjectStatus
 
-__all__ = [
-    "NO_CHECKSUM",
-    "PLAIN",
-    "RecordTable",
-    "SourceFile",
-    "StatedLayout",
-    "StoredModel",
-    "StoredShard",
-    "merge_models",
-]
-
 NO_CHECKSUM = -1
 """In `RecordTable.crc32`: the format records no checksum of these bytes."""
 

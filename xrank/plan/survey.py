@@ -21,8 +21,6 @@ from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import NameTable, name_table
 from xrank.plan.holdings import Holdings, Survey, apply_layout, apply_parts
 
-__all__ = ["survey"]
-
 
 def survey(
     layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, dtypes: Mapping[str, str] | None = None

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from xrank.layout.nests import Loop, Nest
 
-__all__ = ["SMALLEST_DENSITY", "Tile", "cut_tiles"]
-
 SMALLEST_DENSITY = 4
 """Most bytes that a tile reads, as a multiple of the wanted ones."""
 

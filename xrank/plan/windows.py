@@ -22,8 +22,6 @@ from xrank.plan.file_parts import FilePart
 from xrank.plan.output import PlacedBytes
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
 
-__all__ = ["WINDOW_NBYTES", "FileWindows", "Job", "Portion", "PreparedCopies", "PreparedTensor", "Read", "share_all"]
-
 WINDOW_NBYTES = 1 << 20
 
 _PREPARED_TENSORS = 32

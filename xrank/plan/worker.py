@@ -29,8 +29,6 @@ from xrank.plan.sharing import SharedExtents, SharedRun
 from xrank.plan.tiles import Tile, cut_tiles
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Job, Portion, PreparedTensor
 
-__all__ = ["Worker"]
-
 
 class _Shared(Protocol):
     """The methods and state of an execution that its workers use."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from xrank.system import c_function
 
-__all__ = ["start_writeback"]
-
 _SYNC_FILE_RANGE_WRITE = 2
 
 

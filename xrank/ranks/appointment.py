@@ -25,9 +25,6 @@ from xrank.ranks.peer import process_space
 from xrank.ranks.store import GroupStore, LaunchedRanks, find_store
 from xrank.words import ranks_text
 
-__all__ = ["Appointment", "Watch", "appoint", "has_joined"]
-
-
 _NAME = "appointment"
 _BEGUN, _ENDED = "begun", "ended"
 _PAUSE_SECONDS = (0.0005, 0.02)

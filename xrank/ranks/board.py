@@ -16,8 +16,6 @@ from xrank.ranks.failure import FailureRecord
 from xrank.ranks.letter_box import BOX_NBYTES, LetterBox
 from xrank.ranks.wire import Status
 
-__all__ = ["Board"]
-
 _PAGE_NBYTES = 4096
 _SHARE_NBYTES = _PAGE_NBYTES + BOX_NBYTES
 _WORD_NBYTES = 8

@@ -20,8 +20,6 @@ from xrank.ranks.spin import Spin
 from xrank.ranks.wire import Message, Sleep, Status, Wire
 from xrank.words import ranks_text
 
-__all__ = ["Circle"]
-
 _TICK_SECONDS = 0.1
 """Longest sleep of a wait between two checks for failures: the time until all ranks know of a failure."""
 _FIRST_TICK_SECONDS = 200e-6

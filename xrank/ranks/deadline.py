@@ -7,8 +7,6 @@ from time import monotonic
 
 from xrank.errors import UsageError
 
-__all__ = ["Deadline"]
-
 
 class Deadline:
     """The moment `timeout_seconds` after construction, by a clock that never steps back.

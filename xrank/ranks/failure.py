@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.faces import marked
 
-__all__ = ["MAX_NBYTES", "FailureRecord", "failure_of", "mark_failure"]
-
 MAX_NBYTES = 3072
 """Largest size of a record as JSON; a longer cause is cut."""
 

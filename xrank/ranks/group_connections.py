@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["GroupConnections"]
-
 _TAG = 0x7872616E
 """Tag of the receives; no rank sends with it."""
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")

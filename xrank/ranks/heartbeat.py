@@ -19,8 +19,6 @@ from xrank.errors import XrankError
 from xrank.ranks.store import Store
 from xrank.system import after_fork_in_child
 
-__all__ = ["MAX_MISSED", "PERIOD_SECONDS", "Heartbeat"]
-
 PERIOD_SECONDS = 2.0
 MAX_MISSED = 5
 

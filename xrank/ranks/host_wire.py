@@ -14,8 +14,6 @@ from xrank.ranks.link import MAX_PAYLOAD_NBYTES, Link, decode_message, encode_me
 from xrank.ranks.peer import Peer
 from xrank.ranks.wire import Message, Sleep, Status
 
-__all__ = ["Bells", "HostWire"]
-
 _COMMON = (Status.ARRIVED, Status.ENDED)
 """Statuses that the first rank waits for until all others have reached them."""
 

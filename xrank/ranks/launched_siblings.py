@@ -15,8 +15,6 @@ from xrank import environment
 from xrank.errors import UsageError
 from xrank.ranks.link import is_readable
 
-__all__ = ["LaunchedSiblings", "launch_of"]
-
 
 class LaunchedSiblings:
     """The ranks that have the same parent as this one; the first look finds them.

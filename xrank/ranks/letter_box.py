@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from xrank.ranks.store_order import STORES_ARE_ORDERED
 
-__all__ = ["BOX_NBYTES", "LetterBox"]
-
 BOX_NBYTES = 40 << 10
 """Bytes of a box with its numbers: whole pages."""
 _WORD_NBYTES = 8

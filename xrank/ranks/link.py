@@ -17,8 +17,6 @@ from struct import Struct
 from xrank.errors import CorruptError
 from xrank.ranks.wire import Message
 
-__all__ = ["MAX_PAYLOAD_NBYTES", "Link", "decode_message", "encode_message", "is_readable"]
-
 MAX_PAYLOAD_NBYTES = 32 << 10
 _MAX_NBYTES = 128 << 10
 """Largest message; half of the default buffer of a Unix socket (Linux, net.core.wmem_default: 212,992)."""

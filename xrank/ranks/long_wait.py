@@ -23,8 +23,6 @@ from xrank.ranks.membership import Membership
 from xrank.ranks.store import Store
 from xrank.words import join_words, list_text, ranks_text
 
-__all__ = ["START_SECONDS", "Awaits", "LongWait", "Wait", "name_of_ranks", "parties_of"]
-
 START_SECONDS = 0.25
 """Length of a wait that is long, and time between two of its looks: a death is to be named within 2 seconds."""
 _CYCLE_SECONDS = (0.25, 4.0)

@@ -11,8 +11,6 @@ from xrank.ranks.long_wait import START_SECONDS, Awaits, LongWait
 if TYPE_CHECKING:
     from xrank.ranks.circle import Circle
 
-__all__ = ["LookOut"]
-
 
 class LookOut:
     """Looks, in a wait that has become long, for reasons why it will not end.

@@ -18,8 +18,6 @@ from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
 from xrank.words import ranks_text
 
-__all__ = ["CALL", "Meeting"]
-
 CALL = "the first gather"
 _THREAD_SECONDS = 0.3
 _PAUSE_SECONDS = (0.0005, 0.02)

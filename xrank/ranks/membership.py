@@ -26,8 +26,6 @@ from xrank.ranks.link import is_readable
 from xrank.ranks.peer import Peer, process_space
 from xrank.ranks.store import Store
 
-__all__ = ["Membership"]
-
 SignOfDeath = Callable[[int], str | None]
 """Returns the reason why an absent rank has ended; None if the sign does not show its end."""
 

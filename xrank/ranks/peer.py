@@ -11,8 +11,6 @@ from typing import Any
 from xrank.errors import CorruptError
 from xrank.system import after_fork_in_child
 
-__all__ = ["Peer", "process_space"]
-
 
 @dataclass(frozen=True, slots=True)
 class Peer:

@@ -26,8 +26,6 @@ from xrank.ranks.peer import Peer, process_space
 from xrank.ranks.wire import Message
 from xrank.system import count_cores
 
-__all__ = ["RanksApartError", "meet"]
-
 _TICK_SECONDS = 0.02
 _PEERS_PER_MESSAGE = 100
 """The roster of a large circle does not fit into one message."""

@@ -14,8 +14,6 @@ from functools import cache
 from xrank.errors import CorruptError
 from xrank.system import after_fork_in_child
 
-__all__ = ["KeyPair", "own_key_pair", "x25519"]
-
 _P = 2**255 - 19
 _A24 = 121665
 _BASE_POINT = (9).to_bytes(32, "little")

@@ -8,8 +8,6 @@ from time import monotonic
 
 from xrank.ranks.wire import Wire
 
-__all__ = ["Spin"]
-
 _NUM_LOOKS = 20
 """Looks at memory before a wait yields the processor between two looks."""
 _LONG_YIELD_SECONDS = 300e-6

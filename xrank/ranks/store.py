@@ -14,8 +14,6 @@ from xrank.environment import Launch, silent_torch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.deadline import Deadline
 
-__all__ = ["GroupStore", "LaunchedRanks", "LocalStore", "Store", "connect_launched_ranks", "find_store"]
-
 _PREFIX = "xrank/"
 _PAUSE_SECONDS = 0.001
 _NUM_PAUSES = 1000

@@ -16,8 +16,6 @@ from xrank.ranks.peer import Peer
 from xrank.ranks.shared_key import own_key_pair
 from xrank.ranks.store_wire import StoreWire
 
-__all__ = ["meet_across_hosts"]
-
 _TICK_SECONDS = 0.02
 _KEY = "key"
 """Entry of a rank's public key."""

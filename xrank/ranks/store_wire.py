@@ -21,8 +21,6 @@ from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
 from xrank.ranks.wire import NUDGE, Message, Status
 
-__all__ = ["StoreWire"]
-
 _LOOK_SECONDS = 0.1
 """Seconds between two reads of failures and ends."""
 _POLL_SECONDS = (0.0005, 0.02)

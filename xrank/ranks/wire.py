@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 from xrank.ranks.failure import FailureRecord
 
-__all__ = ["NUDGE", "Message", "Sleep", "Status", "Wire"]
-
 
 class Status(IntEnum):
     """Numbers that each rank publishes to all others; the first three only grow."""

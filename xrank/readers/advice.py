@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ONE_SAVE"]
-
 ONE_SAVE = "let all ranks save into an empty folder, or copy the folder of one save again from where it was written"
 """Where files of two saves lie in one folder, and the format does not record which belong together.
 

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel
 
-__all__ = ["Hints", "Reader"]
-
 
 @dataclass(frozen=True, slots=True)
 class Hints:

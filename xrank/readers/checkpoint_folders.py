@@ -11,8 +11,6 @@ from xrank.errors import XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.stores import places
 
-__all__ = ["EXPORT_FOLDER", "find_checkpoint_folders", "nbytes_below"]
-
 # deepspeed/runtime/engine.py: _save_checkpoint; megatron/training/checkpointing.py: get_checkpoint_tracker_filename;
 # verl/utils/checkpoint/checkpoint_manager.py; skyrl_train/trainer.py.
 _MARKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")

@@ -13,8 +13,6 @@ from xrank.readers.claims import Claim, find_local_name
 from xrank.readers.held_tensor import HeldTensor
 from xrank.words import ranks_text
 
-__all__ = ["Claimed", "check_meshes", "check_part"]
-
 Claimed: TypeAlias = tuple[HeldTensor, Claim]
 """A rank's part, and how its tensor is cut."""
 

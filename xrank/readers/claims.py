@@ -16,16 +16,6 @@ from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_na
 from xrank.readers.held_tensor import HeldTensor
 from xrank.words import ranks_text
 
-__all__ = [
-    "Claim",
-    "Claims",
-    "find_global_name",
-    "find_holders",
-    "find_local_name",
-    "list_counted_names",
-    "prefix_error",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Claim:

@@ -11,8 +11,6 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 
-__all__ = ["CopiedValues", "compute_repeated_crc32", "is_telling"]
-
 _TELLING_ELEMENTS = 8
 _ONES = {"F32": b"\0\0\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\0\x3c"}
 

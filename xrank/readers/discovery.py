@@ -19,8 +19,6 @@ from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.words import list_text
 
-__all__ = ["SourcePlace", "find_source"]
-
 _SEARCHED_LEVELS = 2
 _UNFINISHED = re.compile(r"(^|/)tmp-|[.-]tmp(\.|-\d+|$|/)")
 """Paths of folders that a save renames once it has finished.

@@ -18,8 +18,6 @@ from xrank.readers.hugging_face.rank_parts import ENGINE_PART
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["find_foreign_kind"]
-
 _CONVERTED = "give the checkpoint or the Hugging Face folder that was converted into it"
 _MAX_OPENED_FILES = 64
 _MAX_MAGIC_NBYTES = 64

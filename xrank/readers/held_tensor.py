@@ -15,8 +15,6 @@ from xrank.plan.source import StoredShard
 if TYPE_CHECKING:
     from xrank.formats.torch_archive import ArchivedTensor
 
-__all__ = ["HeldTensor", "pieces_of", "replicate", "row_slice", "whole"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:

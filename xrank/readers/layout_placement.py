@@ -29,8 +29,6 @@ from xrank.readers.claimed_parts import Claimed, check_meshes, check_part
 from xrank.readers.claims import Claim, find_holders, prefix_error
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 
-__all__ = ["place_claimed", "place_companion", "place_members"]
-
 
 def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] | None) -> StoredShard:
     """Return a tensor's pieces. If it has several meshes, they hold replicas of each other.

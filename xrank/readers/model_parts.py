@@ -26,8 +26,6 @@ from xrank.readers.saved_keys import (
 from xrank.readers.wrapper_names import strip_wrappers
 from xrank.words import list_text, plural, size_text
 
-__all__ = ["ModelPart", "SavedTree", "TopPart", "part_details", "part_notes", "select_model"]
-
 _Path: TypeAlias = tuple[str | int, ...]
 
 _MAX_SHOWN = 12

@@ -10,8 +10,6 @@ from importlib import import_module
 from xrank.readers.base import Reader
 from xrank.stores import places
 
-__all__ = ["OWN_READERS", "TORCH_SAVE", "WORKSPACE", "ListedReader"]
-
 
 @dataclass(frozen=True, slots=True)
 class ListedReader:

@@ -22,8 +22,6 @@ from xrank.readers.held_tensor import HeldTensor, pieces_of, row_slice, whole
 from xrank.readers.layout_placement import place_claimed, place_companion, place_members
 from xrank.words import likewise_text, list_text, ranks_text
 
-__all__ = ["Placement", "place_all"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -14,8 +14,6 @@ from xrank.words import one_line
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint, EntryPoints
 
-__all__ = ["GROUP", "find_plugins", "plugin_readers"]
-
 GROUP = "xrank.readers"
 
 _logger = logging.getLogger(__name__)

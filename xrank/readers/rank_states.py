@@ -16,8 +16,6 @@ from xrank.formats.saved_state import SavedState, read_saved_state
 from xrank.stores import places
 from xrank.words import ranks_text, runs_text
 
-__all__ = ["check_run", "read_rank_state", "run_text"]
-
 
 def read_rank_state(path: str, rank: int) -> SavedState:
     """Return a rank's state in a folder, from its metadata alone.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
     from xrank.formats.torch_archive import TorchArchive
 
-__all__ = ["Records", "note_bare_files", "note_foreign_names", "refuse_foreign_names"]
-
 _FOREIGN_NAMES = "foreign-names"
 """Code of the note on classes and functions that frameworks do not write into pickles."""
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 
-__all__ = ["MODELS", "MOMENTS", "OPTIMIZERS", "OPTIMIZER_KEYS", "WRAPPERS"]
-__all__ += ["is_left_out", "leads_to_model", "names_of_optimizers"]
-
 MODELS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state", "params"})
 WRAPPERS = frozenset({"app", "app_state", "state"})
 """From torch's own tutorials: a Stateful that holds model and optimizer."""

@@ -9,8 +9,6 @@ from xrank.errors import IncompleteError
 from xrank.formats.regular_file import open_regular, quote
 from xrank.stores import places
 
-__all__ = ["find_marked_step"]
-
 # verl/utils/checkpoint/checkpoint_manager.py: get_checkpoint_tracker_filename; skyrl_train/trainer.py.
 _MARKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
 _STEP = re.compile(r"global_step_\d{1,18}", re.ASCII)

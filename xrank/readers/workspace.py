@@ -28,8 +28,6 @@ from xrank.stores.url import is_url
 from xrank.words import repr_text
 from xrank.workspace.shared_directory import check_one_owner
 
-__all__ = ["WorkspaceReader", "survey_ranks"]
-
 
 class WorkspaceReader:
     """The reader of workspaces (`xrank.readers.base.Reader`)."""

@@ -11,18 +11,6 @@ from xrank.formats.inert_record import is_extra_state
 from xrank.plan.source import StoredModel
 from xrank.words import list_text, plural
 
-__all__ = [
-    "LIGHTNING_VERSION",
-    "FindWrapping",
-    "drop_states",
-    "is_of_lightning",
-    "name_notes",
-    "plain_names",
-    "remove_wrapper_names",
-    "rename_tensors",
-    "strip_wrappers",
-]
-
 _OUTER = "module"
 """Prefix of DistributedDataParallel, DataParallel and DeepSpeed's engine, unless only some names have it."""
 # torch/_dynamo/eval_frame.py: OptimizedModule; torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py;

@@ -14,8 +14,6 @@ import numpy as np
 from xrank.formats.regular_file import open_regular
 from xrank.plan.source import NO_CHECKSUM, StoredModel
 
-__all__ = ["note_zero_tails"]
-
 _BLOCK_NBYTES = 4096
 _CHUNK_NBYTES = 1 << 20
 _MAX_ELEMENT_NBYTES = 8

@@ -14,8 +14,6 @@ from functools import lru_cache
 
 from xrank.recipes.conversion_table import Side, Transform
 
-__all__ = ["Group", "NamePass", "sort_naturally"]
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

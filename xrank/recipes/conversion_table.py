@@ -19,8 +19,6 @@ from typing import Any
 from xrank.errors import LayoutError
 from xrank.faces import option
 
-__all__ = ["Operation", "Side", "Transform", "find_num_heads", "find_transforms", "is_known_size", "is_known_type"]
-
 _PATH = Path(__file__).parent / "transformers.json"
 
 

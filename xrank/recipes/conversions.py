@@ -14,8 +14,6 @@ from xrank.recipes.conversion_names import Group, NamePass
 from xrank.recipes.conversion_table import Side, Transform
 from xrank.recipes.tensor_operations import Placed, Shape, place_input, run_operations
 
-__all__ = ["Converted", "convert_model", "find_used", "is_loaded_as"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Converted:

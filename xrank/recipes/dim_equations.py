@@ -12,8 +12,6 @@ from fractions import Fraction
 
 from xrank.layout.notation import Node, Parts, Product, Size
 
-__all__ = ["Conflict", "DimLength", "SolvedSizes", "solve_lengths"]
-
 _Monomial = tuple[str, ...]
 """A product of sizes, by their names, sorted."""
 

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["LayerChoice", "is_layer_term", "parse_layers"]
-
 _BEGINNING = "layers "
 
 _VALUE = r"([A-Za-z_][\w.]*|[0-9]{1,18})"

@@ -20,8 +20,6 @@ from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
 from xrank.recipes.sizes import collect_sizes
 
-__all__ = ["place_names"]
-
 
 def place_names(
     found: Match,

@@ -11,18 +11,6 @@ from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, find_range, part_names
 
-__all__ = [
-    "Match",
-    "active_rules",
-    "is_required",
-    "match",
-    "raised_flags",
-    "settle",
-    "source_sides",
-    "target_sides",
-]
-
-
 _Place = tuple[int, int]
 
 

@@ -23,8 +23,6 @@ from xrank.recipes.matching import match
 from xrank.recipes.recipe_file import load_recipes_for
 from xrank.words import plural
 
-__all__ = ["ModelNames", "find_stem", "make_finder", "names_of_class"]
-
 _Strip: TypeAlias = Callable[[str], str]
 _PATH = Path(__file__).parent / "model_names.json"
 _NUM_PARTS = 3

@@ -17,8 +17,6 @@ from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import load_recipes_of
 from xrank.recipes.sizes import check_counts, collect_flags, list_model_types
 
-__all__ = ["BRING_FILES", "CHECK_CONFIG", "check_names", "prove_family", "refuse_missing"]
-
 _Indices = tuple[int, ...]
 BRING_FILES = f"bring the files of the missing ranks, then {AGAIN}; or give {option('base_model')} to compare with"
 CHECK_CONFIG = f"check that config.json is this model's, or give {option('base_model')}"

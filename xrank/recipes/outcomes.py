@@ -18,8 +18,6 @@ from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, branches_of
 from xrank.recipes.sizes import check_counts
 
-__all__ = ["Outcome", "check_whole", "list_outcomes"]
-
 _Layers: TypeAlias = Mapping[str, Sequence[LayerChoice]]
 """Group -> the layers that have its blocks, by each origin."""
 

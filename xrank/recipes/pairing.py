@@ -22,8 +22,6 @@ from xrank.layout.nests import Loop, Nest, canonical
 from xrank.layout.tensor_name import MAX_NAMES
 from xrank.recipes.side import Branch, Side, SideLoop, branches_of, global_shape, parse_side
 
-__all__ = ["Pairing", "pair", "reverse_pairing", "single_tensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pairing:

@@ -9,8 +9,6 @@ from math import prod, sqrt
 
 from xrank.recipes.side import Side
 
-__all__ = ["Recipe", "Rule", "size_texts"]
-
 _SIZE = r"(?:[A-Za-z_]\w*|[1-9][0-9]{0,8})"
 _ROOT = re.compile(rf"sqrt\(({_SIZE}(?: {_SIZE}){{0,7}})\)")
 

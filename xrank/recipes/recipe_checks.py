@@ -13,8 +13,6 @@ from xrank.recipes.recipe_tables import misplaced
 from xrank.recipes.terms import is_term
 from xrank.words import list_text
 
-__all__ = ["check_names", "check_patterns", "check_required", "check_sizes", "find_useless"]
-
 _MAX_ADDED = 1 << 24  # fp32 has all integers up to here
 
 

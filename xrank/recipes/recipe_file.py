@@ -98,18 +98,6 @@ from xrank.recipes.recipe_tables import (
 from xrank.recipes.side import Side, parse_side, part_names
 from xrank.words import clip, list_text
 
-__all__ = [
-    "find_model_types",
-    "find_rule",
-    "list_shipped_recipes",
-    "load_recipes_for",
-    "load_recipes_of",
-    "load_shipped_recipe",
-    "load_shipped_recipes",
-    "read_recipe",
-    "read_shipped_text",
-]
-
 
 def read_recipe(path: str) -> Recipe:
     """Read a recipe file.

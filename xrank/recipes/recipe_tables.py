@@ -14,22 +14,6 @@ from xrank.errors import LayoutError, UsageError
 from xrank.layout.toml_text import parse_toml
 from xrank.words import clip, size_text
 
-__all__ = [
-    "CONDITIONS",
-    "CORRECT",
-    "LISTS",
-    "TABLES",
-    "check_texts",
-    "count_extended",
-    "find_place",
-    "misplaced",
-    "read_shipped",
-    "read_tables",
-    "read_text",
-    "refuse_unknown",
-    "repeat_rules",
-]
-
 TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")
 LISTS = ("model_types", "padded", "ignored", "dropped", "keep_fp32", "needed", "by_layer")
 _TEXTS = ("framework", "extends")

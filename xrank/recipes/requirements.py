@@ -13,8 +13,6 @@ from xrank.recipes.recipe import Recipe
 from xrank.recipes.sizes import disagreement
 from xrank.recipes.terms import evaluate, look_up
 
-__all__ = ["check_requirements", "is_refused"]
-
 _Values = Mapping[str, Any]
 
 

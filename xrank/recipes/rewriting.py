@@ -20,8 +20,6 @@ from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.recipe_file import find_rule
 from xrank.words import likewise_text, list_text
 
-__all__ = ["check_repeated", "join_shards", "move_shard", "rewrite_model"]
-
 
 def rewrite_model(
     source: StoredModel,

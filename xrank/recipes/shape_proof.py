@@ -17,8 +17,6 @@ from xrank.recipes.side import Side
 from xrank.recipes.sizes import collect_flags, list_model_types
 from xrank.words import list_text
 
-__all__ = ["prove_shapes"]
-
 _Shape = tuple[int, ...]
 
 

@@ -25,9 +25,6 @@ from xrank.layout.notation import (
 from xrank.layout.parser import TextParser
 from xrank.layout.tensor_name import TensorName
 
-__all__ = ["GAP", "Branch", "Side", "SideLoop", "branches_of", "find_range", "global_shape", "parse_side", "part_names"]
-
-
 GAP = "_"
 """Name of a part whose tensors are other rules': ``layers.{<_: L | next: M>}`` are M layers that count on from L."""
 

@@ -20,16 +20,6 @@ from xrank.recipes.side import Side
 from xrank.recipes.terms import evaluate, look_up
 from xrank.words import clip
 
-__all__ = [
-    "check_counts",
-    "collect_flags",
-    "collect_layers",
-    "collect_sizes",
-    "disagreement",
-    "list_model_types",
-    "solve_sizes",
-]
-
 _Shape = tuple[int, ...]
 
 

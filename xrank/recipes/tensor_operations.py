@@ -16,8 +16,6 @@ from xrank.faces import option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.recipes.conversion_table import Side, find_num_heads
 
-__all__ = ["Placed", "Shape", "place_input", "run_operations"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:

@@ -8,8 +8,6 @@ from typing import Any
 
 from xrank.recipes.layer_choice import is_layer_term
 
-__all__ = ["evaluate", "is_term", "look_up"]
-
 
 def evaluate(values: Mapping[str, Any], terms: Iterable[str]) -> object:
     """Return the value of the first known term; None if none is known."""

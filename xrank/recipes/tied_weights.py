@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["declares_ties", "find_class_ties", "is_known_class", "list_unsaved", "never_ties"]
-
 _PATH = Path(__file__).with_name("tied_weights.json")
 _KEY, _TEXT = "tie_word_embeddings", "text_config"
 _STATES = (None, False, True)

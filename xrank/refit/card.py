@@ -23,8 +23,6 @@ from xrank.formats.entries import Entry
 from xrank.system import NEW, NO_LINK, READ, replace, user_id
 from xrank.workspace.shared_directory import list_names, make_directory
 
-__all__ = ["Address", "Card"]
-
 _TRAINER = "trainer.json"
 _ENGINE = "engine-"
 _RELAY = "relay-"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from xrank.refit.targets import Loader
 
-__all__ = ["EngineRank", "record_layouts"]
-
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.|$)")
 """An index in a tensor's name."""
 

@@ -10,8 +10,6 @@ from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.refit.peer_rank import PeerRank, check_phase, wait_until_done
 from xrank.refit.status import Phase, Status, StatusBlock
 
-__all__ = ["EngineRanks"]
-
 _PAUSE_SECONDS = 0.0005
 
 

@@ -10,8 +10,6 @@ from xrank.readers.live.module_tensors import FilledModule, list_tensors
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MemoryPlaces", "count_versions", "find_moved", "list_places"]
-
 MemoryPlaces: TypeAlias = dict[str, tuple[object, ...]]
 """Name -> dtype, shape, strides and address of the local tensor."""
 

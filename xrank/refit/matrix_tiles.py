@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["MatrixTile", "cut_matrix_tiles"]
-
 _Loop = tuple[int, int, int]
 """Count, stride in the record, and stride in the matrix, as of a nest."""
 

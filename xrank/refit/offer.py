@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from xrank.layout import LayoutMap
 
-__all__ = ["offer_weights"]
-
 _NO_OUTCOME = Status(committed=-1)
 
 

@@ -15,8 +15,6 @@ from xrank.refit.status import Phase
 from xrank.teams.agreement import path_text
 from xrank.teams.team import Team
 
-__all__ = ["MADE", "check_no_trainer", "find_trainer_ranks", "number_of", "write_offer"]
-
 MADE = "xrank.made/"
 """Before the Hugging Face name of a tensor that a rank has made, which no tensor of the trainer's model has."""
 

@@ -13,8 +13,6 @@ from zlib import crc32
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, XrankError
 from xrank.lending.peer_memory import address_of
 
-__all__ = ["OUTCOME_HEAD", "Outcome", "OutcomeBlock", "describe_error", "make_described_error"]
-
 OUTCOME_HEAD = Struct("<II")
 """Before an outcome in memory: checksum and length of its text."""
 _NBYTES = 4 << 20

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from xrank.refit.prepared_part import PreparedPart
 
-__all__ = ["OwnPart"]
-
 
 class OwnPart:
     """The tensors of this rank, from `view` on.

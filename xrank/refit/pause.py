@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from time import monotonic, sleep, thread_time
 
-__all__ = ["Pause"]
-
 _SHORTEST_SECONDS = 0.0005
 _LONGEST_SECONDS = 0.04
 _REST_SHARE = 50.0

@@ -15,8 +15,6 @@ from xrank.refit.outcome import OUTCOME_HEAD
 from xrank.refit.status import STATUS_NBYTES, Phase, Status
 from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 
-__all__ = ["PeerRank", "check_phase", "make_failure", "wait_until_done"]
-
 _SILENT_SECONDS = 1.5
 """Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
 _LOOK_SECONDS = 0.25

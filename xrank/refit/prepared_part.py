@@ -28,8 +28,6 @@ from xrank.teams.team import Team
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PreparedPart", "prepare_part"]
-
 _SILENT_SECONDS = 1.5
 _GRACE_SECONDS = 0.2
 

@@ -23,8 +23,6 @@ from xrank.refit.matrix_tiles import MatrixTile, cut_matrix_tiles
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["QuantizedPart", "QuantizedTensor", "plan_quantized"]
-
 _CHUNK_ELEMENTS = 1 << 19
 """Elements that are measured or encoded at once."""
 

@@ -16,8 +16,6 @@ from xrank.plan.coverage import find_fault, range_text
 if TYPE_CHECKING:
     from xrank.refit.recording import Fill
 
-__all__ = ["prove_coverage", "row_major_steps", "span_nbytes"]
-
 
 def prove_coverage(
     regions: Mapping[str, Sequence[torch.Tensor]],

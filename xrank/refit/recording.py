@@ -26,8 +26,6 @@ from xrank.refit.recorded_coverage import prove_coverage, row_major_steps, span_
 if TYPE_CHECKING:
     from xrank.refit.targets import Loader
 
-__all__ = ["Fill", "RecordedCopy", "Recording", "record_loader"]
-
 _aten = torch.ops.aten
 _SAME_VALUES = {_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 

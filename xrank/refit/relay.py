@@ -16,8 +16,6 @@ from xrank.plan.output import OutputTensor
 from xrank.refit.card import Address
 from xrank.refit.targets import Filling
 
-__all__ = ["DIGEST_NBYTES", "Relay", "digest_bytes"]
-
 DIGEST_NBYTES = 16
 _CHUNK_NBYTES = 1 << 20
 

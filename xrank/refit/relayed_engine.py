@@ -33,8 +33,6 @@ from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_model import TrainerModel
 from xrank.refit.transfer import Transfer, make_transfer
 
-__all__ = ["EngineCopy", "EngineGoneError", "RelayedEngine"]
-
 _OWN = -1
 """Rank of this process among the other engine's: none of them."""
 _GRACE_SECONDS = 0.2

@@ -10,8 +10,6 @@ from xrank.refit.card import Address, Card
 from xrank.refit.peer_rank import PeerRank
 from xrank.refit.relayed_engine import RelayedEngine
 
-__all__ = ["RelayedEngines"]
-
 
 class RelayedEngines:
     """The engines at an address that lend their steps; connections are kept, so that a stopped rank is noticed.

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from xrank.refit.targets import Filling
     from xrank.refit.transfer import Transfer
 
-__all__ = ["PublishReport", "UpdateReport", "make_update_report"]
-
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:

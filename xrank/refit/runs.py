@@ -10,8 +10,6 @@ import numpy as np
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.lending.peer_memory import MAX_SPANS, SpanArray
 
-__all__ = ["Call", "Runs", "count_runs", "cut_calls", "find_runs", "join_runs", "mean_run_nbytes"]
-
 _CALL_NBYTES = 8 << 20
 """Bytes of one call at most: threads share the calls, and look for failures between two of them."""
 

@@ -10,8 +10,6 @@ from zlib import crc32
 
 from xrank.lending.peer_memory import memory_at
 
-__all__ = ["STATUS_NBYTES", "Phase", "Status", "StatusBlock", "is_past"]
-
 _FIELDS = Struct("<qqqqqqqH")
 STATUS_NBYTES = 512
 """Bytes of a status: a checksum, the fields, and the cause as text."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from xrank.layout import LayoutMap
 
-__all__ = ["take_weights"]
-
 
 @names_own_arguments
 def take_weights(

@@ -34,8 +34,6 @@ from xrank.refit.status import Phase, Status, StatusBlock
 from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_link import CARD_SECONDS, TrainerLink, connect_trainer
 
-__all__ = ["TakenWeights"]
-
 
 class TakenWeights:
     """An engine rank's weights, made by `xrank.take_weights`. One thread may use it; it is a context manager, too."""

@@ -11,8 +11,6 @@ from xrank.refit.card import Address, Card
 from xrank.refit.peer_rank import PeerRank, make_failure
 from xrank.refit.status import Phase, Status
 
-__all__ = ["Survey", "Takers"]
-
 _REFRESH_SECONDS = 0.05
 """Time between two looks into the directory."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from xrank.refit.recording import Fill, Recording
 
-__all__ = ["Filling", "Loader", "LoaderTarget", "ModuleTarget", "Target"]
-
 Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
 """An engine's function that takes a model's tensors by Hugging Face's names, such as ``model.load_weights``."""
 

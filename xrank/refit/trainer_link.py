@@ -27,8 +27,6 @@ from xrank.refit.targets import Filling, Target
 from xrank.refit.trainer_model import read_trainer_model
 from xrank.refit.transfer import Transfer, make_transfer
 
-__all__ = ["CARD_SECONDS", "TrainerLink", "connect_trainer"]
-
 CARD_SECONDS = 0.25
 """Time between two looks for another trainer's card."""
 

@@ -14,8 +14,6 @@ from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.refit.card import Card
 from xrank.refit.offer_card import MADE, find_trainer_ranks
 
-__all__ = ["TrainerModel", "read_trainer_model"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainerModel:

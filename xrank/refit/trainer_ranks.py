@@ -17,8 +17,6 @@ from xrank.refit.outcome import Outcome, OutcomeBlock
 from xrank.refit.peer_rank import PeerRank, check_phase
 from xrank.refit.status import Phase, Status, StatusBlock
 
-__all__ = ["TrainerRanks"]
-
 _PAUSE_SECONDS = 0.0005
 _LEAVE_SECONDS = 2.0
 """Longest time for which a rank that closes waits for others."""

@@ -29,8 +29,6 @@ from xrank.refit.runs import Call, Runs, cut_calls, find_runs, join_runs, mean_r
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Transfer", "make_transfer"]
-
 _CHECK_SECONDS = 0.02
 """Time between two looks at the other ranks while the kernel copies."""
 _SMALLEST_RUN_NBYTES = 64

@@ -15,8 +15,6 @@ from xrank.plan.budget import Budget
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TransformedPart", "find_dropped", "list_own"]
-
 _BUFFERS_NBYTES = 16_000_000
 
 

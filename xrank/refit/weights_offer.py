@@ -26,8 +26,6 @@ from xrank.refit.takers import Survey, Takers
 from xrank.refit.trainer_ranks import TrainerRanks
 from xrank.words import list_text, plural
 
-__all__ = ["Watch", "WeightsOffer"]
-
 _PAUSE_SECONDS = 0.0005
 _SIBLING_SECONDS = 0.05
 """Time between two looks at the trainer's other ranks, and at the tensors, while no engine rank waits for checks."""

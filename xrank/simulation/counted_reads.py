@@ -22,8 +22,6 @@ from xrank.plan.tiles import SMALLEST_DENSITY
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.simulation.traffic import FROM_FILES, Flow, RoundTraffic, build_round, count_written_nbytes
 
-__all__ = ["compute_read_overhead", "count_compared_nbytes", "count_rounds", "elements_below", "num_places"]
-
 _MAX_PAIRS = 1 << 21
 """Approximate number of (window, piece) pairs computed at once, to bound memory."""
 

@@ -14,8 +14,6 @@ from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
 from xrank.words import one_line, plural, size_text
 
-__all__ = ["seconds_text", "simulation_html", "simulation_rows", "simulation_table"]
-
 _MAX_LISTED = 16
 """Number of ranks up to which the table has a row per rank."""
 _MAX_BARS = 64

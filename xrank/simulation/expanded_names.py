@@ -14,8 +14,6 @@ from xrank.layout.nests import Nest, restrict, swap
 from xrank.layout.tensor_name import has_groups, parse_name
 from xrank.plan.source import StoredModel, StoredShard
 
-__all__ = ["expand_names"]
-
 
 def expand_names(stored: StoredModel) -> StoredModel:
     """Return a model whose tensors have the names of a checkpoint, each a part of its tensor of a name with dims."""

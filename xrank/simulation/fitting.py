@@ -15,8 +15,6 @@ from xrank.simulation.traffic import ConversionTraffic
 from xrank.virtual.costs.link_model import LinkModel
 from xrank.virtual.costs.unit_seconds import unit_seconds
 
-__all__ = ["Sample", "fit_rates"]
-
 
 class Sample(NamedTuple):
     """A measured conversion."""

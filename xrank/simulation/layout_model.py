@@ -18,8 +18,6 @@ from xrank.plan.layout_shapes import compute_shapes
 from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.plan.survey import survey
 
-__all__ = ["build_layout_model", "read_layouts_on", "survey_layouts"]
-
 _SOME_CHECKSUM = 0
 """Any checksum: saved states have one per tensor, and verifying it reads bytes (mostly padding) that no copy needs."""
 

@@ -24,8 +24,6 @@ from xrank.plan.source import NO_CHECKSUM, StoredModel
 from xrank.simulation.expanded_names import expand_names
 from xrank.simulation.layout_model import build_layout_model, read_layouts_on, survey_layouts
 
-__all__ = ["Operation", "PlannedWork", "plan_work"]
-
 Operation: TypeAlias = Literal["gather", "export", "reshard", "refit"]
 
 _DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

@@ -19,8 +19,6 @@ from xrank.layout.nest_table import IntArray, int_array
 from xrank.simulation.rates import Rates
 from xrank.simulation.traffic import ConversionTraffic, RankExchange
 
-__all__ = ["ASSUMED", "PARTS", "Prediction", "predict"]
-
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 PARTS = ("compare", "read", "exchange", "write")

@@ -11,8 +11,6 @@ from xrank.faces import option
 from xrank.virtual.costs.link_model import LinkModel
 from xrank.virtual.costs.link_words import Kind, read_words
 
-__all__ = ["NO_LIMIT", "Rates", "read_rates"]
-
 NO_LIMIT = 1e18
 """Bytes per second of work that is known to be free; an unknown rate is None, or no bandwidth."""
 

@@ -16,8 +16,6 @@ from xrank.refit.runs import count_runs
 from xrank.simulation.planned_work import PlannedWork
 from xrank.simulation.traffic import ConversionTraffic, Flow, build_round
 
-__all__ = ["count_refit", "place_engine"]
-
 
 def place_engine(work: PlannedWork) -> PlannedWork:
     """Return the export of a trainer's ranks as a refit: the plan's files are the parts of an engine's ranks.

@@ -9,8 +9,6 @@ from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
 from xrank.system import peak_rss_nbytes
 
-__all__ = ["simulation_report"]
-
 _AMOUNTS = ("read_nbytes", "reads", "own_nbytes", "taken_nbytes", "given_nbytes", "messages", "written_nbytes")
 """Reported amounts of each rank: arrays of `RoundTraffic`."""
 

@@ -21,8 +21,6 @@ from xrank.simulation.refit_work import count_refit, place_engine
 from xrank.simulation.traced_reads import trace_compared_nbytes, trace_rounds
 from xrank.simulation.traffic import ConversionTraffic
 
-__all__ = ["Simulation", "compute_traffic", "simulate"]
-
 _WORKERS = 4
 """Threads per rank, which determine its buffers: the default on a machine with enough cores."""
 _MAX_TRACED = 20_000

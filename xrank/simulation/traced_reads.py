@@ -22,8 +22,6 @@ from xrank.plan.tiles import cut_tiles
 from xrank.plan.windows import FileWindows, PreparedCopies
 from xrank.simulation.traffic import FROM_FILES, Flow, RoundTraffic, build_round, count_written_nbytes
 
-__all__ = ["trace_compared_nbytes", "trace_rounds"]
-
 
 class _Read(NamedTuple):
     record: int

@@ -12,16 +12,6 @@ from xrank.plan.division import Round
 from xrank.plan.planner import Plan
 from xrank.plan.windows import WINDOW_NBYTES
 
-__all__ = [
-    "FROM_FILES",
-    "ConversionTraffic",
-    "Flow",
-    "RankExchange",
-    "RoundTraffic",
-    "build_round",
-    "count_written_nbytes",
-]
-
 FROM_FILES = -1
 """Value of `Flow.giver` for reads from files instead of a rank's memory."""
 

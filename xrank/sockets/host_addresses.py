@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["host_addresses", "used_addresses"]
-
 _GET_ADDRESS = 0x8915  # linux/sockios.h: SIOCGIFADDR
 _GLOBAL_SCOPE = "00"
 _LOOPBACK = "127.0.0.1"

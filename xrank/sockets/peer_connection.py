@@ -24,8 +24,6 @@ from xrank.sockets.peer_wire import (
 )
 from xrank.system import descriptor_limit, keep_descriptors_free
 
-__all__ = ["PeerConnection", "PeerGoneError", "PeerRefusalError", "Tick", "connect"]
-
 Tick: TypeAlias = Callable[[float], None]
 """Called every `SLICE_SECONDS` of silence, with the seconds of silence so far; raises to end the wait."""
 

@@ -33,8 +33,6 @@ from xrank.sockets.peer_wire import (
 )
 from xrank.system import close_read, keep_descriptors_free
 
-__all__ = ["PeerService", "ServedBytes"]
-
 _STAGED_NBYTES = 1 << 20
 _LEAST_STAGED_NBYTES = 1 << 16
 """Bytes that are not in a row are read into one buffer, between these sizes at once. What a reader's socket does not

@@ -16,19 +16,6 @@ import hmac
 from enum import IntEnum
 from struct import Struct
 
-__all__ = [
-    "HELLO_NBYTES",
-    "NONCE_NBYTES",
-    "PART",
-    "PROOF_NBYTES",
-    "REQUEST",
-    "TOKEN_NBYTES",
-    "AnswerKind",
-    "derive_token",
-    "lender_proof",
-    "reader_proof",
-]
-
 NONCE_NBYTES = PROOF_NBYTES = TOKEN_NBYTES = 32
 HELLO_NBYTES = NONCE_NBYTES + PROOF_NBYTES
 REQUEST = Struct("<QQQ")

@@ -8,8 +8,6 @@ from html import unescape
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer
 
-__all__ = ["decode_text", "find_text", "list_texts", "need_field", "need_number", "need_text"]
-
 
 def decode_text(answer: Answer) -> str:
     """Return the text of an answer. Azure puts a byte order mark before it."""

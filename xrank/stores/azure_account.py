@@ -16,8 +16,6 @@ from typing import Any
 from xrank.errors import UsageError
 from xrank.stores.faults import FaultError, FaultKind
 
-__all__ = ["AzureAccount", "endpoint_of"]
-
 _EMULATOR_ACCOUNT = "devstoreaccount1"
 _SCOPE = "https://storage.azure.com/.default"
 _VERSION = "2023-11-03"

@@ -18,8 +18,6 @@ from xrank.stores.uploads import make_condition
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["AzureBackend"]
-
 
 class AzureBackend(ObstoreBackend):
     """One container; see `Backend`.

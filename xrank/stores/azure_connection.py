@@ -12,8 +12,6 @@ from xrank.stores.http_connection import Answer, HttpConnection, encode_path, en
 from xrank.stores.object_connection import ObjectConnection, md5_text
 from xrank.stores.settings import StoreSettings, check_https
 
-__all__ = ["AzureConnection"]
-
 _CODE = re.compile(r"\w{1,60}")
 # Azure Storage REST reference, "Status and error codes" and "Blob service error codes".
 _PASSING = frozenset({"Md5Mismatch", "InternalError", "OperationTimedOut", "RequestBodyIncomplete"})

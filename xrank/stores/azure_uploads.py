@@ -24,8 +24,6 @@ from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, make_condition, new_upload_id
 
-__all__ = ["AzureUploads"]
-
 _MARK = "x-ms-meta-xrank_stage"
 _BLOCK = re.compile(r"([0-9a-f]{10}[0-9a-f]{12})-(\d{5})-([0-9a-f]{32})")
 """Upload (when it began, in seconds since the epoch; random bits), number, MD5; all blocks of a blob need names of

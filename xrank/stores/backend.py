@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Backend", "Folder", "ObjectStatus"]
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectStatus:

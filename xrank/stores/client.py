@@ -17,8 +17,6 @@ from xrank.stores.faults import FaultError, FaultKind, make_error
 from xrank.stores.settings import StoreSettings
 from xrank.stores.url import split_url
 
-__all__ = ["Clock", "Store", "Traffic", "add_traffic", "open_store", "take_traffic", "traffic"]
-
 _FIRST_PAUSE_SECONDS = dict.fromkeys((FaultKind.PASSING, FaultKind.THROTTLED), 0.1)
 _LONGEST_PAUSE_SECONDS = 20.0
 _LEAST_SECONDS = 1.0

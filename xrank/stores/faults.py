@@ -13,8 +13,6 @@ from xrank.errors import (
 )
 from xrank.faces import AGAIN
 
-__all__ = ["PASSING_CODES", "THROTTLED_CODES", "FaultError", "FaultKind", "make_error"]
-
 # Amazon S3 API Reference, "Error responses".
 THROTTLED_CODES = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "ThrottlingException"})
 PASSING_CODES = frozenset(

@@ -13,8 +13,6 @@ from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.settings import StoreSettings, check_https
 
-__all__ = ["FsspecBackend", "open_fsspec"]
-
 _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "mtime", "LastModified", "last_modified", "created")
 """Names under which file systems give a file's version, the strictest first."""
 

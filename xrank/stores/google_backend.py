@@ -16,8 +16,6 @@ from xrank.stores.settings import StoreSettings
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["GoogleBackend"]
-
 
 class GoogleBackend(ObstoreBackend):
     """One bucket; see `Backend`.

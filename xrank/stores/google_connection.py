@@ -19,8 +19,6 @@ from xrank.stores.http_connection import Answer, HttpConnection, encode_path, en
 from xrank.stores.object_connection import ObjectConnection, md5_text
 from xrank.stores.settings import StoreSettings, check_https
 
-__all__ = ["CONDITION", "GENERATION", "GoogleConnection"]
-
 CONDITION = "x-goog-if-generation-match"
 """A header with the generation of the object to replace; 0 allows a new object only."""
 GENERATION = "x-goog-generation"

@@ -32,8 +32,6 @@ from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.google_connection import CONDITION, GENERATION, GoogleConnection
 from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, new_upload_id
 
-__all__ = ["PARTS", "GoogleUploads"]
-
 PARTS = ".xrank-parts"
 """Prefix in the bucket of all parts."""
 _MARK = "x-goog-meta-xrank-stage"

@@ -18,8 +18,6 @@ from urllib.parse import quote
 from xrank import system
 from xrank.stores.faults import FaultError, FaultKind
 
-__all__ = ["MOST_NBYTES", "Answer", "HttpConnection", "encode_path", "encode_query"]
-
 _REQUEST_SECONDS = 60.0
 MOST_NBYTES = 32 << 20
 """Most bytes of an answer that is not an object's: a page of a list, an error."""

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer, HttpConnection
 
-__all__ = ["ObjectConnection", "md5_text"]
-
 
 class ObjectConnection(ABC):
     """Sends requests to one bucket or container; any thread may call it. Idle connections are kept until `close`.

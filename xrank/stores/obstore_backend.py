@@ -23,8 +23,6 @@ from xrank.stores.settings import StoreSettings, check_https
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["ObstoreBackend", "open_obstore"]
-
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})([A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _THROTTLED = {"429", "503"}

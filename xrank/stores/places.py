@@ -17,24 +17,6 @@ from xrank.errors import IncompleteError, UsageError
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.url import can_list, clean_path, is_url
 
-__all__ = [
-    "absolute",
-    "enter",
-    "exists",
-    "is_file",
-    "is_folder",
-    "is_link",
-    "is_present",
-    "list_names",
-    "nbytes_of",
-    "object_status",
-    "open_descriptor",
-    "open_file",
-    "read_content",
-    "real",
-    "walk",
-]
-
 _COPY_NBYTES = 4 << 20
 _MOST_COPIED_NBYTES = 4 << 30
 _lock = threading.Lock()

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from xrank.stores.backend import ObjectStatus
 from xrank.stores.client import Store
 
-__all__ = ["read_ranges"]
-
 _REQUEST_NBYTES = 4 << 20
 _GAP_NBYTES = 16 << 10
 """Ranges that are closer than this share a request."""

@@ -14,8 +14,6 @@ from xrank.stores.faults import FaultError, FaultKind
 from xrank.stores.http_connection import Answer
 from xrank.stores.s3_connection import S3Connection, crc32_text
 
-__all__ = ["S3Backend"]
-
 _ERROR_NBYTES = 64 << 10
 _MOST_DIGITS = 18
 """Of an object's size in bytes."""

@@ -14,8 +14,6 @@ from xrank.stores.object_connection import ObjectConnection
 from xrank.stores.settings import StoreSettings, check_https
 from xrank.stores.signature import find_credentials, sign_request
 
-__all__ = ["S3Connection", "crc32_text", "find_endpoint"]
-
 _CODE = re.compile(rb"<Code>(\w{1,60})</Code>")
 
 

@@ -26,8 +26,6 @@ from xrank.stores.http_connection import Answer
 from xrank.stores.s3_connection import S3Connection, crc32_text, find_endpoint
 from xrank.stores.uploads import KnownParts, Part, UploadedObject, Uploads, make_condition
 
-__all__ = ["MARK", "S3Uploads"]
-
 MARK = "xrank-stage"
 """Name of the metadata that says which stage has written an object."""
 

@@ -9,8 +9,6 @@ from xrank.environment import setting
 from xrank.errors import UsageError
 from xrank.faces import either, option
 
-__all__ = ["StoreSettings", "check_https"]
-
 CONNECTIONS = 16
 """Requests under way at once, at most: at 20 ms latency and 1 MiB each, they move 800 MB/s."""
 TIMEOUT_SECONDS = 300.0

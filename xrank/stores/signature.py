@@ -16,8 +16,6 @@ from typing import Any
 
 from xrank.errors import UsageError
 
-__all__ = ["Credentials", "find_credentials", "sign_request"]
-
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 
 

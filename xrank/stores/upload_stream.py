@@ -10,8 +10,6 @@ from contextlib import suppress
 from xrank.errors import XrankError
 from xrank.stores.uploads import Part, Uploads, part_nbytes_for
 
-__all__ = ["upload_object"]
-
 _SENDERS = 3
 """Parts on their way at once; with the one that is being filled they take 20 MiB."""
 

@@ -14,20 +14,6 @@ from typing import Self, TypeAlias, TypeVar
 from xrank.stores.client import Store
 from xrank.stores.faults import FaultError, FaultKind
 
-__all__ = [
-    "SMALLEST_PART_NBYTES",
-    "WRITABLE",
-    "KnownParts",
-    "Part",
-    "UploadedObject",
-    "Uploads",
-    "count_parts",
-    "make_condition",
-    "new_upload_id",
-    "open_uploads",
-    "part_nbytes_for",
-]
-
 WRITABLE = ("s3", "gs", "az", "abfs")
 """Schemes of the stores that take uploads."""
 SMALLEST_PART_NBYTES = 5 << 20

@@ -13,8 +13,6 @@ from urllib.parse import unquote
 
 from xrank.errors import UsageError
 
-__all__ = ["Location", "can_list", "clean_path", "is_url", "split_url"]
-
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}

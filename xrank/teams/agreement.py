@@ -10,8 +10,6 @@ from typing import Any
 from xrank.errors import ContradictionError, UsageError
 from xrank.faces import AGAIN
 
-__all__ = ["check_alike", "check_plans", "nbytes_text", "path_text", "value_text"]
-
 
 def check_alike(ranks: Sequence[int]) -> Callable[[object, Sequence[Mapping[str, str | None]]], None]:
     """Return the decision for `Team.agree` that all ranks make the same call.

@@ -16,8 +16,6 @@ from typing import Any, Generic, TypeVar
 from xrank.errors import XrankError
 from xrank.system import after_fork_in_child
 
-__all__ = ["BackgroundWork", "await_background", "raise_background_failure", "run_in_background"]
-
 Made = TypeVar("Made")
 
 _logger = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.writers.output_place import OutputPlace
 
-__all__ = ["find_group_team", "find_launch", "find_launched_team", "find_world"]
-
 # Only launchers set these: beside them wrong variables are a fault, and without them what a shell has left over.
 _MARKS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 

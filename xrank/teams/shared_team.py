@@ -23,8 +23,6 @@ from xrank.ranks.store import LaunchedRanks
 from xrank.sockets.host_addresses import used_addresses
 from xrank.teams.team import Team
 
-__all__ = ["SharedTeam"]
-
 Made = TypeVar("Made")
 Decision = TypeVar("Decision")
 

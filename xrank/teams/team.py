@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-__all__ = ["Team"]
-
 Made = TypeVar("Made")
 Decision = TypeVar("Decision")
 

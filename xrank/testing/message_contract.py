@@ -34,8 +34,6 @@ from xrank.workspace.base import MessageWorkspace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MakeMessageWorkspace", "MessageWorkspaceContract", "fill_tensor", "tensor_of"]
-
 
 class MakeMessageWorkspace(Protocol):
     """Makes the workspace of a rank; all of them share one place, as those of a run's processes do."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from xrank.virtual.cluster import VirtualCluster
     from xrank.virtual.mesh import MeshLike
 
-__all__ = ["rank", "rank_pool", "virtual_cluster", "world_size"]
-
 for _name in ("workspace_contract", "message_contract", "reader_contract"):
     if f"xrank.testing.{_name}" not in sys.modules:
         # A contract's failed assert then shows its values, as in the tests beside it.

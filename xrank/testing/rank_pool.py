@@ -29,8 +29,6 @@ from xrank.testing.rank_worker import Failure, Task
 from xrank.virtual.engines.stacks import StackRequest, collect_stacks
 from xrank.words import ranks_text
 
-__all__ = ["MAX_RANKS", "RankPool"]
-
 MAX_RANKS = 8
 """Each rank is a process that shares the memory of its imports, torch among them, with the others."""
 

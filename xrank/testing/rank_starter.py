@@ -18,8 +18,6 @@ import time
 
 from xrank import environment
 
-__all__ = ["RankStarter"]
-
 _REQUEST = struct.Struct("<qd")
 """A rank's pid and the seconds to wait for its end; pid 0 asks for a new rank."""
 _ANSWER = struct.Struct("<q")

@@ -22,8 +22,6 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["Failure", "Task"]
-
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -43,8 +43,6 @@ from xrank.recipes.shape_proof import prove_shapes
 from xrank.testing.source_faults import FAULTS, SourceChange, escaping_paths, hostile_changes
 from xrank.writers.companions import list_source_companions
 
-__all__ = ["ReaderContract", "SampleSource", "WholeTensor", "read_model", "whole"]
-
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:

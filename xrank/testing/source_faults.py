@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["FAULTS", "HOSTILE_PICKLES", "SourceChange", "SourceFault", "escaping_paths", "hostile_changes"]
-
 _Ranges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
 """Real path of a file -> (first byte, end) of the bytes that hold tensors."""
 

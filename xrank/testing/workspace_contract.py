@@ -32,8 +32,6 @@ from xrank.workspace.base import Workspace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MakeWorkspace", "WorkspaceContract", "has_same_bytes", "tensor_zoo"]
-
 
 class MakeWorkspace(Protocol):
     """Makes the workspace of a rank; all of them share one place, as those of a run's processes do."""

@@ -7,8 +7,6 @@ from math import prod
 
 from xrank import dtypes
 
-__all__ = ["ArraySpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:

@@ -21,26 +21,6 @@ from xrank.workspace.plain_memory import has_memory, kind_without_elements, row_
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Array",
-    "ArrayKind",
-    "bytes_of",
-    "check_one_kind",
-    "concatenate",
-    "copy_of",
-    "fold",
-    "from_bytes",
-    "kind_of",
-    "mean_of",
-    "nbytes_of",
-    "reduce",
-    "reshape",
-    "spec_of",
-    "split_at",
-    "split_evenly",
-    "split_lengths",
-]
-
 Array: TypeAlias = Any
 """A numpy array or a torch tensor in main memory."""
 

@@ -28,8 +28,6 @@ from xrank.virtual.programs.operation import Operation
 from xrank.virtual.programs.program import Program, Receive, Return
 from xrank.virtual.statistics import DeviceStatistics, Statistics
 
-__all__ = ["Channels", "Run", "VirtualCluster"]
-
 ENGINES = ("processes", "in-process")
 
 

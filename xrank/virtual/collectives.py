@@ -21,21 +21,6 @@ from xrank.errors import UsageError
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import num_elements, split_lengths, with_length
 
-__all__ = [
-    "ALGORITHMS",
-    "ALWAYS_PUSH",
-    "COLLECTIVES",
-    "REDUCTIONS",
-    "ROOTED",
-    "Course",
-    "ReceiveSlot",
-    "SendSlot",
-    "check_algorithm",
-    "course",
-    "output_spec",
-    "step_specs",
-]
-
 ALGORITHMS = ("push", "ring")
 
 COLLECTIVES = (

@@ -25,8 +25,6 @@ from xrank.virtual.exchange import CollectiveCall, Tally
 from xrank.virtual.groups import group_of
 from xrank.virtual.statistics import DeviceStatistics, Traffic
 
-__all__ = ["VirtualDevice"]
-
 Axes = str | Sequence[str] | None
 
 

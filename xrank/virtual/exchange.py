@@ -24,8 +24,6 @@ from xrank.virtual.arrays import (
 from xrank.virtual.channels.channel import Heading, Links
 from xrank.virtual.collectives import Course, ReceiveSlot, SendSlot
 
-__all__ = ["CollectiveCall", "Tally"]
-
 
 @dataclass(slots=True)
 class Tally:

@@ -9,8 +9,6 @@ from typing import SupportsIndex
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
 
-__all__ = ["group_of", "resolve_axes"]
-
 
 def resolve_axes(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return axis names as a tuple; None means all axes of the mesh.

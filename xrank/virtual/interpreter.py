@@ -12,8 +12,6 @@ from xrank.virtual.programs.kernels import find_kernel
 from xrank.virtual.programs.program import Communicate, Compute, Program, Receive, Return, Send, Take
 from xrank.virtual.programs.registers import find_last_uses, list_inputs, list_outputs
 
-__all__ = ["interpret"]
-
 
 def interpret(program: Program, device: VirtualDevice) -> None:
     """Run a program to its end.

@@ -12,8 +12,6 @@ from typing import TypeAlias
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 
-__all__ = ["AXES", "Mesh", "MeshIndex", "MeshLike", "as_device_mesh"]
-
 AXES = ("x", "y", "z", "w")
 """Axis names of a mesh given by lengths, outermost first."""
 

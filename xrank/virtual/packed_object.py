@@ -17,8 +17,6 @@ from xrank.errors import UsageError
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import Array, bytes_of, from_bytes, kind_of, spec_of
 
-__all__ = ["pack_object", "unpack_object"]
-
 
 def pack_object(value: Any) -> list[memoryview]:
     """Return an object as parts: its pickle, then the elements of the arrays in it.

@@ -13,8 +13,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree, Size, Split, SplitKind
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
-__all__ = ["FULL", "DimSharding", "ShardingLike", "TensorSharding", "as_sharding", "bounds_of", "canonical"]
-
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
     found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else (names,)

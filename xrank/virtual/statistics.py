@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["DeviceStatistics", "Statistics", "Traffic"]
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:

@@ -26,8 +26,6 @@ from xrank.workspace.plain_memory import row_major_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Arena", "AttachedArena", "Lease", "is_as_in_memory", "new_buffer"]
-
 ALIGNMENT = 64
 _HEAD_NBYTES = ALIGNMENT
 _USE, _NUMBER = range(2)

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["MessageWorkspace", "Workspace"]
-
 
 @runtime_checkable
 class Workspace(Protocol):

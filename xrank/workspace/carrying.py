@@ -12,8 +12,6 @@ from xrank.workspace.identity import IdentifiedWorkspace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CarryingWorkspace"]
-
 
 class CarryingWorkspace(IdentifiedWorkspace):
     """Passes the calls of a `MessageWorkspace` on to one in the same place."""

@@ -23,8 +23,6 @@ from xrank.workspace.shared_directory import STALE_SECONDS, list_names, make_dir
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DirectoryMessages"]
-
 
 class DirectoryMessages(NamedMessages):
     """A `MessageWorkspace` in a directory, used by one thread at a time.

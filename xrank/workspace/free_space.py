@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from xrank.errors import NoSpaceError, UsageError
 from xrank.system import free_nbytes
 
-__all__ = ["NO_MEMORY", "explain_no_space", "explain_size_limit", "make_no_memory_error"]
-
 NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 """Error numbers of a write to a file in memory when the system lacks memory."""
 

@@ -11,8 +11,6 @@ from typing import Any
 from xrank import environment
 from xrank.errors import UsageError
 
-__all__ = ["IdentifiedWorkspace", "WorkspaceIdentity", "check_rank", "find_identity", "group_place"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceIdentity:

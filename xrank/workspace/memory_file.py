@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from xrank.errors import CorruptError, UsageError
 from xrank.ranks.peer import process_space
 
-__all__ = ["MemoryFile", "MemoryPlace", "open_place"]
-
 # linux/fcntl.h: F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE; Python has them on Linux only
 _SIZE_SEALS = 1 | 2 | 4
 _SEALS = _SIZE_SEALS | 8

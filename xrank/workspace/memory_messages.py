@@ -17,8 +17,6 @@ from xrank.workspace.memory_file import MemoryPlace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MemoryMessages"]
-
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _MIN_LENT_NBYTES = 64 << 10
 """Smaller messages are copied, because a lease costs as much as the copy."""

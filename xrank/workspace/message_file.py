@@ -22,8 +22,6 @@ from xrank.errors import CorruptError
 from xrank.formats.entries import Entry
 from xrank.workspace.arena import new_buffer
 
-__all__ = ["MessagePart", "MessageReceipt", "make_receipt_error", "read_message", "write_message"]
-
 _NAME = re.compile(r"\.rank_[0-9a-f.]+\.message")
 _STEP_NBYTES = 8 << 20
 """Bytes per read or write: the checksum then finds them in the processor's cache."""

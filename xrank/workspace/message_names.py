@@ -12,8 +12,6 @@ from xrank.ranks.peer import process_space
 from xrank.system import after_fork_in_child, process_state
 from xrank.workspace.message_file import MessageReceipt
 
-__all__ = ["MessageName", "NamedMessages"]
-
 _NAME = re.compile(r"\.rank_(\d+)\.([0-9a-f]{16})\.(\d+)\.[0-9a-f]{16}\.\d+\.message")
 
 

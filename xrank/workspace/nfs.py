@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["NFSWorkspace"]
-
 
 class NFSWorkspace(CarryingWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.

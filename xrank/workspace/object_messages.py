@@ -28,8 +28,6 @@ from xrank.workspace.plain_memory import row_major_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ObjectMessages", "find_object_messages"]
-
 
 class ObjectMessages(NamedMessages):
     """A `MessageWorkspace` in a bucket, used by one thread at a time.

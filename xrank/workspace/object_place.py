@@ -10,8 +10,6 @@ from xrank.stores.client import Store, open_store
 from xrank.stores.uploads import WRITABLE, Uploads, open_uploads
 from xrank.stores.url import clean_path, is_url, split_url
 
-__all__ = ["ObjectPlace"]
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectPlace:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["ObjectWorkspace"]
-
 
 class ObjectWorkspace(CarryingWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth`` of a bucket, as `NFSWorkspace` in a directory.

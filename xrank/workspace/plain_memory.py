@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["has_memory", "kind_without_elements", "row_major_bytes"]
-
 
 def kind_without_elements(tensor: torch.Tensor) -> str | None:
     """Return a description of a tensor that is not dense; None for a dense one, even if its memory was freed."""

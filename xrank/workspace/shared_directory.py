@@ -11,8 +11,6 @@ from typing import TypeVar
 from xrank.errors import ContradictionError, UsageError
 from xrank.system import user_id
 
-__all__ = ["STALE_SECONDS", "check_one_owner", "check_state_owner", "list_names", "make_directory"]
-
 STALE_SECONDS = 90.0
 """After this time even a client with acdirmax=60 (nfs(5)) has asked the server again."""
 _PAUSE_SECONDS = (0.01, 1.0)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["SharedMemoryWorkspace"]
-
 _NUM_ATTEMPTS = 100
 """Number of lookups of a state that its rank replaces between the lookup and the opening."""
 

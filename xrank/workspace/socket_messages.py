@@ -28,8 +28,6 @@ from xrank.workspace.plain_memory import row_major_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SocketMessages"]
-
 
 class SocketMessages:
     """A `MessageWorkspace` for one thread at a time.

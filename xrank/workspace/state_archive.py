@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["StateArchive", "make_state_archive"]
-
 
 @dataclass(frozen=True, slots=True)
 class StateArchive:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["StateContent", "plain_config", "state_content"]
-
 
 @dataclass(frozen=True, slots=True)
 class StateContent:

@@ -29,8 +29,6 @@ from xrank.stores.url import is_url
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["read_run_id", "read_state"]
-
 _NUM_ATTEMPTS = 5
 """Number of times a file that was replaced during reading is opened; each time by its name."""
 _PAUSE_SECONDS = 0.1

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["LocatedTensors", "locate_tensors", "view_key"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocatedTensors:

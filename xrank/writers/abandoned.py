@@ -21,17 +21,6 @@ from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, encode_jou
 from xrank.writers.output_place import MANIFEST_NAME, OutputPlace
 from xrank.writers.rename import move, move_new
 
-__all__ = [
-    "ClaimedStage",
-    "claim_stage",
-    "clear_folder",
-    "describe_owner",
-    "is_own",
-    "make_takeover_error",
-    "roll_forward",
-    "write_journal",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ClaimedStage:

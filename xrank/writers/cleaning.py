@@ -20,8 +20,6 @@ from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
 from xrank.writers.stage_inspection import owner_state
 
-__all__ = ["clean_messages", "clean_object_messages", "clean_places", "folder_time"]
-
 _STAGE = re.compile(r"\.(.+)\.xrank-[0-9a-f]{16}(-old)?")
 _ABANDONED_SECONDS = 3600
 """After this long without a change, a stage whose owner can't be asked (another host's) counts as abandoned."""

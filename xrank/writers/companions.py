@@ -19,15 +19,6 @@ from xrank.stores.url import is_url
 from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
 
-__all__ = [
-    "CompanionFile",
-    "check_companions",
-    "find_companions",
-    "find_hub_snapshot",
-    "list_base_companions",
-    "list_source_companions",
-]
-
 # Weights are listed and not companions: new kinds of companions appear every year.
 _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data"),

@@ -18,21 +18,6 @@ from xrank.errors import ContradictionError, NoSpaceError, UnsafeError, UsageErr
 from xrank.faces import AGAIN, option
 from xrank.stores import places
 
-__all__ = [
-    "allocate",
-    "copy_bytes",
-    "describe",
-    "explain",
-    "explain_errors",
-    "is_in_memory",
-    "may_share_blocks",
-    "measure_free_nbytes",
-    "open_companion",
-    "raise_after_commit",
-    "reserve_room",
-    "sync_folder",
-]
-
 _MEMORY_FILE_SYSTEMS = {0x01021994, 0x858458F6}  # linux/magic.h: TMPFS_MAGIC, RAMFS_MAGIC
 _CERTAINLY_APART = _MEMORY_FILE_SYSTEMS | {0xEF53}  # EXT4_SUPER_MAGIC: two files never share a block
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}

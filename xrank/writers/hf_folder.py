@@ -15,8 +15,6 @@ from xrank.faces import either, option
 from xrank.formats.safetensors_header import HeaderTensor, build_header
 from xrank.plan.output import OutputFile, OutputTensor
 
-__all__ = ["find_weights_stem", "index_name", "index_text", "lay_out", "lay_out_file"]
-
 _STEM = "model"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"  # diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME
 

@@ -18,8 +18,6 @@ from xrank.writers.output_place import ATTESTATION_NAME, SIGNATURE_NAME
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-__all__ = ["card_text", "check_repository", "push_folder", "repository_name"]
-
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _CARD = "README.md"
 

@@ -13,8 +13,6 @@ import xxhash
 
 from xrank import system
 
-__all__ = ["JOURNAL_NAME", "Journal", "JournalLine", "encode_journal", "encode_line", "parse_journal", "read_journal"]
-
 JOURNAL_NAME = ".xrank-journal.jsonl"
 """Hidden: hidden files are never companions, so no companion has this name."""
 

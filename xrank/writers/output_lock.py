@@ -15,8 +15,6 @@ from xrank.errors import OutputExistsError, UsageError
 from xrank.faces import AGAIN, option
 from xrank.writers.disk import describe, explain
 
-__all__ = ["hold_lock"]
-
 _NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 

@@ -27,20 +27,6 @@ from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
 from xrank.writers.journal import JOURNAL_NAME
 
-__all__ = [
-    "ATTESTATION_NAME",
-    "MANIFEST_NAME",
-    "SIGNATURE_NAME",
-    "OutputPlace",
-    "check_inner_name",
-    "check_output",
-    "check_replaceable",
-    "check_room",
-    "find_other_files",
-    "make_exists_error",
-    "make_parents",
-]
-
 MANIFEST_NAME = "xrank_manifest.json"
 SIGNATURE_NAME = "model.sig"
 """Bundle of model-signing over the folder's files."""

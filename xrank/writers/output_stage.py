@@ -8,8 +8,6 @@ from typing import Protocol
 from xrank.writers.journal import JournalLine
 from xrank.writers.part_files import OutputFiles
 
-__all__ = ["OutputStage"]
-
 
 class OutputStage(Protocol):
     """An output while it is made. Several threads may call its methods; ``commit`` comes last."""

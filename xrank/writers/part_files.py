@@ -9,8 +9,6 @@ from typing import Protocol
 from xrank.plan.buffers import FileTarget, Target
 from xrank.writers.disk import is_in_memory
 
-__all__ = ["OutputFiles", "PartFiles"]
-
 
 class OutputFiles(Protocol):
     """The weight files of an output while they are made, on a disk or in a store."""

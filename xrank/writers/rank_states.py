@@ -13,8 +13,6 @@ from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nests import row_major
 from xrank.plan.output import OutputFile, OutputTensor
 
-__all__ = ["lay_out_state"]
-
 
 def lay_out_state(
     record: RankRecord, config: Mapping[str, Any], tensors: Sequence[OutputTensor], names: Mapping[str, str]

@@ -8,8 +8,6 @@ import os
 
 from xrank import system
 
-__all__ = ["exchange", "identity", "move", "move_new", "renameat2"]
-
 # linux/fs.h
 _NOREPLACE = 1
 _EXCHANGE = 2

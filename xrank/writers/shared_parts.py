@@ -13,8 +13,6 @@ from xrank.system import UPDATE
 from xrank.writers.disk import describe, explain_errors
 from xrank.writers.journal import read_journal
 
-__all__ = ["SharedParts"]
-
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:

@@ -29,8 +29,6 @@ from xrank.writers.output_place import (
 )
 from xrank.writers.part_files import PartFiles
 
-__all__ = ["Stage"]
-
 # Permissions by the umask, not 0600: users who may read the folder may read the model.
 _FILE_MODE = 0o666
 

@@ -11,8 +11,6 @@ from xrank.plan.report_facts import InspectDetails, SourceFacts
 from xrank.system import process_state
 from xrank.writers.journal import Journal, read_journal
 
-__all__ = ["inspect_stage", "owner_state"]
-
 
 def inspect_stage(path: str) -> Report | None:
     """Return the report of a stage, or None if the path is not a stage."""

@@ -19,8 +19,6 @@ from isal import isal_zlib
 from xrank.plan.buffers import copy_bytes
 from xrank.stores.uploads import SMALLEST_PART_NBYTES, Part, Uploads
 
-__all__ = ["PartPool", "UploadedFile"]
-
 _LEAST_BUFFERS = 4
 """One is filled while the others are sent."""
 _MOST_BUFFERS = 17

@@ -28,8 +28,6 @@ from xrank.system import process_state
 from xrank.writers.store_place import StorePlace
 from xrank.writers.store_replacing import Replaced
 
-__all__ = ["FileRecord", "Journal", "OpenJournal", "Upload", "read_journal", "read_record", "wait_for_owner"]
-
 _VERSION = 1
 _DIGEST = re.compile(r"xxh(3|128):[0-9a-f]{32}")
 _BEAT_SECONDS = 10.0

@@ -17,8 +17,6 @@ from xrank.stores.client import Store, open_store
 from xrank.stores.uploads import WRITABLE
 from xrank.stores.url import clean_path, split_url
 
-__all__ = ["StorePlace"]
-
 
 @dataclass(frozen=True, slots=True)
 class StorePlace:

@@ -20,8 +20,6 @@ from xrank.writers.manifest import MANIFEST_NAME, parse_manifest
 from xrank.writers.output_place import ATTESTATION_NAME, SIGNATURE_NAME
 from xrank.writers.store_place import StorePlace
 
-__all__ = ["Replaced", "check_same_file", "check_same_names", "find_replaced", "name_weights"]
-
 _INDEX_END = ".safetensors.index.json"
 _NUMBERED = re.compile(r"-(\d{5,}-of-\d{5,}\.safetensors)")
 

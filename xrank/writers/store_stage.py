@@ -30,8 +30,6 @@ from xrank.writers.store_place import StorePlace
 from xrank.writers.store_replacing import check_same_file, check_same_names, name_weights
 from xrank.writers.uploaded_files import UploadedFiles
 
-__all__ = ["StoreStage"]
-
 _BEGINNERS = 8
 """Uploads that are begun at once."""
 _SMALL_NBYTES = 4 << 20

@@ -26,16 +26,6 @@ from xrank.writers.store_place import StorePlace
 from xrank.writers.store_replacing import Replaced, find_replaced
 from xrank.writers.store_stage import StoreStage
 
-__all__ = [
-    "check_store_output",
-    "clean_store",
-    "is_replaced_now",
-    "open_store_stage",
-    "read_store_manifest",
-    "settle_store_output",
-    "store_file_nbytes",
-]
-
 _ABANDONED_SECONDS = 3600
 """An upload without a journal counts as abandoned after this long."""
 

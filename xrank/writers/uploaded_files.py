@@ -11,8 +11,6 @@ from xrank.writers.store_files import PartPool, UploadedFile
 if TYPE_CHECKING:
     from xrank.writers.store_stage import StoreStage
 
-__all__ = ["PartsTarget", "UploadedFiles"]
-
 
 class PartsTarget:
     """Files in parts as the executor's target; see `xrank.plan.buffers.PlacingTarget`."""

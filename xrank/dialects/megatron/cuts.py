@@ -20,8 +20,6 @@ from xrank.layout import TensorLayout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PartitionAttributes", "read_partition", "refusal", "resolve_layout"]
-
 _OWN_LAYERS = {"output_size_per_partition": 0, "num_embeddings_per_partition": 0, "input_size_per_partition": 1}
 """Attribute of Megatron's parallel layers -> the dim of their weight that they cut. The weight has its own attributes
 only if the layer initialized it: `perform_initialization=False` skips both."""

@@ -17,23 +17,6 @@ from typing import Any
 
 from xrank.layout import TensorLayout
 
-__all__ = [
-    "DECODER",
-    "LAYER",
-    "count_experts",
-    "expert_in",
-    "in_vision_tower",
-    "is_kept_whole",
-    "is_projection",
-    "layout_of",
-    "layout_of_down_projection",
-    "layout_of_packed",
-    "projections",
-    "shape_of_grouped",
-    "stack_of",
-    "whole_name",
-]
-
 _LANGUAGE = r"(?:[A-Za-z]\w*\.)*language_model\."
 _TOWER = rf"(?:{_LANGUAGE}|(?:[A-Za-z]\w*\.)*vision_model\.)?"
 DECODER = re.compile(rf"(?:{_LANGUAGE})?decoder\.layers(?=\.)", re.ASCII)

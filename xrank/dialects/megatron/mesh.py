@@ -14,8 +14,6 @@ from typing import Any
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, MeshViews
 
-__all__ = ["MegatronMesh", "megatron_mesh"]
-
 _AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp")
 
 

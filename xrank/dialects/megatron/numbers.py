@@ -13,8 +13,6 @@ from xrank.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CONFIG_SIZES", "configs_of", "first_layer", "num_experts"]
-
 CONFIG_SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",

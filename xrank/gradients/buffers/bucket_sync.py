@@ -18,8 +18,6 @@ from xrank.gradients.plans.plan_entries import PlannedBucket
 from xrank.gradients.wires.faults import FaultFlag, GradientFault
 from xrank.gradients.wires.wire import GradientWire, Handle
 
-__all__ = ["BucketSync", "Inspection", "Observer"]
-
 Inspection = Callable[[PlannedBucket], "GradientFault | None"]
 """Checks a bucket before it leaves, after the multiplication by `PlannedBuffer.prescale`."""
 

@@ -12,8 +12,6 @@ from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedBuffer, PlannedParameter
 
-__all__ = ["GradientBuffer"]
-
 
 class GradientBuffer:
     """The memory of one `PlannedBuffer`: gradients, and with the distributed optimizer also the parameters.

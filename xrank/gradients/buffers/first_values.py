@@ -11,8 +11,6 @@ from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire
 
-__all__ = ["compare_first_values"]
-
 _CHUNK = 1 << 20
 """Elements that are summed at once, to bound memory."""
 _PRIME = 2_147_483_647

@@ -12,8 +12,6 @@ from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.buffers.local_gradients import find_foreign_axis, make_foreign_fault, take_local_gradient
 from xrank.gradients.plans.plan import GradientPlan
 
-__all__ = ["GradientHooks"]
-
 
 class GradientHooks:
     """Hooks that add each gradient of autograd to its buffer, and ``main_grad``, where kernels and readers find it.

@@ -10,8 +10,6 @@ from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan_entries import PlannedParameter
 from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["find_foreign_axis", "make_foreign_fault", "take_local_gradient"]
-
 
 def find_foreign_axis(gradient: Any, parameter: Any, planned: PlannedParameter) -> str | None:
     """Return an axis of replicas along which torch itself keeps a gradient as addends or parts; None without one.

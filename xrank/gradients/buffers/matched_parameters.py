@@ -12,8 +12,6 @@ from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_maker import iter_parameters
 from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["find_frozen", "find_unplanned", "match_parameters"]
-
 
 def match_parameters(
     module: torch.nn.Module | Sequence[torch.nn.Module], plan: GradientPlan

@@ -18,8 +18,6 @@ from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedParameter
 from xrank.gradients.wires.faults import GradientFault
 from xrank.words import list_text
 
-__all__ = ["GradientWatch", "first_nonfinite", "watch"]
-
 _logger = logging.getLogger(__name__)
 
 _NUM_SAMPLES = 100

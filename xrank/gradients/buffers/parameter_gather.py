@@ -17,8 +17,6 @@ from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.wire import GradientWire, Handle
 
-__all__ = ["ParameterGather"]
-
 
 class ParameterGather:
     """The parameters of one module: gathered, due for gathering, or under way.

@@ -8,8 +8,6 @@ from xrank.errors import GradientError
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["make_drop_fault", "make_unexchanged_error", "make_unfinalized_error"]
-
 
 def make_drop_fault(rank: int) -> GradientFault:
     """Return the fault that ranks receive when they finish a step that this rank drops."""

@@ -9,8 +9,6 @@ import torch
 
 from xrank.gradients.wires.wire import GradientWire, Handle
 
-__all__ = ["start_wide_sum"]
-
 
 def start_wide_sum(shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> Handle:
     """Send a bucket; the handle's wait leaves the sum of all ranks' parts in ``shard``, a view of this rank's part."""

@@ -12,8 +12,6 @@ from xrank.gradients.plans.mesh_places import EXPERT_DATA_AXES, MeshPlace
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_entries import PlannedParameter
 
-__all__ = ["describe_factor", "find_factors", "summarize_factors"]
-
 _TOLERANCE = 0.02
 """Allowed difference of a ratio from a product of lengths, relative to the product."""
 

@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 from xrank.errors import GradientError
 from xrank.words import first_lines, ranks_text
 
-__all__ = ["FindingKind", "GradientCheck", "GradientFinding", "encode_findings", "merge_findings"]
-
 FindingKind: TypeAlias = Literal["nonfinite", "missing", "unknown", "shape", "replicas", "tied", "scale", "reference"]
 
 _ORDER: tuple[FindingKind, ...] = (

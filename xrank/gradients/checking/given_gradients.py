@@ -19,8 +19,6 @@ from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_maker import split_instances
 
-__all__ = ["Given", "GivenGradients", "find_foreign_view", "read_gradients", "rename_to_plan", "take_slices"]
-
 Given: TypeAlias = "Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module]"
 
 _PREFIX = "module."

@@ -14,8 +14,6 @@ from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.wire import GradientWire
 from xrank.words import join_words
 
-__all__ = ["Comparable", "explain_missing_sums"]
-
 _MAX_SUMMED = 64
 """Gradients of one set of ranks that are added up; further findings have no explanation."""
 

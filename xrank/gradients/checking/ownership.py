@@ -8,8 +8,6 @@ from xrank.gradients.checking.findings import GradientFinding
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.wire import GradientWire
 
-__all__ = ["find_unowned"]
-
 
 def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding]:
     """Return a finding for each parameter with elements that no rank owns; on all ranks together."""

@@ -18,8 +18,6 @@ from xrank.gradients.plans.plan_entries import PlannedParameter
 from xrank.layout.local_part import local_part
 from xrank.words import join_words
 
-__all__ = ["compare_with_reference"]
-
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 """Tolerance by dtype, relative to a parameter's largest element. In 100 right runs of a small transformer, cut along
 every axis, rounding errors reached 4e-6 in float32 and 6e-2 in bfloat16. A wrong factor is off by 0.25 or more."""

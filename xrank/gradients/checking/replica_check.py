@@ -15,8 +15,6 @@ from xrank.gradients.wires.wire import GradientWire
 from xrank.words import join_words, ranks_text
 from xrank.workspace.plain_memory import row_major_bytes
 
-__all__ = ["compare_replicas"]
-
 _MAX_COMPARED = 64
 """Gradients of one set of ranks whose values are compared; further findings have no difference."""
 

@@ -8,8 +8,6 @@ from xrank.errors import GradientError
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_entries import PlannedBuffer, PlannedParameter, list_later
 
-__all__ = ["agreement_lines", "buffer_lines", "check_lines"]
-
 
 def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
     """Return the lines that must be equal on all replicas of a buffer, parameters first: a difference names one."""

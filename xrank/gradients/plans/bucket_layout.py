@@ -9,8 +9,6 @@ from math import lcm
 
 from xrank.gradients.config import GradientConfig
 
-__all__ = ["BufferLayout", "Extent", "choose_bucket_size", "default_bucket_size", "lay_out", "shard_bounds"]
-
 _START_ALIGNMENT = 64
 """Elements: 128 bytes of 16 bits (megatron/core/distributed/param_and_grad_buffer.py), which kernels prefer."""
 _END_ALIGNMENT = 128

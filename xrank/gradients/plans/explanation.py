@@ -8,8 +8,6 @@ from xrank.gradients.config import GradientConfig
 from xrank.gradients.plans.plan_entries import LaterReduction, PlannedBuffer, PlannedParameter
 from xrank.words import join_words, ranks_text
 
-__all__ = ["explain_frozen", "explain_parameter"]
-
 
 def explain_frozen(name: str) -> str:
     """Return the sentence for a parameter without a gradient."""

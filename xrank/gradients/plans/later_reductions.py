@@ -10,8 +10,6 @@ from xrank.gradients.plans.mesh_places import MeshPlace, ranks_along
 from xrank.gradients.plans.plan_entries import LaterReduction
 from xrank.words import join_words
 
-__all__ = ["plan_later_reductions"]
-
 
 def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterator[LaterReduction]:
     """Yield the reductions of a parameter's gradient after the sum over replicas, first to last.

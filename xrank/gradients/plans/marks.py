@@ -17,8 +17,6 @@ from xrank.gradients.plans.placed_parameters import ParameterCuts, cuts_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["QK_NAMES", "Aspect", "OverTP", "ParameterMark", "ParameterRole", "Tied", "mark", "role_of"]
-
 OverTP: TypeAlias = Literal["sum", "average", "own"]
 Tied: TypeAlias = Literal["word", "position"]
 Aspect: TypeAlias = Literal["expert", "tp", "pp", "tied"]

@@ -11,16 +11,6 @@ from typing import Any
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, MeshViews
 
-__all__ = [
-    "AXIS_ALIASES",
-    "DENSE_DATA_AXES",
-    "EXPERT_DATA_AXES",
-    "MeshPlace",
-    "as_mesh_views",
-    "check_shard_order",
-    "ranks_along",
-]
-
 _HYBRID_AXES = ("dp_replicate", "dp_shard")
 """The two axes that hybrid-sharded data parallelism has instead of dp, as torchtitan and accelerate name them."""
 DENSE_DATA_AXES = ("dp", *_HYBRID_AXES, "cp", "edp", "ep")

@@ -10,8 +10,6 @@ from xrank.errors import LayoutError
 from xrank.gradients.plans.mesh_places import AXIS_ALIASES, MeshPlace, ranks_along
 from xrank.layout import DeviceMesh
 
-__all__ = ["ParameterCuts", "cuts_of", "local_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterCuts:

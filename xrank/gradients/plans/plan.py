@@ -18,8 +18,6 @@ from xrank.layout import MeshViews
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GradientPlan"]
-
 _DEFAULT = GradientConfig()
 
 

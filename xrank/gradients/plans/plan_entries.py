@@ -10,16 +10,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "LATER_KINDS",
-    "LaterReduction",
-    "Operation",
-    "PlannedBucket",
-    "PlannedBuffer",
-    "PlannedParameter",
-    "list_later",
-]
-
 Operation: TypeAlias = Literal["sum", "average"]
 LaterKind: TypeAlias = Literal["conditional", "tensor", "word", "position"]
 LATER_KINDS: tuple[LaterKind, ...] = ("conditional", "tensor", "word", "position")

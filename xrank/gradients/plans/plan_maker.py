@@ -20,8 +20,6 @@ from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan_entries import Operation, PlannedBucket, PlannedBuffer, PlannedParameter
 from xrank.layout import MeshViews
 
-__all__ = ["Entries", "iter_parameters", "make_entries", "split_instances"]
-
 Entries: TypeAlias = tuple[
     int, GradientConfig, tuple[PlannedParameter, ...], tuple[PlannedBuffer, ...], tuple[PlannedBucket, ...],
     tuple[str, ...],

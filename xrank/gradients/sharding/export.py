@@ -19,8 +19,6 @@ from xrank.gradients.sharding.shard_layouts import SliceLayouts
 from xrank.gradients.sharding.shards import OwnedSlice, find_slice, list_owned_slices
 from xrank.layout import LayoutMap
 
-__all__ = ["export_gradients", "export_optimizer_shards", "load_optimizer_shards"]
-
 _Models = DistributedDataParallel | Sequence[DistributedDataParallel]
 _Names = Callable[[str], str]
 

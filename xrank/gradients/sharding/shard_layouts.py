@@ -20,8 +20,6 @@ from xrank.layout.notation import LayoutTree, axes_of, render
 from xrank.layout.shape_inference import infer_shape
 from xrank.layout.tensor_layout import axis_lengths
 
-__all__ = ["SliceLayouts"]
-
 _CROSS_STAGE = ("conditional", "word", "position")
 
 

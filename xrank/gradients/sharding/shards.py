@@ -25,8 +25,6 @@ from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan_entries import PlannedParameter
 from xrank.gradients.step_watch import ATTACHED, OWNED
 
-__all__ = ["OwnedSlice", "ParameterShards", "find_shards", "find_slice", "list_owned_slices"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedSlice:

@@ -16,8 +16,6 @@ from xrank.errors import GradientError
 from xrank.gradients.wires.wire import GradientWire, Handle, finish
 from xrank.words import first_lines
 
-__all__ = ["FaultFlag", "GradientFault", "raise_faults"]
-
 _MAX_SENT = 8
 """Faults that one rank sends: a mistake in the loop makes one for every parameter."""
 

@@ -23,8 +23,6 @@ from xrank.gradients.wires.rank_watch import RankWatch
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import find_store
 
-__all__ = ["ProcessGroups", "exchange_texts", "make_groups", "world_device"]
-
 _watches: WeakKeyDictionary[dist.ProcessGroup, RankWatch] = WeakKeyDictionary()
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 """Groups of each world that contain this rank, and torch's stand-ins for other groups."""

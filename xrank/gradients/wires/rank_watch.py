@@ -25,8 +25,6 @@ from xrank.ranks.membership import Membership
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
 
-__all__ = ["RankWatch"]
-
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 0.001
 _GRACE_SECONDS = 1.0

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from xrank.gradients.wires.process_groups import ProcessGroups, exchange_texts, world_device
 from xrank.gradients.wires.rank_watch import RankWatch
 
-__all__ = ["Combination", "Done", "GradientWire", "Handle", "TorchWire", "finish"]
-
 Combination: TypeAlias = Literal["sum", "average", "max"]
 
 _OPERATIONS: Mapping[Combination, Any] = {

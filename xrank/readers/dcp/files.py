@@ -15,8 +15,6 @@ from xrank.readers.wrapper_names import is_of_lightning
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["file_notes", "find_other_files", "has_lightning_module", "read_backend"]
-
 _SUFFIX = ".distcp"
 _MAX_CONFIG_NBYTES = 1 << 16
 

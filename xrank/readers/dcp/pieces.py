@@ -23,8 +23,6 @@ from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredShard
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["DcpPieces", "locate", "rank_of_file"]
-
 _FILE_NAME = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp", re.ASCII)
 _SAMPLE_NBYTES = 1 << 16
 _ARCHIVE = b"PK\x03\x04"

@@ -25,8 +25,6 @@ from xrank.readers.records import note_bare_files
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["DcpReader"]
-
 _METADATA = ".metadata"
 _SUFFIX = ".distcp"
 _OPTIMIZER_FOLDER = re.compile(r"optimizer(_\d+)?")  # accelerate/utils/fsdp_utils.py: save_fsdp_optimizer

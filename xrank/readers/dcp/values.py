@@ -13,8 +13,6 @@ from xrank.formats.regular_file import open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
 from xrank.words import plural
 
-__all__ = ["check_values"]
-
 
 def check_values(
     folder: str, metadata: DcpMetadata, values: Mapping[str, str], is_left_out: Callable[[str], bool]

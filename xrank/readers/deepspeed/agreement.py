@@ -9,8 +9,6 @@ from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 
-__all__ = ["Agreement", "flatten_facts"]
-
 
 class Agreement:
     """Compares each file's facts with those of the first file that has them."""

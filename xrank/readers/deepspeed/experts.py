@@ -28,8 +28,6 @@ from xrank.readers.deepspeed.zero import Partitions, check_copies, locate_group
 from xrank.readers.records import Records
 from xrank.words import numbers_text
 
-__all__ = ["Experts", "locate_experts", "locate_trained_experts", "read_experts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Expert:

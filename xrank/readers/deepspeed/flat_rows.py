@@ -12,8 +12,6 @@ from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray
 
-__all__ = ["FlatRows", "FlatTensors"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatTensors:

@@ -15,8 +15,6 @@ from xrank.readers.deepspeed.unread import SLICES
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["CheckpointFiles", "Owner", "explain_mismatch", "list_files", "parse_owner", "resolve_folder"]
-
 # deepspeed/runtime/engine.py: _get_ckpt_name, _get_rank_zero_ckpt_name; older versions lack the "_" before "optim".
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,7})_)?mp_rank_([0-9]{2,7})_model_states\.pt")
 _PARTITION = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,7})_mp_rank_([0-9]{2,7})_?optim_states\.pt")

@@ -19,8 +19,6 @@ from xrank.readers.deepspeed.state_dicts import check_name, check_table, check_t
 from xrank.readers.deepspeed.states import Shape
 from xrank.words import list_text, numbers_text, plural
 
-__all__ = ["Layer", "find_prefixes", "is_tied", "note_absent_layers", "read_layer"]
-
 _TIED = "tied_modules."
 _AGAIN = "all files must come from one save of one run; copy them again"
 

@@ -19,8 +19,6 @@ from xrank.readers.deepspeed.states import ModelState, Shape, Shapes, read_model
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.records import Records
 
-__all__ = ["Modules", "assemble", "locate_whole", "read_rank_modules", "read_whole_modules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Modules:

@@ -11,8 +11,6 @@ import numpy as np
 from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 
-__all__ = ["check_moment"]
-
 _STEP = re.compile(r"(?:state|param_groups)\.[^.]*\.step")
 _TAG = re.compile(r"global_step(\d{1,18})", re.ASCII)
 

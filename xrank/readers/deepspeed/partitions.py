@@ -11,9 +11,6 @@ from xrank.layout.nest_table import IntArray, NestTable
 from xrank.plan.source import StoredShard
 from xrank.readers.deepspeed.flat_rows import FlatTensors
 
-__all__ = ["DEALS", "locate_interleaved", "locate_successive", "partition_numel", "piece_numel", "stretches"]
-__all__ += ["undo_dealing"]
-
 DEALS = "round_robin_gradients"
 """The option of ZeRO 1 and 2 that deals parameters to ranks in turn."""
 

@@ -27,8 +27,6 @@ from xrank.readers.deepspeed.zero import Partitions, locate_trained, read_partit
 from xrank.readers.records import Records
 from xrank.words import numbers_text
 
-__all__ = ["Pipeline", "read_pipeline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:

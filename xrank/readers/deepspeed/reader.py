@@ -32,8 +32,6 @@ from xrank.readers.deepspeed.zero import Partitions, check_ranks, locate_trained
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import LIGHTNING_VERSION
 
-__all__ = ["DeepSpeedReader"]
-
 
 class DeepSpeedReader:
     """The reader of DeepSpeed's checkpoints (`xrank.readers.base.Reader`)."""

@@ -15,8 +15,6 @@ from xrank.errors import ContradictionError
 from xrank.readers.deepspeed.partitions import stretches, undo_dealing
 from xrank.readers.deepspeed.states import Partition, Shape, Shapes
 
-__all__ = ["check_slices", "shapes_of_slices"]
-
 
 def shapes_of_slices(partitions: Sequence[Partition], number: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the shapes of a group in the order of its flat buffer, where no model state records them.

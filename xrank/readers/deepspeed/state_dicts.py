@@ -11,8 +11,6 @@ from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.readers.deepspeed.folder import parse_owner
 
-__all__ = ["check_name", "check_table", "check_tensors"]
-
 
 def check_name(archive: TorchArchive, origin: Origin) -> None:
     """Check that a file is not another rank's: torch writes the file's original name into the archive."""

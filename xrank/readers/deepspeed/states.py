@@ -21,9 +21,6 @@ from xrank.readers.deepspeed.unread import AUTO_EXPERTS
 from xrank.readers.wrapper_names import LIGHTNING_VERSION
 from xrank.words import list_text
 
-__all__ = ["EXPERTS_LAST", "EXPERT_NAME", "ModelState", "Partition", "Shape", "Shapes", "read_model_state"]
-__all__ += ["read_partition"]
-
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
 

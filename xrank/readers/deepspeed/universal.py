@@ -22,8 +22,6 @@ from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.records import Records
 from xrank.stores import places
 
-__all__ = ["locate_universal"]
-
 
 def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:
     """Return every trained tensor.

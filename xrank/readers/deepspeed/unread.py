@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from xrank.errors import UsageError
 from xrank.formats.regular_file import Origin
 
-__all__ = ["AUTO_EXPERTS", "SLICES", "UNIVERSAL_STAGES", "Unread"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unread:

@@ -28,8 +28,6 @@ from xrank.readers.records import Records
 from xrank.stores import places
 from xrank.words import ranks_text
 
-__all__ = ["Partitions", "check_copies", "check_ranks", "locate_group", "locate_trained", "read_partitions"]
-
 
 @dataclass(frozen=True, slots=True)
 class Partitions:

@@ -14,8 +14,6 @@ from xrank.formats.regular_file import open_regular
 from xrank.stores import places
 from xrank.words import list_text, ranks_text
 
-__all__ = ["RankFiles", "Scheme", "list_accelerate", "list_verl"]
-
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: save_checkpoint; SkyRL uses the same names.
 _VERL = re.compile(r"model_world_size_([1-9]\d{0,8})_rank_(0|[1-9]\d{0,8})\.pt")
 _VERL_OTHERS = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
@@ -112,7 +110,6 @@ class Scheme:
 
 VERL = Scheme("verl", _VERL, "model_world_size_<N>_rank_<r>.pt")
 ACCELERATE = Scheme("accelerate-ranks", _ACCELERATE, "pytorch_model_fsdp_rank<r>.bin")
-__all__ += ["ACCELERATE", "VERL"]
 
 
 def list_verl(folder: str) -> RankFiles:

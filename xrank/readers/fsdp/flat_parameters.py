@@ -22,8 +22,6 @@ from xrank.readers.fsdp.rank_files import FsdpRankFile
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.words import likewise_text, ranks_text
 
-__all__ = ["FlatPieces", "find_flat_pieces", "flat_shards", "is_flat", "make_nameless_error"]
-
 _NAME = "_flat_param"
 _ALIGNMENT_NBYTES = 16
 """Alignment of parameters (torch/distributed/fsdp/_flat_param.py: _get_aligned_numel)."""

@@ -16,8 +16,6 @@ from xrank.readers.fsdp.rank_files import FsdpRankFile
 from xrank.readers.fsdp.sharded_tensors import ShardedPart
 from xrank.readers.held_tensor import HeldTensor, pieces_of, replicate
 
-__all__ = ["check_kinds", "collect_parts", "locate_boxed_shards"]
-
 _AGAIN = "all files must come from one save of one run; copy them again"
 
 

@@ -18,8 +18,6 @@ from xrank.layout import DeviceMesh
 from xrank.layout.mesh import MAX_RANKS, is_name
 from xrank.readers.fsdp.pickled import attributes, is_object
 
-__all__ = ["Meshes", "make_mesh"]
-
 _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 
 

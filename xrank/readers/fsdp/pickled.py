@@ -12,17 +12,6 @@ from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 
-__all__ = [
-    "Wrapper",
-    "attributes",
-    "element_type",
-    "is_object",
-    "read_local_tensor",
-    "read_wrapper",
-    "sizes_of",
-    "unwrap_parameter",
-]
-
 _PACKAGE = "torch.distributed."
 _MAX_DIMENSIONS = 64
 

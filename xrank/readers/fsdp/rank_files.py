@@ -13,8 +13,6 @@ from xrank.readers.fsdp.dtensors import DTensorPart, DTensors
 from xrank.readers.fsdp.pickled import read_wrapper, unwrap_parameter
 from xrank.readers.fsdp.sharded_tensors import ShardedPart, read_sharded_part
 
-__all__ = ["FsdpRankFile", "read_rank_file"]
-
 
 @dataclass(frozen=True, slots=True)
 class FsdpRankFile:

@@ -27,8 +27,6 @@ from xrank.readers.records import Records
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["AccelerateRanksReader", "VerlReader", "describe_rank_files"]
-
 _STEP = re.compile(r"(?:.*[^a-z])?(?:global_step|checkpoint|step|epoch)[-_]?0*(\d{1,18})")
 _MAX_SHOWN = 8
 

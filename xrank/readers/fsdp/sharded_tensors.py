@@ -13,8 +13,6 @@ from xrank.formats.torch_archive import ArchivedTensor
 from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, read_local_tensor, sizes_of
 from xrank.words import list_text
 
-__all__ = ["ShardedPart", "read_sharded_part"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedPart:

@@ -26,8 +26,6 @@ from xrank.readers.torch_save.states import describe_states, select_state, store
 from xrank.stores import places
 from xrank.words import list_text, plural
 
-__all__ = ["BinFolderReader"]
-
 _NAME = re.compile(
     # torchtune/training/checkpointing/_utils.py: SHARD_FNAME.
     r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5}|_fsdp(_\d{1,5})?)?\.bin|(ft-)?model-\d{5}-of-\d{5}\.bin"

@@ -32,8 +32,6 @@ from xrank.readers.records import Records
 from xrank.stores import places
 from xrank.words import plural
 
-__all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
-
 _STEMS = ("model", "diffusion_pytorch_model")  # of transformers and diffusers
 _ADAPTER = "adapter_model.safetensors"
 

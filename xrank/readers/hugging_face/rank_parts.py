@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-__all__ = ["ENGINE_PART", "is_rank_part"]
-
 ENGINE_PART = re.compile(r"model-(.*-)?(rank|tp)-\d+-part-\d+\.safetensors|rank\d+\.safetensors")
 """Names of files with a rank's part of a model that an inference engine saved."""
 _NUMBERED = re.compile(r"(.+)_\d+\.safetensors")

@@ -13,8 +13,6 @@ from xrank.readers.advice import ONE_SAVE
 from xrank.stores import places
 from xrank.words import ranks_text
 
-__all__ = ["ShardGrid", "is_shard_name", "shard_grid"]
-
 _NAME = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _MAX_SHOWN = 20
 

@@ -17,8 +17,6 @@ from xrank.plan.source import StoredShard
 from xrank.readers.advice import ONE_SAVE
 from xrank.readers.records import Records
 
-__all__ = ["ShardPieces"]
-
 
 @dataclass(slots=True)
 class ShardPieces:

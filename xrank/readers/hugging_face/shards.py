@@ -25,8 +25,6 @@ from xrank.readers.hugging_face.shard_pieces import ShardPieces
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["HfShardsReader"]
-
 _SUBFOLDER = "sharded"
 """Subfolder for the shards if the writer also consolidates them (_hf_utils.py: SHARDED_DIR_NAME)."""
 

@@ -20,17 +20,6 @@ from xrank.readers.base import Hints
 from xrank.stores import places
 from xrank.words import likewise_text, list_text, plural
 
-__all__ = [
-    "WeightIndex",
-    "check_placeholders",
-    "choose_tensors",
-    "delta_error",
-    "is_one_of_several",
-    "list_files",
-    "read_index",
-    "stale_index_notes",
-]
-
 # torchtune/training/checkpointing/_checkpointer.py put the epoch behind: model-00001-of-00002_0.safetensors.
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})((?:_\d+)?\.[^.]+)")
 _MAX_INDEX_NBYTES = 256 << 20

@@ -20,8 +20,6 @@ from xrank.readers.wrapper_names import plain_names
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FlatModule", "read_flat_module"]
-
 _CHECKPOINT = "save a checkpoint and gather that: xrank gather"
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["LocalModel", "local_model"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalModel:

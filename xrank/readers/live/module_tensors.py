@@ -10,15 +10,6 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "FilledModule",
-    "check_materialised",
-    "check_model",
-    "count_changes",
-    "list_tensors",
-    "names_left_out",
-]
-
 FilledModule: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]"
 """A module, Megatron's chunks of one, or a state dict."""
 

@@ -27,8 +27,6 @@ from xrank.readers.placement import place_all
 
 _UNKNOWN = TensorRecord()
 
-__all__ = ["LiveModel", "make_held_tensor", "read_ranks"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveModel:

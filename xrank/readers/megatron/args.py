@@ -11,8 +11,6 @@ from xrank.errors import ContradictionError
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["ParallelSizes", "check_agreement", "parallel_sizes", "plain_args"]
-
 _MAX_DEPTH = 8
 # Arguments in which ranks of one run may differ: identity, place and time.
 _OWN = re.compile(r"(?:.*_)?(?:rank|host|hostname|device|pid|port|addr|time|start_time|timestamp)(?:_.*)?")

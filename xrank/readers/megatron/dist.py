@@ -31,8 +31,6 @@ from xrank.readers.records import note_bare_files, note_foreign_names
 from xrank.stores import places
 from xrank.words import list_text, plural, size_text
 
-__all__ = ["MegatronDistReader"]
-
 _CONFIG, _COMMON, _METADATA, _INTEGRITY = "metadata.json", "common.pt", ".metadata", "integrity.json"
 _BACKEND = "torch_dist"
 _MAX_CONFIG_NBYTES = 1 << 16

@@ -11,8 +11,6 @@ from xrank.errors import ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.regular_file import open_regular, quote
 from xrank.stores import places
 
-__all__ = ["TRACKER", "check_iteration", "explain_mismatch", "resolve_folder", "sibling_iterations"]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_([0-9]{7,18})", re.ASCII)

@@ -18,8 +18,6 @@ from xrank.readers.megatron.args import ParallelSizes
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["FILE", "Place", "check_grid", "grid_text", "list_folders", "places_of"]
-
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?", re.ASCII)
 _MAX_RANKS = 1 << 20

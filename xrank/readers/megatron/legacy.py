@@ -32,8 +32,6 @@ from xrank.readers.megatron.states import MegatronRankFile, check_identities, re
 from xrank.readers.records import Records
 from xrank.stores import places
 
-__all__ = ["MegatronLegacyReader"]
-
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 

@@ -42,8 +42,6 @@ from xrank.readers.megatron.states import MegatronRankFile
 from xrank.readers.records import Records
 from xrank.words import likewise_text
 
-__all__ = ["TensorParts", "collect_parts", "find_gating", "find_own_tensors", "layouts_of", "place_parts"]
-
 _GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 # Rows of gate and up alternate (megatron/training/arguments.py); the table does not describe this layout.
 _INTERLEAVED = "moe_mlp_glu_interleave_size"

@@ -10,8 +10,6 @@ from xrank.dialects.megatron.layouts import LAYER
 from xrank.errors import ContradictionError
 from xrank.readers.megatron.args import ParallelSizes
 
-__all__ = ["Chunk", "count_layers", "first_layers", "has_encoder"]
-
 Chunk = tuple[int, int]
 """Virtual chunk and pipeline stage. Sorted, the chunks contain a model's layers in order."""
 

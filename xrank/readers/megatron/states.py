@@ -17,8 +17,6 @@ from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_arg
 from xrank.readers.megatron.grid import Place
 from xrank.words import list_text
 
-__all__ = ["EXTRA_STATE", "MegatronRankFile", "check_identities", "read_rank_file"]
-
 EXTRA_STATE = "_extra_state"
 _VERSION = 3.0
 _CHUNK = re.compile(r"model(0|[1-9]\d{0,3})", re.ASCII)

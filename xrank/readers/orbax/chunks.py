@@ -19,8 +19,6 @@ from xrank.plan.coverage import range_text
 from xrank.readers.orbax.stores import ArrayStore
 from xrank.stores import places
 
-__all__ = ["ChosenArray", "Chunk", "ChunkLister", "check_size", "corrupt_error", "raise_beyond"]
-
 _INDEX_ENTRY_NBYTES = 16
 _CHECKSUM_NBYTES = 4
 _MAX_INDEX_NBYTES = 1 << 24

@@ -22,8 +22,6 @@ from xrank.plan.decoding import Readable, import_zstandard, open_frame
 from xrank.readers.orbax.chunks import ChosenArray, Chunk, check_size, corrupt_error, raise_beyond
 from xrank.readers.orbax.stores import ArrayStore
 
-__all__ = ["check_edges"]
-
 _WINDOW_NBYTES = 1 << 20
 
 

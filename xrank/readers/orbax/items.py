@@ -20,8 +20,6 @@ from xrank.readers.saved_keys import is_left_out
 from xrank.stores import places
 from xrank.words import list_text
 
-__all__ = ["TREE", "ChosenTree", "TreeLeaf", "choose_tree", "explain_mismatch", "find_world_size", "read_leaves"]
-
 TREE = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"
 # orbax/checkpoint/path/step.py: step_prefix, step_format_fixed_length.

@@ -22,8 +22,6 @@ from xrank.readers.orbax.edges import check_edges
 from xrank.readers.orbax.stores import ArrayStore
 from xrank.stores import places
 
-__all__ = ["OrbaxPieces", "locate"]
-
 _MAX_INLINE_NBYTES = 256 << 20
 """Most bytes of decoded chunks in memory, from values inside of metadata; tensorstore keeps only small ones there."""
 _STEP_NBYTES = 1 << 20

@@ -29,8 +29,6 @@ from xrank.readers.orbax.stores import ArrayStore, open_store, read_array
 from xrank.readers.saved_keys import is_left_out
 from xrank.words import list_text, plural
 
-__all__ = ["OrbaxReader"]
-
 _VARIABLES = "params."
 """Flax keeps a module's variables by collection: MaxText's parameters lie under ``params.params``."""
 

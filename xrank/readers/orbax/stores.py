@@ -18,8 +18,6 @@ from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.zarr_array import ARRAY_FILES, ZarrArray, parse_array
 from xrank.stores import places
 
-__all__ = ["ArrayStore", "open_store", "read_array"]
-
 _RANK = re.compile(r"ocdbt\.process_(\d{1,9})/")
 _MAX_METADATA_NBYTES = 1 << 20
 _MAX_ARRAY_NBYTES = 1 << 62

@@ -16,8 +16,6 @@ from xrank.readers.torch_checkpointing.metadata import METADATA, ItemMetadata, S
 from xrank.stores import places
 from xrank.words import list_text, ranks_text
 
-__all__ = ["ModelFiles", "explain_mismatch", "find_model_files"]
-
 # checkpoint_layout.py: default_torch_layout_info; schema.py: ItemSpec.layout for safetensors.
 _FILE = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.(pt|safetensors)")
 _MODEL = "model"

@@ -22,8 +22,6 @@ from xrank.readers.fsdp.meshes import make_mesh
 from xrank.readers.fsdp.pickled import element_type, sizes_of
 from xrank.stores import places
 
-__all__ = ["METADATA", "ItemMetadata", "SavedCut", "SavedMetadata", "read_metadata"]
-
 METADATA = "metadata.pkl"
 
 _VERSION = "2.0"

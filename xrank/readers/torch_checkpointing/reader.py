@@ -26,8 +26,6 @@ from xrank.words import list_text, plural
 if TYPE_CHECKING:
     from xrank.readers.torch_checkpointing.metadata import SavedCut
 
-__all__ = ["TorchCheckpointingReader"]
-
 _AGAIN = "all files must come from one save of one run; copy them again"
 
 

@@ -23,8 +23,6 @@ from xrank.readers.torch_save.states import WholeState, describe_states, select_
 from xrank.stores import places
 from xrank.words import list_text, plural
 
-__all__ = ["TorchSaveReader", "has_parts", "list_models"]
-
 _SUFFIXES = (".pt", ".pth", ".ckpt")
 _SHARED_SUFFIXES = (".bin", ".th", ".tar")
 """Suffixes of other formats, too; torch's own examples save ``checkpoint.pth.tar``."""

@@ -23,8 +23,6 @@ from xrank.readers.saved_keys import leads_to_model
 from xrank.readers.wrapper_names import is_of_lightning
 from xrank.words import list_text
 
-__all__ = ["WholeState", "describe_states", "select_state", "stored_nbytes"]
-
 _Path: TypeAlias = tuple[str | int, ...]
 _STEPS = ("global_step", "step", "iteration")
 

@@ -12,8 +12,6 @@ from xrank.readers.advice import ONE_SAVE
 from xrank.stores import places
 from xrank.words import numbers_text, ranks_text
 
-__all__ = ["RankParts", "is_state_name", "list_parts"]
-
 # vllm/model_executor/model_loader/sharded_state_loader.py: TP_ONLY_PATTERN, PP_AND_TP_PATTERN.
 _NAME = re.compile(
     r"model-(?:rank-([0-9]{1,6})|pp-([0-9]{1,6})-tp-([0-9]{1,6}))-part-([0-9]{1,6})\.safetensors", re.ASCII

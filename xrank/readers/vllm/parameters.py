@@ -19,8 +19,6 @@ from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
 from xrank.readers.held_tensor import HeldTensor
 
-__all__ = ["MODEL_TYPES", "Sizes", "is_left_out", "read_sizes", "split_parameter"]
-
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Types whose parameters are known. Other types have other parameters under the same names, as Phi-3 in its files."""
 _SCALE = re.compile(r".*\.attn\._(k|v|q|prob)_scale")

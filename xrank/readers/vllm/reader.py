@@ -28,8 +28,6 @@ from xrank.readers.vllm.parameters import is_left_out, read_sizes, split_paramet
 from xrank.stores import places
 from xrank.words import list_text, plural
 
-__all__ = ["VllmReader"]
-
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ELSEWHERE = "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded"
 _COMPARED_NBYTES = 1 << 16

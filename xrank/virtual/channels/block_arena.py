@@ -16,8 +16,6 @@ import numpy as np
 from xrank.virtual.arrays import Bytes
 from xrank.virtual.channels.segment import MAX_BLOCKS, Segment, make_no_space_error
 
-__all__ = ["Block", "BlockArena", "free_block", "lend", "view"]
-
 _ALIGNMENT = 64
 _FREE, _TAKEN = 0, 1
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from xrank.virtual.channels.channel import Heading
 from xrank.virtual.channels.segment import BOARD_NBYTES, Segment
 
-__all__ = ["Wait", "WaitBoard"]
-
 _WORD = 8
 _TURN, _SOURCE, _SINCE, _TAKEN, _HEADING = range(5)
 """Places of words. An odd turn is a wait, an even turn is not; each change adds 1."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 from xrank.virtual.channels.block_arena import BlockArena, free_block
 from xrank.virtual.channels.segment import Segment
 
-__all__ = ["RingReader", "RingWriter", "num_sent"]
-
 _CHUNK_NBYTES = 32 << 10
 _ELSEWHERE = -1
 _WORD = 8

@@ -23,8 +23,6 @@ from functools import cache
 from xrank.errors import NoSpaceError, UsageError
 from xrank.ranks.store_order import STORES_ARE_ORDERED
 
-__all__ = ["BOARD_NBYTES", "HEAD_NBYTES", "MAX_BLOCKS", "Segment"]
-
 BOARD_NBYTES = 128
 """Bytes of the board per end."""
 HEAD_NBYTES = 16

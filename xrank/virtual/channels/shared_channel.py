@@ -28,8 +28,6 @@ from xrank.virtual.channels.segment import Segment
 from xrank.virtual.packed_object import pack_object, unpack_object
 from xrank.workspace.arena import new_buffer
 
-__all__ = ["SharedChannel", "SharedLinks"]
-
 _INLINE_NBYTES = 2 << 10
 """Largest array that is stored in the record itself."""
 _ALIGNMENT = 64

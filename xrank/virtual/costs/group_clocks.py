@@ -17,8 +17,6 @@ from xrank.virtual.collectives import ALWAYS_PUSH, ROOTED
 from xrank.virtual.costs.group_traffic import flat_nbytes, part_nbytes
 from xrank.virtual.programs.program import Communicate
 
-__all__ = ["GroupTimes", "group_times", "waits_for_all"]
-
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 

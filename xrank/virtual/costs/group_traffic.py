@@ -14,8 +14,6 @@ from xrank.virtual.arrays import num_elements, split_lengths
 from xrank.virtual.collectives import ALWAYS_PUSH, course
 from xrank.virtual.statistics import Traffic
 
-__all__ = ["flat_nbytes", "group_traffic", "part_nbytes"]
-
 
 def group_traffic(
     collective: str, algorithm: str, given: Sequence[ArraySpec], *, dim: int | None = None, root: int = 0

@@ -29,8 +29,6 @@ from xrank.virtual.costs.planning import moves
 from xrank.virtual.costs.unit_seconds import unit_seconds
 from xrank.virtual.programs.program import Communicate, Compute, Program, Receive, Return, Send, Take
 
-__all__ = ["DeviceTime", "LinkModel", "LinkSample", "Timeline"]
-
 
 class LinkSample(NamedTuple):
     """A measurement for `LinkModel.from_samples`: the sequential work of one device."""

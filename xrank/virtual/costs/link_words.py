@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from xrank.errors import UsageError
 from xrank.layout.toml_text import parse_toml
 
-__all__ = ["Kind", "Words", "read_words"]
-
 Kind: TypeAlias = Literal["seconds", "bandwidth", "flops"]
 """Kind of a name's value."""
 

@@ -18,8 +18,6 @@ from xrank.virtual.programs.program import Communicate, Compute, Program, Receiv
 from xrank.virtual.programs.registers import peak_nbytes
 from xrank.virtual.statistics import DeviceStatistics, Statistics, Traffic
 
-__all__ = ["compile_operation", "compile_programs", "count", "plan"]
-
 
 def plan(
     operation: Operation | Callable[..., Any],

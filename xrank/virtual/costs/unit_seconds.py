@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["unit_seconds"]
-
 
 def unit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Fit the seconds per unit of each kind of work; a kind that would be negative or is unused gets 0.

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["DeferredSignals"]
-
 
 class DeferredSignals:
     """Defers Python's signal handlers in a ``with`` block, except inside `allow`; runs them at the end.

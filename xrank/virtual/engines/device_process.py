@@ -30,8 +30,6 @@ from xrank.virtual.engines.engine import Job
 from xrank.virtual.engines.failures import make_failure
 from xrank.virtual.engines.stacks import StackRequest, collect_stacks, state_of
 
-__all__ = ["DeviceFailure", "DeviceProcess", "DeviceResult", "kill_all", "read_device_stacks", "start_device"]
-
 _PR_SET_PDEATHSIG = 1
 _NO_MESSAGE_STATUS = 70
 

@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeAlias
 
 from xrank.virtual.channels.channel import Array, ChannelStatistics, Links
 
-__all__ = ["Body", "Counts", "Engine", "EngineOutcome", "Job"]
-
 Body: TypeAlias = Callable[[Links], Any]
 
 Counts: TypeAlias = Mapping[tuple[int, int], ChannelStatistics]

@@ -9,8 +9,6 @@ from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.virtual.channels.channel import HOST
 from xrank.words import first_lines, list_text
 
-__all__ = ["describe_wait", "join_failures", "make_deadlock_error", "make_failure", "make_timeout_error"]
-
 
 def make_failure(device: int, error: BaseException, *, pid: int | None = None) -> RankFailedError:
     """Return the error for a device whose body raised; the caller raises it ``from`` that exception."""

@@ -38,8 +38,6 @@ from xrank.virtual.engines.failures import (
     make_timeout_error,
 )
 
-__all__ = ["Monitor", "QueueChannel", "run"]
-
 _GRACE_SECONDS = 0.5
 """Time for threads that are about to end, once the outcome is known."""
 

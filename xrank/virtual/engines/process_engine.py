@@ -29,8 +29,6 @@ from xrank.virtual.engines.engine import EngineOutcome, Job
 from xrank.virtual.engines.failures import join_failures, make_deadlock_error, make_failure, make_timeout_error
 from xrank.virtual.engines.watch import describe_waits, find_deadlock, find_waits
 
-__all__ = ["MAX_DEVICES", "run"]
-
 MAX_DEVICES = 256
 """Each device takes three file descriptors of the host, and 10 MB or more of memory."""
 

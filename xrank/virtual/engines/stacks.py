@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["StackRequest", "collect_stacks", "state_of"]
-
 _SIGNAL = signal.SIGUSR1
 _PATIENCE_SECONDS = (0.5, 5.0)
 """Time limits for a process that sleeps inside the kernel, and for one that runs or is ready to run."""

@@ -11,8 +11,6 @@ from xrank.virtual.channels.message_ring import num_sent
 from xrank.virtual.channels.shared_channel import SharedLinks
 from xrank.virtual.engines.failures import describe_wait
 
-__all__ = ["describe_waits", "find_deadlock", "find_waits"]
-
 
 def find_waits(links: SharedLinks, devices: Collection[int]) -> dict[int, Wait]:
     """Return the waits of those devices whose awaited message was not sent yet.

@@ -17,8 +17,6 @@ from xrank.virtual.operations.matmul import MatMul, MatMulSharding
 from xrank.virtual.programs.operation import Operation
 from xrank.virtual.statistics import Statistics
 
-__all__ = ["Choice", "cheapest"]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:

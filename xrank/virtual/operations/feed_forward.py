@@ -14,8 +14,6 @@ from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.programs.redistribution import redistribute
 from xrank.virtual.sharding import ShardingLike, TensorSharding, as_sharding
 
-__all__ = ["FeedForward", "FeedForwardBackward", "FeedForwardSharding", "FeedForwardShardingPolicy"]
-
 
 class FeedForwardShardingPolicy(Enum):
     """How the devices share the work of a feed-forward layer."""

@@ -16,8 +16,6 @@ from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.programs.redistribution import extend_cut, redistribute
 from xrank.virtual.sharding import FULL, DimSharding, TensorSharding
 
-__all__ = ["MatMulShardingPolicy", "MatrixBlock", "choose_block", "product", "product_backward"]
-
 
 class MatMulShardingPolicy(Enum):
     """How the devices share the work of a product."""

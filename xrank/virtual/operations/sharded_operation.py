@@ -18,8 +18,6 @@ from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.programs.redistribution import redistribute
 from xrank.virtual.sharding import TensorSharding
 
-__all__ = ["ShardedOperation", "check_cuts", "check_sharding"]
-
 _T = TypeVar("_T")
 
 

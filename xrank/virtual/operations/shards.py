@@ -14,8 +14,6 @@ from xrank.virtual.mesh import MeshLike, as_device_mesh
 from xrank.virtual.programs.program_builder import Ranges
 from xrank.virtual.sharding import ShardingLike, TensorSharding, as_sharding
 
-__all__ = ["join_shards", "shards_of"]
-
 
 def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Array]:
     """Return views of each device's shard of an array, in mesh order.

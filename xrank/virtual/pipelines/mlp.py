@@ -18,8 +18,6 @@ from xrank.virtual.pipelines.pipeline import Pipeline
 from xrank.virtual.pipelines.pipelined_operation import PipelinedOperation, StageProgram
 from xrank.virtual.programs.program_builder import ProgramBuilder
 
-__all__ = ["MLP", "MLPResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class MLPResult:

@@ -15,8 +15,6 @@ from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.programs.redistribution import redistribute
 from xrank.virtual.sharding import TensorSharding
 
-__all__ = ["MLPStage", "Packet", "Setting"]
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:

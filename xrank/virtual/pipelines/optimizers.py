@@ -17,8 +17,6 @@ from xrank import dtypes
 from xrank.errors import UsageError
 from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 
-__all__ = ["SGD", "Adam", "Optimizer", "state_dtype"]
-
 
 class Optimizer(ABC):
     """The update rule of parameters; one instance serves all parameters, because it contains only numbers."""

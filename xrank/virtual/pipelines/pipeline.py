@@ -12,8 +12,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.mesh import MeshLike, as_device_mesh
 from xrank.virtual.pipelines.schedule import Schedule, StageWork, make_schedule
 
-__all__ = ["Pipeline", "PipelineStage"]
-
 
 @dataclass(frozen=True, slots=True, init=False)
 class Pipeline:

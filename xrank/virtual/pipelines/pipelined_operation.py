@@ -16,8 +16,6 @@ from xrank.virtual.programs.operation import Operation
 from xrank.virtual.programs.program import Program, Send, Take
 from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 
-__all__ = ["PipelinedOperation", "StageProgram"]
-
 _Message: TypeAlias = tuple[Direction, int, int]
 """Direction, run, and the part of the model that receives the message."""
 

@@ -26,8 +26,6 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     from xrank.pictures.picture import Picture
 
-__all__ = ["SCHEDULES", "Schedule", "StageWork", "make_1f1b", "make_gpipe", "make_interleaved", "make_schedule"]
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """The names that `make_schedule` accepts."""
 

@@ -7,8 +7,6 @@ from xrank.pictures.timeline import Lane, Span, draw_timeline
 from xrank.virtual.pipelines.schedule import Schedule, StageWork
 from xrank.words import plural
 
-__all__ = ["picture_schedule"]
-
 
 def picture_schedule(schedule: Schedule) -> Picture:
     """Return the timeline: a lane for each stage; forwards and backwards with the numbers of their runs."""

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from xrank.errors import UsageError
 
-__all__ = ["find_kernel", "kernel"]
-
 _HOMES = ("xrank.virtual.programs.kernels_dense", "xrank.virtual.programs.kernels_mlp")
 """Modules that register xrank's own kernels when they are imported, at the first unknown name."""
 

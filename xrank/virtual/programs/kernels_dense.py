@@ -11,19 +11,6 @@ import numpy as np
 from xrank.virtual.channels.channel import Array
 from xrank.virtual.programs.kernels import kernel
 
-__all__ = [
-    "add_last",
-    "cast",
-    "column_sum",
-    "flatten",
-    "matmul",
-    "relu",
-    "relu_backward",
-    "slice_dim",
-    "tile",
-    "widen",
-]
-
 
 @kernel("matmul")
 def matmul(left: Array, right: Array, *, form: str = "nn") -> Array:

@@ -14,19 +14,6 @@ from xrank.virtual.channels.channel import Array
 from xrank.virtual.programs.kernels import kernel
 from xrank.virtual.programs.kernels_dense import widen
 
-__all__ = [
-    "adam",
-    "add",
-    "count",
-    "descend",
-    "momentum",
-    "moving_mean",
-    "moving_square",
-    "squared_error",
-    "squared_error_gradient",
-    "stack",
-]
-
 
 @kernel("squared_error")
 def squared_error(output: Array, target: Array, *, size: int) -> Array:

@@ -10,8 +10,6 @@ from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.channels.channel import Array
 from xrank.virtual.programs.program import Program
 
-__all__ = ["Operation"]
-
 
 class Operation(ABC):
     """Work that compiles to one program per device.

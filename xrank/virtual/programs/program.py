@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 
 from xrank.virtual.array_spec import ArraySpec
 
-__all__ = ["Communicate", "Compute", "Instruction", "Program", "Receive", "Return", "Send", "Take"]
-
 
 @dataclass(frozen=True, slots=True)
 class Receive:

@@ -19,8 +19,6 @@ from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.programs.program import Communicate, Compute, Instruction, Program, Receive, Return
 from xrank.virtual.sharding import DimSharding, TensorSharding, bounds_of, canonical
 
-__all__ = ["Form", "ProgramBuilder", "Ranges", "Value"]
-
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """(start, stop) of a device's shard in each dim."""
 

@@ -6,8 +6,6 @@ from xrank.errors import LayoutError
 from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.sharding import DimSharding, TensorSharding, canonical
 
-__all__ = ["common_axes", "extend_cut", "redistribute"]
-
 
 def redistribute(builder: ProgramBuilder, value: Value, sharding: TensorSharding) -> Value:
     """Return the value with another sharding; computed once per value and sharding.

@@ -6,8 +6,6 @@ from xrank.errors import UsageError
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.programs.program import Communicate, Compute, Instruction, Program, Receive, Return, Send, Take
 
-__all__ = ["find_last_uses", "list_inputs", "list_outputs", "peak_nbytes"]
-
 
 def list_inputs(instruction: Instruction) -> tuple[str, ...]:
     """Return the registers that an instruction reads, in its order."""
