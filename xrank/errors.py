@@ -1,4 +1,4 @@
-"""All errors of xrank, in one tree.
+"""All errors of xrank, in one tree; their texts name options as the command line or as Python does.
 
     XrankError
     ├ UsageError (ValueError) 2         ├ IncompleteError (FileNotFoundError) 3   ├ RankFailedError (RuntimeError) 1
@@ -8,15 +8,30 @@
 
 The number is the exit status of a command that fails with the error. Each class also derives from the built-in that
 plain callers would catch. All of them can be pickled, so a failure reaches other processes with all its parts.
+
+Texts mark the options that they name, and the place that shows a text renders it:
+
+    f"cast with {option('dtype', 'bf16')}, then {AGAIN}"
+
+is ``cast with --dtype bf16, then run the same command`` on the command line, and ``cast with dtype="bf16", then make
+the same call`` in Python. The marks are characters that Unicode assigns to nothing, so f-strings, JSON, pickles and
+other ranks carry them like any text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pickle import UnpicklingError
-from typing import Any, ClassVar
-
-from xrank.faces import PYTHON, Text, marked
+from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 __all__ = [
     "ContradictionError",
@@ -34,11 +49,148 @@ __all__ = [
     "XrankError",
 ]
 
+_OPTION, _VALUE, _OPTION_END, _CHOICE, _OR, _CHOICE_END, _AGAIN = map(chr, range(0xFDD0, 0xFDD7))
+_MARKED_OPTION = re.compile(f"{_OPTION}([a-z][a-z0-9_]*)(?:{_VALUE}([^{_OPTION}-{_AGAIN}]*))?{_OPTION_END}")
+_MARKED_AGAIN = re.compile(f"{_AGAIN} with ({_MARKED_OPTION.pattern})")
+_MARKED_CHOICE = re.compile(f"{_CHOICE}([^{_CHOICE}{_CHOICE_END}]*){_CHOICE_END}")
+_UNNAMED = "!"
+_MARK = re.compile(f"[{_OPTION}-{_AGAIN}]")
+
+AGAIN = _AGAIN
+"""``run the same command``, or ``make the same call``; followed by " with " and one option, the whole command."""
+
+_OF_COMMAND = {"layouts": "layout", "timeout_seconds": "timeout", "num_ranks": "ranks"}
+"""Parameters whose option has another name."""
+
+
+def option(name: str, value: str | int | None = None, *, metavar: str = "") -> str:
+    """Return an option for a text.
+
+    Args:
+        name: the parameter's name in Python.
+        value: its value; True and False for a flag.
+        metavar: what stands for the value on the command line, where it is the user's: ``FILE``.
+
+    Example:
+        >>> COMMAND.render(option("max_memory", "1GB")), PYTHON.render(option("max_memory", "1GB"))
+        ('--max-memory 1GB', 'max_memory="1GB"')
+    """
+    text = metavar if value is None else json.dumps(value)
+    return f"{_OPTION}{name}{_VALUE}{text}{_OPTION_END}" if text else f"{_OPTION}{name}{_OPTION_END}"
+
+
+def either(*remedies: str) -> str:
+    """Return remedies for a text, joined by "or"; a wording shows those whose options it has, or all if it has none."""
+    return f"{_CHOICE}{_OR.join(remedies)}{_CHOICE_END}"
+
+
+def needs(name: str, remedy: str) -> str:
+    """Return a remedy for `either` that only wordings with a certain parameter show, although it does not name it."""
+    return f"{_OPTION}{name}{_VALUE}{_UNNAMED}{_OPTION_END}{remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How texts are shown: as the command line's, or as Python's."""
+
+    is_command: bool
+    options: frozenset[str] | None = None
+    """Names of the parameters that the command or function has; None: it is not known which."""
+    typed: str | None = None
+    """The command as the user typed it, for the shell; None: it is not known, or this is not a command's wording."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> the environment variable that gave its value, which texts name in place of the option."""
+
+    @classmethod
+    def of_function(cls, function: Callable[..., Any]) -> Wording:
+        """Return the wording of a public function, whose parameters are its options."""
+        parameters = inspect.signature(function).parameters
+        takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        return cls(is_command=False, options=None if takes_others else frozenset(parameters))
+
+    @classmethod
+    def of_command(
+        cls, options: Iterable[str], typed: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> Wording:
+        """Return the wording of a command with these options, such as ``--max-memory``, that the user typed so."""
+        parameters = {other: name for name, other in _OF_COMMAND.items()}
+        names = (one.lstrip("-").replace("-", "_") for one in options)
+        known = {parameters.get(name, name): variable for name, variable in (variables or {}).items()}
+        has = frozenset(parameters.get(name, name) for name in names)
+        return cls(is_command=True, options=has, typed=typed, variables=known)
+
+    def render(self, text: str) -> str:
+        """Return a text as this wording shows it."""
+        text = marked(text)
+        if _MARK.search(text):
+            text = _MARKED_CHOICE.sub(self._choose, text)
+            text = _MARKED_AGAIN.sub(self._repeat, text)
+            text = text.replace(AGAIN, "run the same command" if self.is_command else "make the same call")
+            text = _MARKED_OPTION.sub(self._spell, text)
+        return text
+
+    def _choose(self, match: re.Match[str]) -> str:
+        remedies = match[1].split(_OR)
+        return ", or ".join([one for one in remedies if self._has_options_of(one)] or remedies)
+
+    def _repeat(self, match: re.Match[str]) -> str:
+        """Return the whole command with one more option, where it is known."""
+        if self.typed is None:
+            return match[0]
+        more = _MARKED_OPTION.sub(replace(self, variables={})._spell, match[1])
+        return f"run: {self.typed}" if f" {more}" in self.typed else f"run: {self.typed} {more}"
+
+    def _has_options_of(self, remedy: str) -> bool:
+        return self.options is None or self.options.issuperset(name for name, _ in _MARKED_OPTION.findall(remedy))
+
+    def _spell(self, match: re.Match[str]) -> str:
+        name, text = match[1], match[2]
+        if text == _UNNAMED:
+            return ""
+        try:
+            value = json.loads(text) if text else None
+            metavar = ""
+        except ValueError:
+            value, metavar = None, text
+        if not self.is_command:
+            return f"{name}=" + ("" if value is None else f'"{value}"' if isinstance(value, str) else str(value))
+        if name in self.variables:
+            return f"{self.variables[name]}={metavar if value is None else value}".rstrip("=")
+        spelt = _OF_COMMAND.get(name, name).replace("_", "-")
+        if value is None or isinstance(value, bool):
+            return f"--no-{spelt}" if value is False else f"--{spelt} {metavar}".rstrip()
+        return f"--{spelt} {value}"
+
+
+COMMAND = Wording(is_command=True)
+PYTHON = Wording(is_command=False)
+
+
+class Text(str):
+    """A text as one wording shows it, Python's by default, which other wordings can still render."""
+
+    __slots__ = ("marked",)
+    marked: str
+
+    def __new__(cls, source: str, wording: Wording = PYTHON) -> Self:
+        """Render a text, of which the marks are kept."""
+        text = super().__new__(cls, wording.render(source))
+        text.marked = marked(source)
+        return text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Text, (self.marked,))
+
+
+def marked(text: str) -> str:
+    """Return a text with its marks, for another text or for another rank."""
+    return text.marked if isinstance(text, Text) else text
+
 
 class XrankError(Exception):
     """Base class of xrank's errors; each part that does not apply is None.
 
-    Texts may mark options (`xrank.faces`). They are shown in Python's words, unless a face is asked for another's.
+    Texts may mark options (`xrank.errors`). They are shown in Python's words, unless a wording is asked for another's.
 
     Args:
         message: the failure, in one line that names the thing.
@@ -68,7 +220,7 @@ class XrankError(Exception):
         next_step: str | None = None,
     ) -> None:
         super().__init__(Text(message))
-        self.face = PYTHON
+        self.wording = PYTHON
         self.tensor = tensor
         self.rank = rank
         self.host = host
@@ -83,7 +235,7 @@ class XrankError(Exception):
     @property
     def message(self) -> str:
         """What failed, in one line that names the thing."""
-        return Text(self._message, self.face)
+        return Text(self._message, self.wording)
 
     @property
     def got(self) -> str | None:
@@ -105,7 +257,7 @@ class XrankError(Exception):
         return None
 
     def _shown(self, marked: str | None) -> str | None:
-        return None if marked is None else Text(marked, self.face)
+        return None if marked is None else Text(marked, self.wording)
 
     def about(
         self,
@@ -292,3 +444,90 @@ class NoSpaceError(XrankError, OSError):
 
 class GradientError(XrankError, RuntimeError):
     """A gradient was synchronised never, twice, too late or by the wrong factor."""
+
+
+# pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def errors_of(function: Callable[..., Any]) -> Iterator[None]:
+    """Let errors that leave the body name the arguments of a public function."""
+    try:
+        yield
+    except XrankError as error:
+        wording = Wording.of_function(function)
+        for one in (error, *(error.failures if isinstance(error, RankFailedError) else ())):
+            one.wording = wording
+        raise
+
+
+def names_own_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let errors that leave a public function name its arguments; see `errors_of`."""
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with errors_of(function):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def check_no_url(path: str | os.PathLike[str]) -> None:
+    """Refuse a URL where a path is wanted; as a path, it would mean a folder with the scheme's name.
+
+    Raises:
+        UsageError: it is a URL.
+    """
+    text = os.fspath(path)
+    match = _URL.match(text)
+    if match is not None:
+        is_file = match[1].lower() == "file"
+        raise UsageError(
+            f"{text} is a URL",
+            file=text,
+            got=f"a URL of the scheme {match[1]}",
+            want="a path of this machine",
+            next_step="leave file:// out"
+            if is_file
+            else "copy the folder to a disk of this machine, or mount the bucket, and give that path",
+        )
+
+
+def require_torch(what: str) -> None:
+    """Check that torch is installed, without importing it.
+
+    Args:
+        what: the call that needs torch, for the error.
+
+    Raises:
+        UsageError: it is not; the error names the extra that installs it.
+    """
+    _require(what, "torch", "torch 2.10 or newer", "torch")
+
+
+def require_cryptography(what: str) -> None:
+    """Check that cryptography is installed, as `require_torch` does."""
+    _require(what, "cryptography", "cryptography 42 or newer", "sign")
+
+
+def require_obstore(what: str) -> None:
+    """Check that obstore, which talks to object stores, is installed, as `require_torch` does."""
+    _require(what, "obstore", "obstore 0.12 or newer", "remote")
+
+
+def _require(what: str, module: str, want: str, extra: str) -> None:
+    try:
+        is_there = module in sys.modules or find_spec(module) is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or sys.modules bars it
+        is_there = False
+    if not is_there:
+        raise UsageError(
+            f"{what} needs {module}, which is not installed",
+            got=f"xrank without {module}",
+            want=want,
+            next_step=f"run pip install 'xrank[{extra}]'",
+        )

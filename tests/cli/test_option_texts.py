@@ -13,8 +13,7 @@ from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import leave
 from xrank.cli import command
 from xrank.conversion import verify
-from xrank.errors import XrankError
-from xrank.faces import Face
+from xrank.errors import Wording, XrankError
 
 
 def test_summaries_are_whole() -> None:
@@ -102,7 +101,7 @@ def test_a_failure_is_told_whole_whatever_arrives_meanwhile(bench: Bench, monkey
     leave(bench.workspace, ranks=[0])
     told = command.error_text
 
-    def interrupted(error: XrankError, face: Face, columns: int | None) -> str:
+    def interrupted(error: XrankError, wording: Wording, columns: int | None) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         return told(error)
 

@@ -21,8 +21,7 @@ from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.conversion.verify import verify_model
-from xrank.errors import UsageError
-from xrank.faces import COMMAND
+from xrank.errors import COMMAND, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
 pytestmark = pytest.mark.quick

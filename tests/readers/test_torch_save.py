@@ -19,8 +19,7 @@ from tests.cli.bench import run
 from tests.readers.test_model_parts import EMA, MODEL, same
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import IncompleteError, UnknownFormatError, UnsafeError, UsageError, XrankError
-from xrank.faces import COMMAND
+from xrank.errors import COMMAND, IncompleteError, UnknownFormatError, UnsafeError, UsageError, XrankError
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
 from xrank.readers.torch_save.reader import TorchSaveReader

@@ -5,5 +5,5 @@ that ranks share: `xrank.cli.sharing`), and a parameter of the same name to the 
 calls `xrank.conversion.gather.gather_checkpoint`. An option of conversions is also a field of
 `xrank.decisions.options.GatherOptions`, which checks it; if it changes the bytes of an output and not its plan, add it
 to `xrank.decisions.folder_plan.FolderPlan.digest`, too, so that an interrupted output is not resumed with another
-value. A parameter whose option has another name is listed in `xrank.faces`, so that errors show each caller its own.
+value. A parameter whose option has another name is listed in `xrank.errors`, so that errors show each caller its own.
 """

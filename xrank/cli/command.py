@@ -22,8 +22,7 @@ import click
 from xrank.cli.messages import Messages, json_line
 from xrank.cli.text import error_text, printable, render_all, rows_text, wants_color
 from xrank.environment import environ
-from xrank.errors import NoSpaceError, XrankError
-from xrank.faces import COMMAND, Face, option
+from xrank.errors import COMMAND, NoSpaceError, Wording, XrankError, option
 from xrank.words import one_line
 
 if TYPE_CHECKING:
@@ -44,10 +43,10 @@ class Output:
         quiet: bool,
         verbose: int,
         log_json: bool = False,
-        face: Face = COMMAND,
+        wording: Wording = COMMAND,
     ) -> None:
         self.command = command
-        self.face = face
+        self.wording = wording
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
@@ -74,7 +73,7 @@ class Output:
             if report.path is not None:  # clean has none
                 say(os.fsencode(report.path))
         else:
-            notes = [("note", self.face.render(message)) for _, message in report.notes]
+            notes = [("note", self.wording.render(message)) for _, message in report.notes]
             say(rows_text([*rows, *notes], _columns(sys.stdout)))
 
     def picture(self, report: Report, text: str, rows: Sequence[tuple[str, str]] = ()) -> None:
@@ -82,7 +81,7 @@ class Output:
         if self.as_json or self.quiet:
             self.report(report, [])
         else:
-            notes = [("note", self.face.render(message)) for _, message in report.notes]
+            notes = [("note", self.wording.render(message)) for _, message in report.notes]
             columns = _columns(sys.stdout)
             parts = (rows_text(rows, columns), printable(text.rstrip("\n")), rows_text(notes, columns))
             say("\n\n".join(part for part in parts if part))
@@ -93,7 +92,7 @@ class Output:
             trace = traceback.TracebackException.from_exception(error)
             trace.__notes__ = []  # the error text below repeats them
             say(printable("".join(trace.format()).rstrip("\n")), err=True)
-        self._leave(error_text(error, self.face, _columns(sys.stderr)), error.exit_code, error, report)
+        self._leave(error_text(error, self.wording, _columns(sys.stderr)), error.exit_code, error, report)
 
     def stop(self, how: str, exit_code: int, notes: Sequence[str] = ()) -> NoReturn:
         """Report that a signal ended the command, with notes of the work that it interrupted, and exit."""
@@ -106,7 +105,7 @@ class Output:
 
     def _leave(self, text: str, exit_code: int, error: XrankError, report: Report | None = None) -> NoReturn:
         if self.messages.as_json:
-            parts = render_all(error.to_dict(), self.face)
+            parts = render_all(error.to_dict(), self.wording)
             text = json_line("error", parts["message"], exit_code=exit_code, error=parts)
         say(text, err=True)
         if self.as_json:
@@ -123,7 +122,7 @@ class Output:
         return Report(self.command, status="failed", exit_code=code, seconds=seconds, peak_rss_nbytes=peak, fault=error)
 
     def _print_json(self, report: Report) -> None:
-        say(json.dumps(render_all(report.to_dict(), self.face), indent=2, ensure_ascii=True))
+        say(json.dumps(render_all(report.to_dict(), self.wording), indent=2, ensure_ascii=True))
 
 
 def _columns(stream: TextIO | None) -> int | None:
@@ -136,8 +135,8 @@ def command_name(context: click.Context | None) -> str:
     return "" if context is None else context.command_path.partition(" ")[2]
 
 
-def face_of(command: click.Command, typed: str | None = None, context: click.Context | None = None) -> Face:
-    """Return the face whose options are those of a command.
+def wording_of(command: click.Command, typed: str | None = None, context: click.Context | None = None) -> Wording:
+    """Return the wording whose options are those of a command.
 
     Args:
         command: the command.
@@ -155,7 +154,7 @@ def face_of(command: click.Command, typed: str | None = None, context: click.Con
             if context.get_parameter_source(parameter.name) == click.core.ParameterSource.ENVIRONMENT
         }
     )
-    return Face.of_command(options, typed, variables)
+    return Wording.of_command(options, typed, variables)
 
 
 def _typed_command() -> str:
@@ -233,9 +232,9 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(as_json: bool, log_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
         context = click.get_current_context()
-        face = face_of(context.command, _typed_command(), context)
+        wording = wording_of(context.command, _typed_command(), context)
         output = Output(
-            command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, log_json=log_json, face=face
+            command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, log_json=log_json, wording=wording
         )
         _configure_logging(output)
         with _stopping_once() as leave:

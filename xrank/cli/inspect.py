@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xrank.cli import options
-from xrank.cli.command import Output, face_of, reporting
+from xrank.cli.command import Output, reporting, wording_of
 from xrank.cli.gather import gather_command
 from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 from xrank.cli.text import render_all
-from xrank.faces import Face
+from xrank.errors import Wording
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ def inspect_command(
     report = inspect_source(
         path, layouts=layout, base_model=base_model, format=format_name, part=part, world_size=world_size
     )
-    output.face = face_of(gather_command)  # the problems are those of a gather
-    output.report(report, _rows(report, output.face, tensors=tensors, ranks=ranks))
+    output.wording = wording_of(gather_command)  # the problems are those of a gather
+    output.report(report, _rows(report, output.wording, tensors=tensors, ranks=ranks))
 
 
-def _rows(report: Report, face: Face, *, tensors: bool, ranks: bool) -> list[tuple[str, str]]:
+def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> list[tuple[str, str]]:
     source, details = report.source, report.details
     rows = [("path", str(report.path)), ("format", source["format"])]
     if "stage" in details:
@@ -93,7 +93,7 @@ def _rows(report: Report, face: Face, *, tensors: bool, ranks: bool) -> list[tup
                 row.get("problem") or f"{plural(row['num_pieces'], 'piece')}, {plural(row['num_replicas'], 'replica')}"
             )
             rows.append(("tensor", f"{row['name']}  {row['dtype']} {row['shape']}  {what}"))
-    for problem in render_all(details["problems"], face):
+    for problem in render_all(details["problems"], wording):
         rows.append(
             ("problem", f"{problem['type']}: {problem['message']} (a gather would exit {problem['exit_code']})")
         )

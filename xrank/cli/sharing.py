@@ -64,12 +64,12 @@ def report_shared(
             report = convert(progress=progress, distributed=launch is not None, timeout_seconds=timeout)
         except XrankError as error:
             if file is not None:
-                error.face = output.face
+                error.wording = output.wording
                 file.write(output.failure_report(error))
             raise
     if not is_reporting:
         return
-    texts = ((code, output.face.render(text)) for code, text in (*report.notes, *notes))
+    texts = ((code, output.wording.render(text)) for code, text in (*report.notes, *notes))
     report = replace(report, notes=tuple(texts))
     if file is not None:
         file.write(report)

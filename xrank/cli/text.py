@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from xrank.environment import environ
-from xrank.errors import XrankError
-from xrank.faces import COMMAND, Face, Text
+from xrank.errors import COMMAND, Text, Wording, XrankError
 
 _FEWEST_COLUMNS = 20
 """Columns without which a text is not wrapped."""
@@ -29,13 +28,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def error_text(error: XrankError, face: Face = COMMAND, columns: int | None = None) -> str:
+def error_text(error: XrankError, wording: Wording = COMMAND, columns: int | None = None) -> str:
     """Return an error in the grammar of all commands: one line that names the thing, then got, want, try.
 
     Its first words and labels are styled; `click.echo` takes styles away where they are not wanted. With `columns`,
     the width of a terminal, longer lines are wrapped between words.
     """
-    parts = render_all(error.to_dict(), face)
+    parts = render_all(error.to_dict(), wording)
     step = f"{parts['try']} (exit {error.exit_code})" if parts["try"] else f"(exit {error.exit_code})"
     rows = [(f"  {label:<5}", part) for label, part in (("got", parts["got"]), ("want", parts["want"]), ("try", step))]
     name = click.style(f"xrank: {parts['type']}:", fg="red", bold=True)
@@ -45,14 +44,14 @@ def error_text(error: XrankError, face: Face = COMMAND, columns: int | None = No
     return "\n".join([first, *lines])
 
 
-def render_all(value: Any, face: Face) -> Any:
-    """Return a JSON value with each of its texts rendered for a face."""
+def render_all(value: Any, wording: Wording) -> Any:
+    """Return a JSON value with each of its texts rendered for a wording."""
     if isinstance(value, Text):
-        return face.render(value)
+        return wording.render(value)
     if isinstance(value, Mapping):
-        return {key: render_all(one, face) for key, one in value.items()}
+        return {key: render_all(one, wording) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [render_all(one, face) for one in value]
+        return [render_all(one, wording) for one in value]
     return value
 
 

@@ -12,8 +12,7 @@ from xrank.comparing.made_differences import find_differences
 from xrank.comparing.pairs import Pair, pair_adapters, pair_merged, pair_plain
 from xrank.decisions.adapters import describe_merges
 from xrank.decisions.base_model import BaseModel
-from xrank.errors import ContradictionError, UsageError, XrankError
-from xrank.faces import option
+from xrank.errors import ContradictionError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, Verdict
 from xrank.plan.budget import Budget

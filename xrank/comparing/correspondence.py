@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from xrank.decisions.ties import find_config_ties
-from xrank.errors import ContradictionError
-from xrank.faces import option
+from xrank.errors import ContradictionError, option
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME

@@ -19,8 +19,7 @@ from xrank.decisions.lone_adapter import complete_adapter
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.recipe_choice import load_recipe
 from xrank.decisions.saved_form import TABLE, convert_adapted, convert_to_files
-from xrank.errors import ContradictionError, UsageError
-from xrank.faces import option
+from xrank.errors import ContradictionError, UsageError, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.matching import match

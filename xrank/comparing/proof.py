@@ -7,8 +7,7 @@ from xrank.decisions.base_model import BaseModel
 from xrank.decisions.config_proof import prove_config
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import read_source
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, Verdict
 from xrank.plan.executor import Outcome

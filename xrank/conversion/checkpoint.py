@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from xrank.decisions.folder_plan import plan_gather, read_layouts
 from xrank.decisions.options import GatherOptions, dtype_choice
-from xrank.errors import UsageError
+from xrank.errors import UsageError, names_own_arguments
 from xrank.layout import LayoutMap
 from xrank.making.checkpoint import Checkpoint
-from xrank.public_calls import names_own_arguments
 from xrank.stores import places
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xrank.errors import UsageError
+from xrank.errors import UsageError, names_own_arguments
 from xrank.plan.report import Report
 from xrank.plan.report_facts import CleanDetails
-from xrank.public_calls import names_own_arguments
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_messages, clean_object_messages, clean_places, folder_time

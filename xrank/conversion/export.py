@@ -17,14 +17,12 @@ from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size
 from xrank.decisions.transforms import Transform
-from xrank.errors import UsageError
-from xrank.extras import require_torch
+from xrank.errors import UsageError, errors_of, names_own_arguments, require_torch
 from xrank.layout import LayoutMap
 from xrank.lending.copied_part import copy_part
 from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
 from xrank.making.folder_filling import make_output
 from xrank.plan.report import Report
-from xrank.public_calls import errors_of, names_own_arguments
 from xrank.stores.url import clean_path
 from xrank.system import require_linux
 from xrank.teams.agreement import check_alike

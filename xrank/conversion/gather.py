@@ -14,13 +14,13 @@ from xrank.conversion.report import EARLIER_NOTE, folder_report, plan_report
 from xrank.conversion.traffic import counts_requests
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
+from xrank.errors import names_own_arguments
 from xrank.layout import LayoutMap
 from xrank.making.earlier_output import find_together
 from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
 from xrank.plan.report import Report
 from xrank.plan.report_facts import FileFacts
-from xrank.public_calls import names_own_arguments
 from xrank.stores import places
 from xrank.stores.url import clean_path, is_url
 from xrank.teams.agreement import check_plans

@@ -13,7 +13,7 @@ from xrank.decisions.base_model import open_base_model
 from xrank.decisions.folder_plan import FolderPlan, plan_found, read_layouts
 from xrank.decisions.found_source import companions_of, read_found
 from xrank.decisions.options import GatherOptions
-from xrank.errors import XrankError
+from xrank.errors import XrankError, names_own_arguments
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import NullTarget
 from xrank.plan.decoding import open_source
@@ -23,7 +23,6 @@ from xrank.plan.planner import divide_replicas, make_plan
 from xrank.plan.report import Report
 from xrank.plan.report_facts import InspectDetails, SourceFacts
 from xrank.plan.source import StoredModel
-from xrank.public_calls import names_own_arguments
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.stores import places

@@ -11,13 +11,10 @@ from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, dtype_choice
 from xrank.decisions.transforms import Transform
-from xrank.errors import UsageError
-from xrank.extras import require_torch
-from xrank.faces import option
+from xrank.errors import UsageError, errors_of, names_own_arguments, option, require_torch
 from xrank.lending.lent_model import ModelRequest
 from xrank.making.model_tensors import ModelTensors, make_tensors
 from xrank.making.whole_tensors import split_budget
-from xrank.public_calls import errors_of, names_own_arguments
 from xrank.system import require_linux
 from xrank.teams.launches import find_group_team
 

@@ -11,8 +11,7 @@ from xrank.conversion.report import check_survey
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.layout_sources import read_stored
-from xrank.errors import LayoutError, UsageError
-from xrank.faces import option
+from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.plan.layout_shapes import compute_shapes
 from xrank.plan.report import Report

@@ -12,12 +12,11 @@ from xrank.conversion.report import count_outputs, source_facts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.options import default_workers, parse_size
-from xrank.extras import require_torch
+from xrank.errors import names_own_arguments, require_torch
 from xrank.making.module_filling import fill_module, prepare_load
 from xrank.plan.budget import Budget
 from xrank.plan.report import Report
 from xrank.plan.report_facts import OutputFacts, ProofFacts
-from xrank.public_calls import names_own_arguments
 from xrank.readers.live.module_tensors import FilledModule
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes

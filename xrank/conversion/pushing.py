@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from xrank.environment import environ
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.plan.report import Report
 from xrank.stores.url import is_url, split_url
 

@@ -14,8 +14,7 @@ from xrank.decisions.recipe_choice import load_recipe
 from xrank.decisions.recipe_fit import RecipeFit, fit_recipe
 from xrank.drafting.draft import draft
 from xrank.drafting.recipe_text import write_recipe
-from xrank.errors import LayoutError, OutputExistsError, UsageError, XrankError
-from xrank.faces import option
+from xrank.errors import LayoutError, OutputExistsError, UsageError, XrankError, option
 from xrank.layout.layout_file import write_whole
 from xrank.plan.report import Report
 from xrank.plan.report_facts import RecipeDetails, SourceFacts

@@ -13,14 +13,12 @@ from xrank.conversion.report import reshard_report
 from xrank.conversion.traffic import counts_requests
 from xrank.decisions.options import DTypeChoice, GatherOptions, dtype_choice
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
 from xrank.making.earlier_output import find_together
 from xrank.making.states_filling import make_states, own_texts
 from xrank.plan.report import Report
 from xrank.plan.report_facts import FileFacts
-from xrank.public_calls import names_own_arguments
 from xrank.stores import places
 from xrank.stores.url import clean_path
 from xrank.teams.agreement import check_plans

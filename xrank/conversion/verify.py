@@ -15,14 +15,21 @@ from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.options import default_workers, parse_size
 from xrank.decisions.plan_digest import digest_of_plan
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
-from xrank.faces import Face, option
+from xrank.errors import (
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    UsageError,
+    Wording,
+    XrankError,
+    names_own_arguments,
+    option,
+)
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, Verdict, run_check
 from xrank.plan.budget import Budget
 from xrank.plan.report import Report
 from xrank.plan.report_facts import OutputFacts, ProofFacts, SourceFacts
-from xrank.public_calls import names_own_arguments
 from xrank.readers.workspace import WorkspaceReader
 from xrank.stores import places
 from xrank.stores.url import is_url
@@ -132,7 +139,7 @@ def verify_model(
         raise
     except XrankError as found:
         fault = _find_replacement(text, found) or found
-        fault.face = Face.of_function(verify_model)
+        fault.wording = Wording.of_function(verify_model)
     return _report(text, time.monotonic() - started, verdict, fault)
 
 
@@ -189,7 +196,7 @@ def _verify_signature(
     except UsageError:
         raise
     except XrankError as found:
-        found.face = Face.of_function(verify_model)
+        found.wording = Wording.of_function(verify_model)
         fault = found
     return Report(
         command="verify",

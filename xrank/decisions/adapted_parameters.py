@@ -12,8 +12,7 @@ from itertools import permutations
 from xrank import dtypes
 from xrank.decisions.adapter_config import AdapterConfig
 from xrank.decisions.adapter_names import Pair
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.source import StoredShard
 from xrank.words import list_text

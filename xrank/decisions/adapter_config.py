@@ -13,8 +13,16 @@ from typing import Any
 
 from xrank.decisions.adapter_names import CONFIG_NAME, AdapterNames, Pair
 from xrank.decisions.base_model import read_config
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
-from xrank.faces import either, needs, option
+from xrank.errors import (
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    UsageError,
+    XrankError,
+    either,
+    needs,
+    option,
+)
 from xrank.layout.name_pattern import compile_pattern
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.stores import places

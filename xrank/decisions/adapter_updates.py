@@ -8,8 +8,7 @@ from xrank import dtypes
 from xrank.decisions.adapted_parameters import find_parameter_updates, is_parameter_pair
 from xrank.decisions.adapter_config import AdapterConfig, is_turned
 from xrank.decisions.adapter_names import AdapterNames, Pair
-from xrank.errors import ContradictionError, UsageError
-from xrank.faces import option
+from xrank.errors import ContradictionError, UsageError, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.source import StoredShard
 from xrank.words import list_text

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xrank.decisions.adapter_names import CONFIG_NAME, PREFIX, AdapterNames, find_adapter, refuse_other_kinds
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.ties import is_head
-from xrank.errors import ContradictionError, UsageError
-from xrank.faces import Text, either, needs, option
+from xrank.errors import ContradictionError, Text, UsageError, either, needs, option
 from xrank.plan.planner import Plan
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.tied_weights import find_class_ties

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrank.environment import environ, hub_cache
-from xrank.errors import ContradictionError, CorruptError, UsageError
-from xrank.faces import either, needs, option
+from xrank.errors import ContradictionError, CorruptError, UsageError, either, needs, option
 from xrank.formats.inert_record import is_extra_state
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor

@@ -13,8 +13,7 @@ from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layer_holes import find_hole
 from xrank.decisions.quantized_tensors import check_quantization, find_packed
 from xrank.decisions.single_tensors import find_absent
-from xrank.errors import ContradictionError, IncompleteError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversion_table import is_known_type

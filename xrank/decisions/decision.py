@@ -29,8 +29,7 @@ from xrank.decisions.saved_form import (
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
 from xrank.decisions.ties import declare_ties, leave_unsaved
-from xrank.errors import ContradictionError, UsageError
-from xrank.faces import either, option
+from xrank.errors import ContradictionError, UsageError, either, option
 from xrank.plan.source import StoredModel
 from xrank.recipes.conversions import Converted
 from xrank.recipes.matching import Match

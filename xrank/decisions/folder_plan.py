@@ -19,8 +19,7 @@ from xrank.decisions.plan_digest import digest_of_plan
 from xrank.decisions.recipe_choice import fits_any_recipe
 from xrank.decisions.saved_form import TABLE
 from xrank.decisions.selection import Selection
-from xrank.errors import LayoutError, UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan

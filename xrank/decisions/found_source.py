@@ -12,8 +12,7 @@ from xrank import dtypes
 from xrank.decisions.alternatives import read_best
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.ties import embedding_of
-from xrank.errors import IncompleteError, UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, IncompleteError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints

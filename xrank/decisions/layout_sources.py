@@ -9,8 +9,7 @@ from xrank.decisions.base_model import BaseModel
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.found_source import read_found
 from xrank.decisions.stated_layouts import make_layout_map, survey_stored
-from xrank.errors import LayoutError, UsageError
-from xrank.faces import option
+from xrank.errors import LayoutError, UsageError, option
 from xrank.formats.rank_state import rank_of
 from xrank.layout import LayoutMap
 from xrank.layout.layout_file import LayoutFile, to_text

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap, MeshViews
 from xrank.words import repr_text
 from xrank.workspace.state_content import plain_config

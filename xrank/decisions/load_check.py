@@ -9,8 +9,7 @@ import numpy as np
 import xxhash
 
 from xrank.decisions.load_plan import Load
-from xrank.errors import ContradictionError, UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, UsageError, option
 from xrank.plan.source import StoredModel
 from xrank.words import list_text
 

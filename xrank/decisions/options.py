@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.layout.name_pattern import compile_pattern
 from xrank.plan.budget import Budget
 from xrank.system import count_cores

@@ -14,8 +14,7 @@ from typing import Any
 
 from xrank import dtypes
 from xrank.decisions.found_source import FoundSource
-from xrank.errors import ContradictionError, IncompleteError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredShard
 from xrank.recipes.conversion_table import is_known_type

@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from xrank.decisions.options import GatherOptions
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
 from xrank.recipes.layer_rules import place_names

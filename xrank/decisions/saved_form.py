@@ -16,8 +16,7 @@ from typing import Any
 from xrank.decisions.adapters import Adapted
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
-from xrank.errors import LayoutError, UsageError
-from xrank.faces import option
+from xrank.errors import LayoutError, UsageError, option
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.plan.source import StoredModel
 from xrank.readers.held_tensor import whole

@@ -11,8 +11,7 @@ from xrank import dtypes
 from xrank.decisions.options import GatherOptions, matches
 from xrank.decisions.quantized_tensors import find_scales
 from xrank.decisions.ties import find_ties, select_recorded_ties
-from xrank.errors import IncompleteError, UnsafeError, UsageError
-from xrank.faces import either, needs, option
+from xrank.errors import IncompleteError, UnsafeError, UsageError, either, needs, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text

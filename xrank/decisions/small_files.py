@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import override_config
-from xrank.faces import AGAIN, Text, option
+from xrank.errors import AGAIN, Text, option
 from xrank.stores import places
 from xrank.writers.companions import CompanionFile, check_companions
 

@@ -13,8 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from xrank import system
-from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.stores.backend import ObjectStatus
 from xrank.stores.url import is_url
 from xrank.words import repr_text

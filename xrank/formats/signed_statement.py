@@ -13,9 +13,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import CorruptError, IncompleteError, UsageError
-from xrank.extras import require_cryptography
-from xrank.faces import option
+from xrank.errors import CorruptError, IncompleteError, UsageError, option, require_cryptography
 from xrank.formats.entries import Entry
 from xrank.formats.regular_file import open_regular
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import UsageError
-from xrank.extras import require_torch
+from xrank.errors import UsageError, require_torch
 from xrank.gather.compiler import keep_uncompiled
 from xrank.gather.gather import Gather
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrank import system
-from xrank.errors import LayoutError, UsageError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, LayoutError, UsageError
 from xrank.layout.binding import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
 from xrank.layout.mesh_views import mesh_from_order

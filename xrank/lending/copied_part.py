@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xrank.errors import NoSpaceError, UsageError
-from xrank.faces import option
+from xrank.errors import NoSpaceError, UsageError, option
 from xrank.lending.local_bytes import LocalBytes, local_bytes
 from xrank.system import anonymous_memory, available_memory_nbytes
 from xrank.words import size_text

@@ -15,8 +15,7 @@ from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig, choose_config, read_own_config
 from xrank.decisions.transformed_plan import plan_held_tensors
 from xrank.decisions.transforms import Transform
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, RankFailedError, UsageError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, RankFailedError, UsageError
 from xrank.formats.entries import Entry
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray

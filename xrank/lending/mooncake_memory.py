@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from xrank.environment import environ
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.lending.peer_memory import SpanArray, UnreadableMemoryError
 from xrank.sockets.host_addresses import host_addresses
 

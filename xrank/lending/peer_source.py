@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, TypeAlias
 
-from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, RankFailedError, RankTimeoutError, XrankError
 from xrank.lending.local_bytes import LocalBytes
 from xrank.lending.memory_offer import MemoryOffer, PeerOffer
 from xrank.lending.mooncake_memory import MooncakeEngine, MooncakeMemory

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.decisions.layout_sources import layouts_at
 from xrank.dtypes import dtype as dtype_of
-from xrank.extras import require_torch
+from xrank.errors import errors_of, require_torch
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import MemoryTarget
 from xrank.plan.checksums import RecordChecksums
@@ -19,7 +19,6 @@ from xrank.plan.decoding import DecodedSource, open_source
 from xrank.plan.executor import execute
 from xrank.plan.faults import raise_mismatch
 from xrank.plan.planner import TensorPlan, select_tensors
-from xrank.public_calls import errors_of
 
 if TYPE_CHECKING:
     import torch

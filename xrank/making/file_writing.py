@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import monotonic
 
-from xrank.errors import CorruptError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, CorruptError, XrankError
 from xrank.making.rereading import FileDigests, reread
 from xrank.making.rounds import LocalOutputs
 from xrank.making.work import Work

@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from time import monotonic, sleep
 from typing import TypeVar
 
-from xrank.errors import UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, UsageError, option
 from xrank.making.rounds import Finish, LocalOutputs, NoOutputs, Outputs, finish_nothing, make_in_rounds
 from xrank.making.work import Work
 from xrank.plan.buffers import FileTarget

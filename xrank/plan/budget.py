@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.plan.object_source import ObjectSource
 from xrank.plan.object_units import ROOM_NBYTES
 from xrank.plan.planner import Plan

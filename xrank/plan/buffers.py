@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from xrank import system
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError, option
 from xrank.plan.source import SourceFile, StoredModel
 from xrank.plan.writeback import start_writeback
 

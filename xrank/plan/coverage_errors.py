@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrank.errors import ContradictionError, IncompleteError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
 from xrank.plan.coverage import CoverageFault, contains, range_text
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import ranks_text

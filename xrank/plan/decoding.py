@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from xrank.environment import environ, scratch_folder
-from xrank.errors import CorruptError, NoSpaceError, UsageError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, CorruptError, NoSpaceError, UsageError, XrankError
 from xrank.plan.buffers import FileSource, OpenSource
 from xrank.plan.faults import find_owner
 from xrank.plan.object_source import ObjectSource, holds_objects

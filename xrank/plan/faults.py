@@ -8,8 +8,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, CorruptError, UsageError, XrankError
-from xrank.faces import AGAIN, either, needs, option
+from xrank.errors import AGAIN, ContradictionError, CorruptError, UsageError, XrankError, either, needs, option
 from xrank.layout.nests import restrict, span, swap
 from xrank.plan.buffers import Source
 from xrank.plan.casts import copy_same

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from xrank.errors import CorruptError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, CorruptError, XrankError
 from xrank.plan.buffers import FileSource, copy_bytes, make_change_error
 from xrank.plan.object_units import BLOCK_NBYTES, LEAST_BLOCK_NBYTES, ROOM_NBYTES, make_units
 from xrank.plan.source import StoredModel

@@ -13,8 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, UsageError
-from xrank.faces import option
+from xrank.errors import ContradictionError, UsageError, option
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, swap
 from xrank.plan.composition import compose

@@ -17,8 +17,7 @@ from time import sleep
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from xrank.errors import RankFailedError, RankTimeoutError, UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, RankFailedError, RankTimeoutError, UsageError, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import process_space

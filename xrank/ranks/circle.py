@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from xrank.errors import RankFailedError, RankTimeoutError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, RankFailedError, RankTimeoutError, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.long_wait import Awaits, LongWait

@@ -9,8 +9,7 @@ import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from xrank.errors import RankFailedError, RankTimeoutError, XrankError
-from xrank.faces import marked
+from xrank.errors import RankFailedError, RankTimeoutError, XrankError, marked
 
 MAX_NBYTES = 3072
 """Largest size of a record as JSON; a longer cause is cut."""

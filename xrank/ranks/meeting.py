@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
-from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, RankFailedError, RankTimeoutError, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.long_wait import START_SECONDS, Awaits, LongWait

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from xrank.errors import IncompleteError, LayoutError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, IncompleteError, LayoutError
 from xrank.layout.local_part import LocalPart
 from xrank.readers.claims import Claim, find_local_name
 from xrank.readers.held_tensor import HeldTensor

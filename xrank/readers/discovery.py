@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from xrank.errors import IncompleteError, UnknownFormatError, UsageError
-from xrank.faces import option
+from xrank.errors import IncompleteError, UnknownFormatError, UsageError, option
 from xrank.readers.base import Reader
 from xrank.readers.checkpoint_folders import EXPORT_FOLDER
 from xrank.readers.foreign_kinds import find_foreign_kind

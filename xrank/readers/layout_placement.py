@@ -9,8 +9,7 @@ from math import prod
 
 import numpy as np
 
-from xrank.errors import ContradictionError, LayoutError
-from xrank.faces import option
+from xrank.errors import ContradictionError, LayoutError, option
 from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import companion_shape
 from xrank.layout.companion_base import base_shapes

@@ -11,8 +11,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from xrank.errors import UsageError
-from xrank.faces import either, option
+from xrank.errors import UsageError, either, option
 from xrank.formats.regular_file import quote
 from xrank.readers.saved_keys import (
     MODELS,

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from xrank.errors import LayoutError
-from xrank.faces import either, option
+from xrank.errors import LayoutError, either, option
 from xrank.layout.tensor_layout import flat_of
 from xrank.plan.source import StatedLayout, StoredShard
 from xrank.readers.base import Hints

@@ -9,8 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from xrank.errors import ContradictionError, IncompleteError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError
 from xrank.formats.rank_state import state_file_name
 from xrank.formats.saved_state import SavedState, read_saved_state
 from xrank.stores import places

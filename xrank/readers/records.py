@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xrank.errors import UnsafeError
-from xrank.faces import option
+from xrank.errors import UnsafeError, option
 from xrank.formats.regular_file import quote
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.words import plural

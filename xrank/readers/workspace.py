@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
-from xrank.faces import option
+from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError, option
 from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of, state_file_name
 from xrank.formats.saved_state import SavedState
 from xrank.formats.torch_archive import ArchivedTensor

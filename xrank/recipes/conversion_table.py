@@ -16,8 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from xrank.errors import LayoutError
-from xrank.faces import option
+from xrank.errors import LayoutError, option
 
 _PATH = Path(__file__).parent / "transformers.json"
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from xrank.errors import LayoutError
-from xrank.faces import option
+from xrank.errors import LayoutError, option
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversion_names import Group, NamePass
 from xrank.recipes.conversion_table import Side, Transform

@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from xrank.errors import LayoutError, UsageError
-from xrank.faces import either, option
+from xrank.errors import LayoutError, UsageError, either, option
 from xrank.recipes.conversion_names import NamePass
 from xrank.recipes.conversion_table import Transform, find_transforms
 from xrank.recipes.matching import match

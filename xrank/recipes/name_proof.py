@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from itertools import product
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
 from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.notation import Size
 from xrank.recipes.dim_equations import SolvedSizes

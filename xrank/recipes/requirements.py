@@ -7,8 +7,7 @@ from contextlib import suppress
 from math import isclose
 from typing import Any
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.sizes import disagreement
 from xrank.recipes.terms import evaluate, look_up

@@ -8,8 +8,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from xrank.errors import ContradictionError, LayoutError, UsageError
-from xrank.faces import option
+from xrank.errors import ContradictionError, LayoutError, UsageError, option
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size
 from xrank.layout.tensor_name import MAX_NAMES

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
-from xrank.errors import LayoutError
-from xrank.faces import option
+from xrank.errors import LayoutError, option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.recipes.conversion_table import Side, find_num_heads
 

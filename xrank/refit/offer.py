@@ -15,13 +15,10 @@ from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import GatherOptions, dtype_choice
 from xrank.decisions.quantization import Quantization
 from xrank.decisions.transforms import Transform
-from xrank.errors import UsageError
-from xrank.extras import require_torch
-from xrank.faces import option
+from xrank.errors import UsageError, names_own_arguments, option, require_torch
 from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
 from xrank.lending.memory_offer import MemoryOffer, add_token
 from xrank.lending.mooncake_memory import is_mooncake
-from xrank.public_calls import names_own_arguments
 from xrank.refit.card import Address
 from xrank.refit.held_memory import list_places
 from xrank.refit.offer_card import check_no_trainer, write_offer

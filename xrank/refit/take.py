@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, Any
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import default_workers, parse_size
-from xrank.errors import UsageError
-from xrank.extras import require_torch
-from xrank.faces import option
+from xrank.errors import UsageError, names_own_arguments, option, require_torch
 from xrank.lending.memory_offer import MemoryOffer, add_token
 from xrank.lending.mooncake_memory import is_mooncake
 from xrank.plan.budget import Budget
-from xrank.public_calls import names_own_arguments
 from xrank.readers.live.module_tensors import FilledModule
 from xrank.refit.card import Address
 from xrank.refit.engine_ranks import EngineRanks

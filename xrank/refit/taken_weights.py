@@ -17,11 +17,11 @@ from xrank.errors import (
     RankTimeoutError,
     UsageError,
     XrankError,
+    names_own_arguments,
+    option,
 )
-from xrank.faces import option
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
-from xrank.public_calls import names_own_arguments
 from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address, Card
 from xrank.refit.engine_ranks import EngineRanks

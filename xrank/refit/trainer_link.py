@@ -9,8 +9,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from xrank.decisions.options import default_workers
-from xrank.errors import RankFailedError, RankTimeoutError, UsageError
-from xrank.faces import option
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError, option
 from xrank.lending.local_bytes import locate_elements
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.mooncake_memory import MooncakeEngine

@@ -10,8 +10,14 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
-from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
-from xrank.public_calls import names_own_arguments
+from xrank.errors import (
+    ContradictionError,
+    RankFailedError,
+    RankTimeoutError,
+    UsageError,
+    XrankError,
+    names_own_arguments,
+)
 from xrank.ranks.deadline import Deadline
 from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces, find_moved

@@ -8,8 +8,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.conversion.report import check_survey
-from xrank.errors import LayoutError, UsageError
-from xrank.faces import option
+from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.nest_rows import rows_of
 from xrank.layout.nest_table import IntArray, int_array

@@ -15,8 +15,7 @@ from xrank.decisions.layout_sources import is_layout_file, read_source
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.reshard_plan import Reshard, plan_reshard, plan_reshard_of
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray
 from xrank.plan.planner import Plan

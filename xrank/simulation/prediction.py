@@ -12,8 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.simulation.rates import Rates

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.virtual.costs.link_model import LinkModel
 from xrank.virtual.costs.link_words import Kind, read_words
 

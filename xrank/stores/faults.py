@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 
 from xrank.errors import (
+    AGAIN,
     ContradictionError,
     IncompleteError,
     OutputExistsError,
     UsageError,
     XrankError,
 )
-from xrank.faces import AGAIN
 
 # Amazon S3 API Reference, "Error responses".
 THROTTLED_CODES = frozenset({"SlowDown", "ServerBusy", "RequestLimitExceeded", "Throttling", "ThrottlingException"})

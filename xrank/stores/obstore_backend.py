@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from xrank.environment import environ
-from xrank.errors import UsageError
-from xrank.extras import require_obstore
+from xrank.errors import UsageError, require_obstore
 from xrank.stores.azure_account import endpoint_of
 from xrank.stores.backend import Folder, ObjectStatus
 from xrank.stores.faults import PASSING_CODES, THROTTLED_CODES, FaultError, FaultKind

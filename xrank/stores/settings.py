@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from xrank.environment import setting
-from xrank.errors import UsageError
-from xrank.faces import either, option
+from xrank.errors import UsageError, either, option
 
 CONNECTIONS = 16
 """Requests under way at once, at most: at 20 ms latency and 1 MiB each, they move 800 MB/s."""

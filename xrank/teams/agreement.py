@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from xrank.errors import ContradictionError, UsageError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, UsageError
 
 
 def check_alike(ranks: Sequence[int]) -> Callable[[object, Sequence[Mapping[str, str | None]]], None]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from xrank import environment
 from xrank.environment import Launch
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.gather.arguments import find_place
 from xrank.stores.url import is_url
 from xrank.teams.team import Team

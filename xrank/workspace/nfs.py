@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xrank import system
-from xrank.errors import UsageError
+from xrank.errors import UsageError, check_no_url
 from xrank.formats.rank_state import state_file_name
-from xrank.public_calls import check_no_url
 from xrank.workspace.carrying import CarryingWorkspace
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.free_space import explain_no_space

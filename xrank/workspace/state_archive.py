@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from xrank import system
-from xrank.errors import UsageError, XrankError
-from xrank.extras import require_torch
+from xrank.errors import UsageError, XrankError, require_torch
 from xrank.formats.archive_layout import ALIGNMENT
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
 from xrank.workspace.identity import WorkspaceIdentity

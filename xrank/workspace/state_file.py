@@ -17,8 +17,7 @@ from isal import isal_zlib
 
 from xrank import system
 from xrank.dtypes import DTYPES
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError
-from xrank.extras import require_torch
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError, require_torch
 from xrank.formats.saved_state import read_saved_state, record_of, state_error
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 from xrank.stores import places

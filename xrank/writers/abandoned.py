@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from xrank import system
-from xrank.errors import OutputExistsError, XrankError
-from xrank.faces import option
+from xrank.errors import OutputExistsError, XrankError, option
 from xrank.writers.disk import describe, explain_errors, sync_folder
 from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, encode_journal, read_journal
 from xrank.writers.output_place import MANIFEST_NAME, OutputPlace

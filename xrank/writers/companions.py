@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xrank import system
-from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
-from xrank.faces import option
+from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, option
 from xrank.formats.json_text import check_json_object
 from xrank.plan.file_hashes import hash_file
 from xrank.stores import places

@@ -14,8 +14,7 @@ from typing import NoReturn
 import xxhash
 
 from xrank import system
-from xrank.errors import ContradictionError, NoSpaceError, UnsafeError, UsageError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, NoSpaceError, UnsafeError, UsageError, XrankError, option
 from xrank.stores import places
 
 _MEMORY_FILE_SYSTEMS = {0x01021994, 0x858458F6}  # linux/magic.h: TMPFS_MAGIC, RAMFS_MAGIC

@@ -10,8 +10,7 @@ from itertools import chain
 from typing import Any
 
 from xrank import dtypes
-from xrank.errors import UsageError
-from xrank.faces import either, option
+from xrank.errors import UsageError, either, option
 from xrank.formats.safetensors_header import HeaderTensor, build_header
 from xrank.plan.output import OutputFile, OutputTensor
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xrank.environment import environ
-from xrank.errors import OutputExistsError, UsageError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, OutputExistsError, UsageError, XrankError, option
 from xrank.stores.settings import StoreSettings, check_https
 from xrank.version import __version__
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest

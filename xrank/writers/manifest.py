@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank import dtypes
-from xrank.errors import CorruptError, IncompleteError
-from xrank.faces import either, option
+from xrank.errors import CorruptError, IncompleteError, either, option
 from xrank.stores import places
 from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import MANIFEST_NAME

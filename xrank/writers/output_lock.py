@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from filelock import FileLock, Timeout
 
 from xrank import system
-from xrank.errors import OutputExistsError, UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, OutputExistsError, UsageError, option
 from xrank.writers.disk import describe, explain
 
 _NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}

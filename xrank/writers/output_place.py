@@ -18,10 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from xrank import system
-from xrank.errors import OutputExistsError, UnsafeError, UsageError
-from xrank.faces import option
+from xrank.errors import OutputExistsError, UnsafeError, UsageError, check_no_url, option
 from xrank.formats.rank_state import rank_of, state_file_name
-from xrank.public_calls import check_no_url
 from xrank.stores.url import is_url
 from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder

@@ -7,8 +7,7 @@ import os
 import stat
 from dataclasses import dataclass
 
-from xrank.errors import CorruptError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, CorruptError
 from xrank.system import UPDATE
 from xrank.writers.disk import describe, explain_errors
 from xrank.writers.journal import read_journal

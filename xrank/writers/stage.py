@@ -11,8 +11,7 @@ from types import MappingProxyType
 import xxhash
 
 from xrank import system
-from xrank.errors import CorruptError, OutputExistsError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, CorruptError, OutputExistsError, XrankError
 from xrank.plan.file_hashes import hash_file
 from xrank.words import list_text
 from xrank.writers import rename

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-from xrank.errors import UsageError, XrankError
-from xrank.faces import option
+from xrank.errors import UsageError, XrankError, option
 from xrank.plan.source import StoredModel
 from xrank.stores.url import clean_path, is_url
 from xrank.writers.abandoned import claim_stage, describe_owner, make_takeover_error, roll_forward, write_journal

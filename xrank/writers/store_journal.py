@@ -19,8 +19,7 @@ from typing import Any
 
 import xxhash
 
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, OutputExistsError, XrankError
-from xrank.faces import option
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, OutputExistsError, XrankError, option
 from xrank.formats.entries import Entry
 from xrank.stores.client import Store
 from xrank.stores.uploads import Part

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from xrank.errors import UsageError
-from xrank.faces import option
+from xrank.errors import UsageError, option
 from xrank.stores.client import Store, open_store
 from xrank.stores.uploads import WRITABLE
 from xrank.stores.url import clean_path, split_url

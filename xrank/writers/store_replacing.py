@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xrank.errors import IncompleteError, OutputExistsError, UsageError
-from xrank.faces import option
+from xrank.errors import IncompleteError, OutputExistsError, UsageError, option
 from xrank.formats.entries import Entry
 from xrank.stores.client import Store
 from xrank.words import list_text

@@ -17,8 +17,7 @@ from types import MappingProxyType
 
 import xxhash
 
-from xrank.errors import CorruptError, OutputExistsError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, CorruptError, OutputExistsError, XrankError, option
 from xrank.formats.rank_state import rank_of
 from xrank.stores.uploads import KnownParts, Part, Uploads, part_nbytes_for
 from xrank.writers.disk import open_companion

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
-from xrank.faces import option
+from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError, option
 from xrank.stores.uploads import WRITABLE, Uploads, open_uploads
 from xrank.stores.url import split_url
 from xrank.words import list_text

@@ -12,8 +12,7 @@ import numpy as np
 import xxhash
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor
 from xrank.formats.regular_file import RegularFile, open_regular, quote

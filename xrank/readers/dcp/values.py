@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from xrank.errors import UsageError, XrankError
-from xrank.faces import either, option
+from xrank.errors import UsageError, XrankError, either, option
 from xrank.formats.dcp_metadata import DcpMetadata
 from xrank.formats.regular_file import open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.stores import places
 from xrank.words import list_text, ranks_text

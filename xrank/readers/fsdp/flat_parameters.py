@@ -14,8 +14,7 @@ from math import prod
 from typing import TypeAlias
 
 from xrank.dtypes import dtype
-from xrank.errors import ContradictionError, IncompleteError, LayoutError
-from xrank.faces import option
+from xrank.errors import ContradictionError, IncompleteError, LayoutError, option
 from xrank.layout.nests import Nest
 from xrank.plan.source import StoredShard
 from xrank.readers.fsdp.rank_files import FsdpRankFile

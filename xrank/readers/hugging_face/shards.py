@@ -14,8 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from xrank.dialects.boxes import Box, box_text, boxes_overlap, volume
-from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, option
 from xrank.formats.safetensors_header import read_header
 from xrank.plan.source import StoredModel
 from xrank.readers.advice import ONE_SAVE

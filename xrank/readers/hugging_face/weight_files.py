@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
-from xrank.faces import option
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError, option
 from xrank.formats.entries import parse_json
 from xrank.formats.regular_file import open_regular, quote
 from xrank.readers.base import Hints

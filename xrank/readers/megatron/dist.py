@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xrank.dialects.megatron.layouts import DECODER, LAYER
-from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.entries import parse_json
 from xrank.formats.regular_file import Origin, open_regular, quote

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError
 from xrank.readers.megatron.args import ParallelSizes
 from xrank.stores import places
 from xrank.words import list_text

@@ -25,8 +25,7 @@ from xrank.dialects.megatron.layouts import (
     stack_of,
     whole_name,
 )
-from xrank.errors import ContradictionError, LayoutError, XrankError
-from xrank.faces import option
+from xrank.errors import ContradictionError, LayoutError, XrankError, option
 from xrank.formats.regular_file import quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh, TensorLayout

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NoReturn
 
-from xrank.errors import CorruptError, IncompleteError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, CorruptError, IncompleteError
 from xrank.formats.ocdbt import StoredValue
 from xrank.formats.regular_file import RegularFile, open_regular
 from xrank.formats.zarr_array import ZarrArray, read_shard_index

@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xrank.errors import IncompleteError, UsageError
-from xrank.faces import AGAIN, option
+from xrank.errors import AGAIN, IncompleteError, UsageError, option
 from xrank.formats.entries import Entry
 from xrank.formats.ocdbt import MANIFEST
 from xrank.formats.regular_file import Origin, open_regular, quote

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from xrank.errors import ContradictionError, IncompleteError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError
 from xrank.formats.zarr_array import ZarrArray
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints

@@ -11,8 +11,7 @@ from math import prod
 from typing import Protocol
 
 from xrank import dtypes
-from xrank.errors import IncompleteError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, IncompleteError
 from xrank.formats.ocdbt import MANIFEST, StoredValue, read_ocdbt
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.zarr_array import ARRAY_FILES, ZarrArray, parse_array

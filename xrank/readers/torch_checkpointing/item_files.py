@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.readers.advice import ONE_SAVE
 from xrank.readers.fsdp.file_names import RankFiles

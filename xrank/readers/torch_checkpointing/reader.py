@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xrank.errors import ContradictionError, LayoutError
-from xrank.faces import either, option
+from xrank.errors import ContradictionError, LayoutError, either, option
 from xrank.formats.archived_tensor import ArchivedTensor
 from xrank.formats.safetensors_header import read_header
 from xrank.layout.nests import row_major

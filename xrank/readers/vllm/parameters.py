@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, LayoutError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
 from xrank.readers.held_tensor import HeldTensor

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
-from xrank.faces import AGAIN
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError
 from xrank.formats.regular_file import open_regular
 from xrank.formats.safetensors_header import HeaderTensor, read_header
 from xrank.layout.nests import row_major

@@ -12,13 +12,24 @@ from safetensors.torch import save_file
 
 import xrank
 from tests.cli.bench import run
-from xrank.errors import RankFailedError, UsageError, XrankError
-from xrank.faces import AGAIN, COMMAND, PYTHON, Face, Text, either, needs, option
-from xrank.public_calls import errors_of
+from xrank.errors import (
+    AGAIN,
+    COMMAND,
+    PYTHON,
+    RankFailedError,
+    Text,
+    UsageError,
+    Wording,
+    XrankError,
+    either,
+    errors_of,
+    needs,
+    option,
+)
 from xrank.ranks.failure import FailureRecord
 
-LIVE = Face.of_function(xrank.export_model)
-GATHER = Face.of_command(["--dtype", "--exclude", "--layout", "--timeout"])
+LIVE = Wording.of_function(xrank.export_model)
+GATHER = Wording.of_command(["--dtype", "--exclude", "--layout", "--timeout"])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +62,7 @@ def test_remedies_are_those_that_a_face_has() -> None:
     )
     assert GATHER.render(text) == "leave it out with --exclude, or give --layout, then run the same command"
     assert LIVE.render(text) == "give layouts=, then make the same call, or let it return the tensor"
-    assert Face.of_command([]).render(text).count(", or ") == 2  # none fits: all are shown
+    assert Wording.of_command([]).render(text).count(", or ") == 2  # none fits: all are shown
 
 
 @pytest.mark.parametrize("text", ["\ufdd0", "\ufdd0A b\ufdd2", "\ufdd0dtype\ufdd1{\ufdd2", "\ufdd3\ufdd5"])
@@ -117,5 +128,5 @@ def test_advice_with_an_option_is_the_whole_command_where_it_is_known() -> None:
     assert PYTHON.render(text) == "add it, then make the same call with overwrite=True"
     assert COMMAND.render(text) == "add it, then run the same command with --overwrite"
     for typed in ("xrank gather 'a b' --out c", "xrank gather 'a b' --out c --overwrite"):
-        assert Face(True, typed=typed).render(text) == "add it, then run: xrank gather 'a b' --out c --overwrite"
-    assert Face(True, typed="xrank gather a").render(f"wait, then {AGAIN}") == "wait, then run the same command"
+        assert Wording(True, typed=typed).render(text) == "add it, then run: xrank gather 'a b' --out c --overwrite"
+    assert Wording(True, typed="xrank gather a").render(f"wait, then {AGAIN}") == "wait, then run the same command"
