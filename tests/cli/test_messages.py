@@ -17,9 +17,7 @@ import pytest
 
 from tests.cli.bench import Bench, run
 from tests.conversion.made_workspaces import leave
-from xrank.cli.command import Output
-from xrank.cli.progress import following_progress
-from xrank.cli.text import error_text, rows_text
+from xrank.cli.command import Output, error_text, following_progress, rows_text
 from xrank.errors import UsageError
 
 

@@ -100,12 +100,11 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
 
     import xrank
     from xrank.lending import memory_offer
-    from xrank.making import module_filling
     from xrank.plan import division, makers, windows, worker
     from xrank.ranks import appointment, peer
 
     torch.set_num_threads(1)
-    for module in (windows, worker, module_filling):
+    for module in (windows, worker, load):
         module.WINDOW_NBYTES = 4096  # type: ignore[attr-defined]
     assert makers.windows is windows and division.windows is windows
     division.ROUND_NBYTES = job.get("round_nbytes", 20_000)

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from xrank.making import module_filling
 from xrank.plan.buffers import FileSource
 
 CUTS = ("plain", "rows", "columns and rows", "both", "replicated rows")
@@ -103,5 +102,5 @@ def watched_reads(watch: Callable[[int], None]) -> Iterator[None]:
             super().read_into(record, start, into)
             watch(len(into))
 
-    with patch.object(module_filling, "open_source", Watched):
+    with patch.object(load, "open_source", Watched):
         yield

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
-from xrank.conversion.layout_check import check_layouts
+from xrank.conversion.layout import check_layouts
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.layout import LayoutMap
 from xrank.plan.layout_shapes import compute_shapes

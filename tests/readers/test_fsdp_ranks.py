@@ -17,8 +17,7 @@ from tests.readers.dcp_checkpoints import CUTS, expected
 from tests.readers.rank_checkpoints import accelerate, base_model, verl
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.conversion.layout_check import check_file
-from xrank.conversion.layout_show import diff_layouts
+from xrank.conversion.layout import check_file, diff_layouts
 from xrank.decisions.found_source import read_found
 from xrank.decisions.layout_sources import file_text, layouts_at
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError

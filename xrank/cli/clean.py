@@ -7,7 +7,7 @@ import click
 from xrank.cli import options
 from xrank.cli.command import Output, reporting
 from xrank.cli.help import Command
-from xrank.cli.paths import PATH
+from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
 

@@ -1,4 +1,4 @@
-"""Shared by all commands: ``--json -q -v``, the end by a failure or a signal, and the printing of reports."""
+"""Words and numbers as the commands print them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,129 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
-from xrank.cli.messages import Messages, json_line
-from xrank.cli.text import error_text, printable, render_all, rows_text, wants_color
 from xrank.environment import environ
-from xrank.errors import COMMAND, NoSpaceError, Wording, XrankError, option
-from xrank.words import one_line
+from xrank.errors import COMMAND, NoSpaceError, Text, UsageError, Wording, XrankError, option
+from xrank.words import clip, one_line, size_text
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report
+
+
+_FEWEST_COLUMNS = 20
+"""Columns without which a text is not wrapped."""
+_LABEL_COLORS = {"ok": "green", "wrote": "green", "equal": "green", "note": "yellow", "problem": "red"}
+
+
+def wants_color() -> bool | None:
+    """Return whether to print colours; None: where the stream is a terminal (no-color.org, force-color.org)."""
+    variables = environ()
+    if variables.get("NO_COLOR") or variables.get("TERM") == "dumb":
+        return False
+    return True if variables.get("FORCE_COLOR") else None
+
+
+def printable(text: str) -> str:
+    """Return text with every control character escaped: a name found in a file must not steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def error_text(error: XrankError, wording: Wording = COMMAND, columns: int | None = None) -> str:
+    """Return an error in the grammar of all commands: one line that names the thing, then got, want, try.
+
+    Its first words and labels are styled; `click.echo` takes styles away where they are not wanted. With `columns`,
+    the width of a terminal, longer lines are wrapped between words.
+    """
+    parts = render_all(error.to_dict(), wording)
+    step = f"{parts['try']} (exit {error.exit_code})" if parts["try"] else f"(exit {error.exit_code})"
+    rows = [(f"  {label:<5}", part) for label, part in (("got", parts["got"]), ("want", parts["want"]), ("try", step))]
+    name = click.style(f"xrank: {parts['type']}:", fg="red", bold=True)
+    before = f"xrank: {parts['type']}: "
+    first = f"{name} {_line(parts['message'], before, columns, indent=8)}"
+    lines = [f"{click.style(label, bold=True)} {_line(part, label + ' ', columns)}" for label, part in rows if part]
+    return "\n".join([first, *lines])
+
+
+def render_all(value: Any, wording: Wording) -> Any:
+    """Return a JSON value with each of its texts rendered for a wording."""
+    if isinstance(value, Text):
+        return wording.render(value)
+    if isinstance(value, Mapping):
+        return {key: render_all(one, wording) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [render_all(one, wording) for one in value]
+    return value
+
+
+def rows_text(rows: Sequence[tuple[str, str]], columns: int | None = None) -> str:
+    """Return labelled lines: the label padded and styled, so that the texts stand in one column.
+
+    With `columns`, the width of a terminal, longer texts are wrapped between words, within their column.
+    """
+    width = max((len(label) for label, _ in rows), default=0)
+    return "\n".join(f"{_label(label, width)}  {_line(text, ' ' * (width + 2), columns)}" for label, text in rows)
+
+
+def _label(label: str, width: int) -> str:
+    return click.style(_line(label, "", None), fg=_LABEL_COLORS.get(label), bold=True) + " " * (width - len(label))
+
+
+def _line(text: str, before: str, columns: int | None, indent: int | None = None) -> str:
+    """Return a text that follows `before` on its line, without line ends of its own but for those of a wrapped one."""
+    whole = printable(text.replace("\n", "\\n"))
+    indent = len(before) if indent is None else indent
+    if columns is None or len(before) + len(whole) <= columns or columns - indent < _FEWEST_COLUMNS:
+        return whole
+    import textwrap  # rarely needed
+
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    wrapped = textwrap.wrap(whole, columns, initial_indent=before, subsequent_indent=" " * indent, **options)
+    return "\n".join(wrapped).removeprefix(before)
+
+
+def json_line(level: str, message: str, **facts: Any) -> str:
+    """Return a message as one line of JSON, with the time in UTC."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "level": level, "message": message, **facts})
+
+
+class Messages(logging.Handler):
+    """Prints each record of the log as one line; `facts` of a record are further keys of its JSON.
+
+    Args:
+        as_json: whether to print JSON.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__()
+        self.as_json = as_json
+        self.drawn = False
+        """Whether a progress line stands on the terminal, which a message replaces."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record. A stream that is closed or full loses the message and nothing else."""
+        level, text = record.levelname.lower(), printable(record.getMessage().replace("\n", "\\n"))
+        if self.as_json:
+            line = json_line(level, text, **getattr(record, "facts", {}))
+        else:
+            line = text if record.levelno < logging.WARNING else click.style(f"xrank: {level}: ", fg="yellow") + text
+        try:
+            click.echo(f"\r\x1b[K{line}" if self.drawn else line, file=sys.stderr, color=wants_color())
+            self.drawn = False
+        except (OSError, ValueError):
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        """Do nothing: logging would print a traceback to the same stream."""
+
 
 _RESUMED = ("gather", "reshard")
 """Commands that resume after an interruption."""
@@ -319,3 +427,219 @@ def _configure_logging(output: Output) -> None:
     logger.setLevel(level)
     logger.handlers = [output.messages]
     logger.propagate = False
+
+
+_DRAW_SECONDS = 0.1
+_MESSAGE_SECONDS = 60.0
+_BAR_WIDTH = 20
+_ROOM_FOR_BAR = 72
+"""Columns of a terminal from which on a bar is drawn beside the figures."""
+
+_logger = logging.getLogger("xrank.progress")
+
+
+class _Rate:
+    """Bytes per second since the first call; bytes that an interrupted run had finished do not count.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started = self._shown = clock()
+        self._first: int | None = None
+
+    def is_due(self, seconds: float) -> bool:
+        """Return whether that many seconds have passed since this returned True, and count from now on if so."""
+        now = self._clock()
+        if now - self._shown < seconds:
+            return False
+        self._shown = now
+        return True
+
+    def measure(self, done: int) -> float:
+        """Return the rate, 0 if it is not yet known."""
+        if self._first is None:
+            self._first = done
+        passed = self._clock() - self._started
+        return (done - self._first) / passed if passed > 0 else 0.0
+
+
+def _figures(done: int, total: int, rate: float) -> str:
+    text = f"{size_text(done)} of {size_text(total)}"
+    if done >= total:
+        return f"{text}  finishing"
+    return f"{text}  {size_text(rate)}/s  {_time_text((total - done) / rate)} left" if rate else text
+
+
+def _time_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextmanager
+def following_progress(
+    output: Output, clock: Callable[[], float] = monotonic
+) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield a callback for (bytes done, bytes in all); None if only the path is to be printed."""
+    if output.quiet:
+        yield None
+        return
+    rate = _Rate(clock)
+
+    def draw(done: int, total: int) -> None:
+        speed = rate.measure(done)
+        if not rate.is_due(_DRAW_SECONDS) and done < total:
+            return
+        columns = shutil.get_terminal_size().columns
+        share = min(done / total, 1.0) if total else 1.0
+        filled = int(share * _BAR_WIDTH)
+        bar = f"{'#' * filled}{'-' * (_BAR_WIDTH - filled)}  " if columns >= _ROOM_FOR_BAR else ""
+        line = clip(f"{share:4.0%}  {bar}{_figures(done, total, speed)}", columns - 1)
+        output.messages.drawn = True
+        _write(f"\r\x1b[K{line}")
+
+    def report(done: int, total: int) -> None:
+        speed = rate.measure(done)
+        if rate.is_due(_MESSAGE_SECONDS):
+            left = (total - done) / speed if speed else None
+            facts = {
+                "done_nbytes": done,
+                "total_nbytes": total,
+                "nbytes_per_second": round(speed),
+                "seconds_left": left,
+            }
+            _logger.info("%s", _figures(done, total, speed), extra={"facts": {"event": "progress", **facts}})
+
+    try:
+        yield draw if output.shows_progress else report
+    finally:
+        if output.messages.drawn:
+            output.messages.drawn = False
+            _write("\r\x1b[K")
+
+
+def _write(text: str) -> None:
+    # A terminal that went away does not end the work.
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+_MAX_SAMPLES = 2000
+
+Progress = Callable[[int, int], None]
+
+
+class ReportFile:
+    """Records the progress of a command, and writes its page. Called by the rank that reports.
+
+    Args:
+        path: the page's file.
+        clock: returns seconds.
+
+    Raises:
+        UsageError: the file's folder is not there, or cannot be written to; nothing has been done yet.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float] = monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._started = clock()
+        self._samples: list[tuple[float, int]] = []
+        self._interval = 0.0
+        folder = os.path.dirname(path) or "."
+        if not os.access(folder, os.W_OK | os.X_OK) or os.path.isdir(path):
+            raise UsageError(
+                f"the report {path} cannot be written",
+                file=path,
+                got="a folder" if os.path.isdir(path) else f"{folder}, which is not a folder that can be written to",
+                next_step="name a file in an existing folder",
+            )
+
+    def recording(self, progress: Progress | None) -> Progress:
+        """Return a callback for (bytes done, bytes in all) that records them, and calls `progress` too."""
+
+        def record(done: int, total: int) -> None:
+            now = self._clock() - self._started
+            if not self._samples or now - self._samples[-1][0] >= self._interval or done == total:
+                self._samples.append((now, done))
+            if len(self._samples) > _MAX_SAMPLES:
+                # A run of days has as many samples as one of minutes, at greater distances.
+                self._samples = self._samples[::2]
+                self._interval = 2 * now / _MAX_SAMPLES
+            if progress is not None:
+                progress(done, total)
+
+        return record
+
+    def write(self, report: Report) -> None:
+        """Write the page by one rename.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        from xrank.conversion.layout import write_page
+        from xrank.pictures.report_page import report_page
+
+        write_page(report, report_page(report, self._samples), self._path)
+
+
+def sharing(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--timeout`` and ``--distributed``."""
+    command = click.option(
+        "--distributed", is_flag=True, help="Share the work among ranks named by bare RANK and WORLD_SIZE."
+    )(command)
+    return click.option(
+        "--timeout",
+        type=float,
+        callback=_positive,
+        default=1800.0,
+        metavar="SECONDS",
+        envvar="XRANK_TIMEOUT",
+        show_envvar=True,
+        help="How long ranks that share the work wait for a live rank to arrive; 1800 without it.",
+    )(command)
+
+
+def _positive(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not value > 0:
+        raise click.BadParameter(f"must be more than 0 seconds; got {value:g}.")
+    return value
+
+
+def report_shared(
+    output: Output,
+    convert: Callable[..., Report],
+    rows: Callable[[Report], list[tuple[str, str]]],
+    *,
+    timeout: float,
+    distributed: bool,
+    page: str | None = None,
+) -> None:
+    """Run a conversion, alone or with all ranks of the launcher. Rank 0 prints the report, and writes it to `page`."""
+    from xrank.teams.launches import find_launch
+
+    launch, notes = find_launch(environ(), distributed=distributed)
+    is_reporting = launch is None or launch.rank == 0
+    if not is_reporting:
+        output.follow()
+    file = ReportFile(page) if page is not None and is_reporting else None
+    with following_progress(output) as progress:
+        progress = progress if file is None else file.recording(progress)
+        try:
+            report = convert(progress=progress, distributed=launch is not None, timeout_seconds=timeout)
+        except XrankError as error:
+            if file is not None:
+                error.wording = output.wording
+                file.write(output.failure_report(error))
+            raise
+    if not is_reporting:
+        return
+    texts = ((code, output.wording.render(text)) for code, text in (*report.notes, *notes))
+    report = replace(report, notes=tuple(texts))
+    if file is not None:
+        file.write(report)
+    output.report(report, [*rows(report), *([] if page is None else [("report", page)])])

@@ -6,7 +6,7 @@ import click
 
 from xrank.cli.command import Output, reporting
 from xrank.cli.help import Command
-from xrank.cli.paths import PATH
+from xrank.cli.options import PATH
 
 
 @click.command(

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xrank.cli import options
-from xrank.cli.command import Output, reporting
+from xrank.cli.command import Output, report_shared, reporting, sharing
 from xrank.cli.help import Command
-from xrank.cli.paths import PATH
-from xrank.cli.sharing import report_shared, sharing
+from xrank.cli.options import PATH
 from xrank.errors import UsageError
 from xrank.words import list_text, plural, size_text
 

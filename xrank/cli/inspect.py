@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xrank.cli import options
-from xrank.cli.command import Output, reporting, wording_of
+from xrank.cli.command import Output, render_all, reporting, wording_of
 from xrank.cli.gather import gather_command
 from xrank.cli.help import Command
-from xrank.cli.paths import PATH
-from xrank.cli.text import render_all
+from xrank.cli.options import PATH
 from xrank.errors import Wording
 from xrank.words import plural, size_text
 

@@ -12,7 +12,7 @@ import click
 from xrank.cli import options
 from xrank.cli.command import Output, reporting
 from xrank.cli.help import Group
-from xrank.cli.paths import PATH
+from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 
     PATH is a workspace or a model folder. FILE is a layout file; only tensors with sizes in FILE are drawn.
     """
-    from xrank.conversion.layout_show import show_layouts, write_page
+    from xrank.conversion.layout import show_layouts, write_page
 
     report, found, text = show_layouts(path, tensor=tensor, toml=toml)
     if html is not None:
@@ -66,7 +66,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 @reporting
 def diff(output: Output, a: str, b: str, exit_code: bool) -> None:
     """List the differences of the layouts at A and B, which are layout files or sources with recorded layouts."""
-    from xrank.conversion.layout_show import diff_layouts
+    from xrank.conversion.layout import diff_layouts
     from xrank.errors import ContradictionError
 
     report, found = diff_layouts(a, b)
@@ -89,7 +89,7 @@ def check(output: Output, file: str, path: str | None, base_model: str | None) -
 
     PATH, a workspace or a model folder, gives names and shapes. Without it, only tensors with sizes in FILE are proven.
     """
-    from xrank.conversion.layout_check import check_file
+    from xrank.conversion.layout import check_file
 
     report, error = check_file(file, path, base_model=base_model, started=time.monotonic())
     if error is not None:

@@ -12,9 +12,8 @@ import click
 
 import xrank
 from xrank import environment, system
-from xrank.cli.command import Output, command_name, say
+from xrank.cli.command import Output, command_name, say, wants_color
 from xrank.cli.help import Group
-from xrank.cli.text import wants_color
 from xrank.errors import UsageError
 
 _M_ARENA_MAX = -8  # of glibc's malloc.h

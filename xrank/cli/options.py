@@ -1,17 +1,30 @@
-"""Options that several commands have, each with what a shell completes for it."""
+"""The type of path arguments. The code that opens a path reports whether it can be read."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from xrank import environment
-from xrank.cli.paths import PATH
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+
+class _Path(click.Path):
+    """A path that is not empty: an empty one would mean the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not os.fspath(value):
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(readable=False)
+
 
 _Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 _Completion = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]

@@ -9,7 +9,7 @@ import click
 from xrank.cli import options
 from xrank.cli.command import Output, reporting
 from xrank.cli.help import Group
-from xrank.cli.paths import PATH
+from xrank.cli.options import PATH
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xrank.cli import options
-from xrank.cli.command import Output, reporting
+from xrank.cli.command import Output, report_shared, reporting, sharing
 from xrank.cli.gather import output_rows, proof_row, source_row
 from xrank.cli.help import Command
-from xrank.cli.paths import PATH
-from xrank.cli.sharing import report_shared, sharing
+from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:

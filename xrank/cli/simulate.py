@@ -9,7 +9,7 @@ import click
 from xrank.cli import options
 from xrank.cli.command import Output, reporting
 from xrank.cli.help import Command
-from xrank.cli.paths import PATH
+from xrank.cli.options import PATH
 
 
 @click.command(
@@ -60,7 +60,7 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
     found = simulate(path, operation, **arguments)
     report = simulation_report(found)
     if html is not None:
-        from xrank.conversion.layout_show import write_page
+        from xrank.conversion.layout import write_page
 
         report = write_page(report, simulation_html(found), html)
         output.report(report, [*simulation_rows(found), ("wrote", str(report.path))])

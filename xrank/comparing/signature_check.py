@@ -7,12 +7,11 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from xrank.comparing.manifest_check import plan_manifest_check
+from xrank.comparing.checks import plan_manifest_check, run_check
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.signed_files import SignedFiles, Stretch, read_files_statement
 from xrank.formats.signed_statement import read_public_key, read_signed_statement
-from xrank.making.check import run_check
-from xrank.making.rereading import hash_stretch
+from xrank.making.file_writing import hash_stretch
 from xrank.plan.budget import Budget
 from xrank.stores import places
 from xrank.stores.url import is_url

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
-    from xrank.conversion.layout_check import check_layouts
+    from xrank.conversion.layout import check_layouts
 
 __all__ = ["check_layouts"]
 

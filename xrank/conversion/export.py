@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from xrank.conversion.report import folder_report, read_report, report_text
-from xrank.conversion.traffic import begin_counting, with_traffic
+from xrank.conversion.report import begin_counting, folder_report, read_report, report_text, with_traffic
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size

@@ -1,28 +1,29 @@
-"""Gather: from any source to a Hugging Face folder, proven before the first byte is written."""
+"""A gather whose folder goes to the Hub: as ``push_to_hub`` beside a folder, or as the output ``hf://org/name``."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xrank.conversion.pushing import find_push
-from xrank.conversion.report import EARLIER_NOTE, folder_report, plan_report
-from xrank.conversion.traffic import counts_requests
+from xrank.conversion.report import EARLIER_NOTE, counts_requests, folder_report, plan_report
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
-from xrank.errors import names_own_arguments
+from xrank.environment import environ
+from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
-from xrank.making.earlier_output import find_together
+from xrank.making.file_writing import find_together
 from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
 from xrank.plan.report import Report
 from xrank.plan.report_facts import FileFacts
 from xrank.stores import places
-from xrank.stores.url import clean_path, is_url
+from xrank.stores.url import clean_path, is_url, split_url
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.teams.team import Team
@@ -30,6 +31,81 @@ from xrank.writers.staging import check_output, check_room, plan_apart, settle_o
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A repository, and the folder that is uploaded to it."""
+
+    repository: str
+    """``org/name``."""
+    folder: str
+    is_stage: bool
+    """Whether the folder is removed after the upload; after a failure it stays for the next run."""
+
+    def check(self, *, overwrite: bool) -> None:
+        """Refuse a repository that cannot take a model, before the model is made; errors as `check_repository`."""
+        from xrank.writers.hub import check_repository  # other gathers do not need this module
+
+        check_repository(self.repository, overwrite=overwrite)
+
+    def upload(self, report: Report, *, overwrite: bool) -> Report:
+        """Upload the folder that a gather made, and return the gather's report with that; errors as `push_folder`."""
+        from xrank.writers.hub import push_folder  # other gathers do not need this module
+
+        commit_url = push_folder(self.folder, self.repository, overwrite=overwrite)
+        if self.is_stage:
+            shutil.rmtree(self.folder)
+        return self.name(replace(report, notes=(*report.notes, ("pushed", f"uploaded: {commit_url}"))))
+
+    def name(self, report: Report) -> Report:
+        """Return a report that names the repository as the output, if the user did."""
+        if not self.is_stage:
+            return report
+        url = f"hf://{self.repository}"
+        made = {
+            name: facts.extended(path=url)
+            for name in ("output", "plan")
+            if (facts := getattr(report, name)) is not None
+        }
+        return replace(report, path=url, **made)
+
+
+def find_push(out: str, push_to_hub: str | None) -> Push | None:
+    """Return the upload that a gather's options ask for; None if they ask for none.
+
+    Args:
+        out: the output, a cleaned path or URL.
+        push_to_hub: the option's value.
+
+    Raises:
+        UsageError: both name a repository, or one is not a repository's name, or a store's model is to be uploaded.
+    """
+    is_hub = is_url(out) and split_url(out).scheme == "hf"
+    if push_to_hub is None and not is_hub:
+        return None
+    from xrank.writers.hub import repository_name  # other gathers do not need this module
+
+    if push_to_hub is None:
+        repository = repository_name(out)
+        return Push(repository, _stage_folder(environ(), repository), is_stage=True)
+    if is_url(out):
+        raise UsageError(
+            f"{out}: a model in a store is not uploaded to the Hub",
+            file=out,
+            next_step=f"give {option('out')} a folder, or leave {option('push_to_hub')} out",
+        )
+    return Push(repository_name(push_to_hub), out, is_stage=False)
+
+
+def _stage_folder(variables: Mapping[str, str], repository: str) -> str:
+    """Return the folder in which a model for a repository is made: in huggingface_hub's own, which has room for models.
+
+    Source: huggingface_hub/constants.py, HF_HOME.
+    """
+    cache = variables.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return os.path.join(os.path.expanduser(home), "xrank", repository.replace("/", "--"))
 
 
 @names_own_arguments

@@ -7,8 +7,7 @@ import time
 from contextlib import closing
 from typing import Any
 
-from xrank.conversion.report import count_rank_tensors, model_facts
-from xrank.conversion.traffic import counts_requests
+from xrank.conversion.report import count_rank_tensors, counts_requests, model_facts
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.folder_plan import FolderPlan, plan_found, read_layouts
 from xrank.decisions.found_source import companions_of, read_found

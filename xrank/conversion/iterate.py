@@ -13,8 +13,7 @@ from xrank.decisions.options import AdapterChoice, GatherOptions, dtype_choice
 from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError, errors_of, names_own_arguments, option, require_torch
 from xrank.lending.lent_model import ModelRequest
-from xrank.making.model_tensors import ModelTensors, make_tensors
-from xrank.making.whole_tensors import split_budget
+from xrank.making.whole_tensors import ModelTensors, make_tensors, split_budget
 from xrank.system import require_linux
 from xrank.teams.launches import find_group_team
 

@@ -1,30 +1,205 @@
-"""Load: fill the tensors of a live module from any source, each rank its own part."""
+"""Compares the digests of tensors in a model's manifest with those of the data that was read."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xrank.conversion.report import count_outputs, source_facts
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.folder_plan import layout_notes
+from xrank.decisions.found_source import read_source
+from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.load_check import check_loads, describe_load
+from xrank.decisions.load_plan import Load, plan_load
 from xrank.decisions.options import default_workers, parse_size
-from xrank.errors import names_own_arguments, require_torch
-from xrank.making.module_filling import fill_module, prepare_load
+from xrank.errors import CorruptError, names_own_arguments, require_torch
+from xrank.layout import LayoutMap
+from xrank.lending.tensor_target import TensorTarget, check_fillable
+from xrank.making.file_writing import hash_beside
 from xrank.plan.budget import Budget
+from xrank.plan.decoding import open_source
+from xrank.plan.digests import TensorDigest, digest_text
+from xrank.plan.executor import Outcome, execute
+from xrank.plan.file_parts import FilePart
+from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.report import Report
 from xrank.plan.report_facts import OutputFacts, ProofFacts
-from xrank.readers.live.module_tensors import FilledModule
+from xrank.plan.source import StoredModel
+from xrank.plan.windows import share_all
+from xrank.readers.live.local_model import LocalModel, local_model
+from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.recipes.tied_weights import list_unsaved
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.teams.agreement import check_alike, nbytes_text, path_text
-from xrank.teams.launches import find_group_team
+from xrank.teams.launches import find_group_team, find_world
+from xrank.teams.team import Team
+from xrank.words import list_text
+from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
-if TYPE_CHECKING:
-    from xrank.layout import LayoutMap
+
+class ManifestDigests:
+    """Compares each tensor that is read whole and unchanged; a manifest has no digests of other tensors.
+
+    Args:
+        source: a model folder under its own names; without a manifest, nothing is compared.
+        plan: a plan with one tensor in each file.
+
+    Raises:
+        CorruptError: the manifest is invalid.
+    """
+
+    def __init__(self, source: StoredModel, plan: Plan) -> None:
+        self.num_compared = 0
+        self._plan = plan
+        self._path = os.path.join(source.path, MANIFEST_NAME)
+        is_model = source.format == "safetensors" and source.recipe is None and os.path.exists(self._path)
+        tensors = read_manifest(self._path)["tensors"] if is_model else {}
+        self._digests = {name: str(tensor["digest"]) for name, tensor in tensors.items()}
+        self._lock = threading.Lock()
+
+    def compare(self, part: FilePart) -> None:
+        """Compare the digest of one file's tensor, after all its windows are read; any thread may call this.
+
+        Raises:
+            CorruptError: the manifest has another digest.
+        """
+        tensor = self._plan.files[part.index].tensors[0]
+        want = self._digests.get(tensor.output.name)
+        if want is None or not _is_as_stored(tensor):
+            return
+        digest = TensorDigest(tensor.output.nbytes)
+        for _, known in part.digests:
+            digest.join(known)
+        got = digest_text(digest.digest())
+        if got != want:
+            raise CorruptError(
+                f"{tensor.output.name}: its bytes are not those that were gathered",
+                tensor=tensor.output.name,
+                file=self._path,
+                got=got,
+                want=f"{want}, as in {MANIFEST_NAME}",
+                next_step="gather the model again, or copy the file again from a good copy",
+            )
+        with self._lock:
+            self.num_compared += 1
+
+
+def _is_as_stored(tensor: TensorPlan) -> bool:
+    output = tensor.output
+    return (
+        not tensor.changed
+        and tensor.source_dtype == output.dtype
+        and output.shape == output.global_shape
+        and not output.is_padded
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedLoad:
+    """One rank's proven load, before any tensor changes."""
+
+    local: LocalModel
+    """Tensors of the module on this rank."""
+    source: StoredModel
+    """The source under the module's names."""
+    load: Load
+    digests: ManifestDigests
+    """Digests of whole tensors in the source's manifest."""
+    notes: tuple[tuple[str, str], ...]
+
+
+def prepare_load(
+    module: FilledModule,
+    place: str,
+    *,
+    layouts: LayoutMap | str | os.PathLike[str] | None,
+    mesh: Any,
+    recipe: str | os.PathLike[str] | None,
+    part: str | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> PreparedLoad:
+    """Return the proven load of this rank from metadata alone; arguments and errors as `xrank.load_model`.
+
+    `share` is this rank's share of a comparison with another form of the model, as in `read_best`.
+    """
+    check_materialised(module)
+    on_mesh = live_layouts(layouts, mesh)
+    rank, world_size = find_world()
+    local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
+    shapes = local.find_global_shapes(has_layouts=on_mesh is not None)
+    request = Request(Purpose.MODULE, recipe=recipe, module_shapes=shapes)
+    decision = decide(read_source(place, part=part, share=share, module_names=shapes), request)
+    source = decision.source
+    load = plan_load(local, source, on_mesh, decision.padded_names)
+    computed = [name for name in load.missing if name in list_unsaved(decision.found.config)]
+    load = replace(load, missing=tuple(name for name in load.missing if name not in computed))
+    for view, tensor in zip(load.views, load.plan.tensors, strict=True):
+        check_fillable(tensor.output.name, local.views[view])
+    notes = [*source.notes, *layout_notes(on_mesh, source), *load.notes]
+    if names := [*names_left_out(module), *computed]:
+        notes.append(("not-loaded", f"tensors that no checkpoint has are left as they are: {list_text(names, 3)}"))
+    return PreparedLoad(local, source, load, ManifestDigests(source, load.plan), tuple(notes))
+
+
+def fill_module(
+    module: FilledModule,
+    prepared: PreparedLoad,
+    budget: Budget,
+    team: Team,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """Read every byte of a rank's load into the module.
+
+    Args:
+        module: the live module.
+        prepared: the proven load of this rank.
+        budget: threads and buffers.
+        team: the ranks that load together.
+        progress: called with (bytes read so far, bytes in all) of this rank.
+
+    Raises:
+        CorruptError, ContradictionError: the source does not match its metadata.
+        RankFailedError: another rank failed.
+    """
+    views = [prepared.local.views[view] for view in prepared.load.views]
+    plan = prepared.load.plan
+    target, source = TensorTarget(dict(enumerate(views))), open_source(plan.source)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, plan.nbytes)
+
+    try:
+        with hash_beside(plan.source.hashes, team) as finish_hashes:
+            outcome = execute(
+                plan,
+                source,
+                target,
+                budget=budget,
+                shares=share_all(plan),
+                finish_share=prepared.digests.compare,
+                cancelled=team.make_failure_check(),
+                progress=count,
+            )
+            source.check_unchanged()
+            finish_hashes()
+    finally:
+        # After a failure, too: queued copies still read buffers, and some tensors have changed.
+        source.close()
+        target.finish()
+        count_changes(module, views)
+    return outcome
 
 
 @names_own_arguments

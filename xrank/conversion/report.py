@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.dtypes import DTYPES, dtype
 from xrank.errors import LayoutError
+from xrank.making.rounds import take_traffic
 from xrank.plan.digests import digest_text
 from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
 from xrank.plan.merging import factors_nbytes
@@ -26,12 +30,13 @@ from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
-from xrank.words import numbers_text
+from xrank.words import numbers_text, plural, size_text
 
 if TYPE_CHECKING:
     from xrank.decisions.reshard_plan import Reshard
     from xrank.making.file_writing import WrittenFiles
     from xrank.making.folder_filling import WrittenOutput
+
 
 _REQUESTS_OF_FILE = 5
 """Requests for an uploaded file beside its parts: its beginning, the journal, its record, its end, and a last look."""
@@ -314,3 +319,53 @@ def count_rank_tensors(model: StoredModel) -> list[dict[str, Any]]:
             for rank, size in zip(shard.rank.tolist(), shard.nests.sizes.tolist(), strict=True):
                 nbytes[rank] += size * width
     return [{"rank": rank, "num_tensors": counts[rank], "nbytes": nbytes[rank]} for rank in sorted(counts)]
+
+
+Parameters = ParamSpec("Parameters")
+
+
+def counts_requests(call: Callable[Parameters, Report]) -> Callable[Parameters, Report]:
+    """Let a command's report have the requests that this process sent meanwhile; without any, it stays as it is."""
+
+    @functools.wraps(call)
+    def counted(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Report:
+        before = begin_counting()
+        return with_traffic(call(*args, **kwargs), before)
+
+    return counted
+
+
+def begin_counting() -> dict[str, int]:
+    """Return the counts of this process before a command, for `with_traffic`."""
+    take_traffic()  # what came before is not for another rank's report
+    return _read_counts()
+
+
+def with_traffic(report: Report, before: dict[str, int]) -> Report:
+    """Return a report with the requests that this process, and other ranks of its team, have sent since then."""
+    counts = {name: count - before.get(name, 0) for name, count in _read_counts().items()}
+    if not counts.get("requests"):
+        return report
+    traffic = (report.traffic or TrafficFacts()).extended(**counts)
+    return replace(report, traffic=traffic, notes=(*report.notes, ("requests", _describe(traffic))))
+
+
+def _read_counts() -> dict[str, int]:
+    # A command without a URL never imports the client.
+    client: Any = sys.modules.get("xrank.stores.client")
+    if client is None:
+        return {}
+    now = client.traffic()
+    return {one.name: getattr(now, one.name) for one in fields(now)}
+
+
+def _describe(traffic: TrafficFacts) -> str:
+    again = f", {traffic.retries:,} of them again after a failure" if traffic.retries else ""
+    written = f", {size_text(traffic.written_nbytes)} written" if traffic.written_nbytes else ""
+    text = f"{plural(traffic.requests, 'request')} to the store{again}: {size_text(traffic.read_nbytes)} read{written}"
+    ways = (
+        ("read", traffic.planned_requests, traffic.planned_nbytes),
+        ("write", traffic.planned_written_requests, traffic.planned_written_nbytes),
+    )
+    planned = [f"{plural(count, 'request')} to {way} {size_text(nbytes)}" for way, count, nbytes in ways if count]
+    return f"{text}; the tensors will take {', '.join(planned)}" if planned else text

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xrank.conversion.report import reshard_report
-from xrank.conversion.traffic import counts_requests
+from xrank.conversion.report import counts_requests, reshard_report
 from xrank.decisions.options import DTypeChoice, GatherOptions, dtype_choice
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
-from xrank.making.earlier_output import find_together
-from xrank.making.states_filling import make_states, own_texts
+from xrank.making.file_writing import find_together
+from xrank.making.folder_filling import make_states, own_texts
 from xrank.plan.report import Report
 from xrank.plan.report_facts import FileFacts
 from xrank.stores import places

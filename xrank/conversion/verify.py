@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xrank.comparing.manifest_check import plan_manifest_check
-from xrank.comparing.proof import plan_proof
-from xrank.conversion.report import count_outputs
-from xrank.conversion.traffic import counts_requests
+from xrank.comparing.checks import Check, Verdict, plan_manifest_check, plan_proof, run_check
+from xrank.conversion.report import count_outputs, counts_requests
 from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.options import default_workers, parse_size
@@ -26,7 +24,6 @@ from xrank.errors import (
     option,
 )
 from xrank.layout import LayoutMap
-from xrank.making.check import Check, Verdict, run_check
 from xrank.plan.budget import Budget
 from xrank.plan.report import Report
 from xrank.plan.report_facts import OutputFacts, ProofFacts, SourceFacts

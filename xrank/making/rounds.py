@@ -1,34 +1,154 @@
-"""Rounds: all ranks of a team make a plan's files together, each a share of every round, and the first joins them.
-
-Nothing here knows where the bytes go. Order of events, on every rank: all divide the plan alike; in each round every
-rank makes its share and sends the first rank its findings; the first joins them, compares the checksums of records
-that several ranks read, and finishes the files whose every source is checked; at the end every rank checks that its
-sources have not changed.
-"""
+"""The work of one rank on a plan's files: the arguments that all ways of making them share."""
 
 from __future__ import annotations
 
 import logging
 import mmap
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from xrank.making.partial_results import PartialResults
-from xrank.making.rank_traffic import add_traffic, take_traffic
-from xrank.making.work import Work
+import numpy as np
+
+from xrank.decisions.options import ReplicaChoice
+from xrank.layout.nest_table import IntArray
 from xrank.plan import windows
 from xrank.plan.budget import Budget
-from xrank.plan.buffers import NullTarget, Target
+from xrank.plan.buffers import NullTarget, OpenSource, Target
 from xrank.plan.checksums import RecordChecksums, read_rest
+from xrank.plan.digests import DigestPart
 from xrank.plan.division import Division, divide
 from xrank.plan.executor import FinishedFile, Outcome, execute
 from xrank.plan.faults import raise_mismatch
+from xrank.plan.file_hashes import FileHashes
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import prefer_own_copies
 from xrank.teams.team import Team
+
+if TYPE_CHECKING:
+    from xrank.decisions.transformed_plan import Transforms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A plan, and the settings by which one rank makes its files. The opener of the source also closes it."""
+
+    plan: Plan
+    """The plan of all files."""
+    source: OpenSource
+    """The source that this rank reads."""
+    budget: Budget
+    """Threads and buffers of this rank; a transform needs memory for one whole tensor and its outputs on top."""
+    replicas: ReplicaChoice = "verify"
+    """Whether differing replicas raise an error or one is picked."""
+    holder: IntArray | None = None
+    """By record, the position in the team of the rank whose memory holds it; None: the records are in files."""
+    transforms: Transforms | None = None
+    """Outputs of a caller's function on a live model's tensors; they are in separate files."""
+    file_hashes: FileHashes | None = None
+    """Hashes the files that this rank writes alone, for a signature."""
+
+    def split_files(self, files: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Split files by index into copied and transformed ones."""
+        apart = set() if self.transforms is None else self.transforms.files
+        parts: tuple[list[int], list[int]] = ([], [])
+        for index in files:
+            parts[index in apart].append(index)
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class PartialResults:
+    """One rank's findings."""
+
+    parts: tuple[FilePart, ...]
+    records: Sequence[tuple[int, int, int, int]]
+    """(Record, start, end, CRC-32) of the stretches that this rank read of records that others read too."""
+    num_checksums: int
+    """Number of records that this rank alone read and compared, since the beginning."""
+    differences: Mapping[str, Mapping[int, int]]
+    """Differences in this round, as in `Outcome.differences`."""
+    shared_nbytes: int = 0
+    """Bytes in this round, as in `Outcome.shared_nbytes`."""
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the findings as a message for a gather."""
+        digests = [(part.index, tensor, digest) for part in self.parts for tensor, digest in part.digests]
+        blocks = [(index, tensor, *one) for index, tensor, digest in digests for one in digest.blocks]
+        edges = [(index, tensor, *one) for index, tensor, digest in digests for one in digest.edges]
+        crcs = [(part.index, *crc) for part in self.parts for crc in part.crcs]
+        data = b"".join(one[3] for one in (*blocks, *edges))
+        return {
+            "files": _table([(part.index,) for part in self.parts], 1),
+            "blocks": _table(((*one[:3], len(one[3])) for one in blocks), 4),
+            "edges": _table(((*one[:3], len(one[3])) for one in edges), 4),
+            "crcs": _table(crcs, 5),
+            "records": _table(self.records, 4),
+            "bytes": _tensor(np.frombuffer(bytearray(data), np.uint8)),
+            "num_checksums": self.num_checksums,
+            "shared_nbytes": self.shared_nbytes,
+            "differences": {name: dict(ranks) for name, ranks in self.differences.items()},
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> PartialResults:
+        """Return the findings from a message of `to_message`."""
+        data = message["bytes"].numpy().tobytes()
+        crcs: dict[int, list[tuple[int, int, int, int]]] = {}
+        for index, *crc in message["crcs"].tolist():
+            crcs.setdefault(index, []).append(tuple(crc))
+        found: dict[int, dict[int, tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]]] = {}
+        # In the order of `to_message`: the bytes of all blocks, then those of all edges.
+        position = 0
+        for kind, table in enumerate(("blocks", "edges")):
+            for index, tensor, start, nbytes in message[table].tolist():
+                digest = found.setdefault(index, {}).setdefault(tensor, ([], []))
+                digest[kind].append((start, data[position : position + nbytes]))
+                position += nbytes
+        digests = {
+            index: tuple((tensor, DigestPart(*map(tuple, digest))) for tensor, digest in tensors.items())
+            for index, tensors in found.items()
+        }
+        return cls(
+            tuple(
+                FilePart(index, digests.get(index, ()), tuple(crcs.get(index, ())))
+                for (index,) in message["files"].tolist()
+            ),
+            [tuple(row) for row in message["records"].tolist()],
+            message["num_checksums"],
+            message["differences"],
+            message["shared_nbytes"],
+        )
+
+
+def _table(rows: Iterable[tuple[int, ...]], width: int) -> Any:
+    return _tensor(np.array(list(rows), np.int64).reshape(-1, width))
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Any:
+    import torch  # ranks that meet have imported it already: they met through its store
+
+    return torch.from_numpy(array)
+
+
+def take_traffic() -> list[int]:
+    """Return the requests and bytes of this process since the last call, as numbers for a message."""
+    # A command without a URL never imports the client.
+    client: Any = sys.modules.get("xrank.stores.client")
+    return [] if client is None else [*astuple(client.take_traffic())]
+
+
+def add_traffic(counts: Sequence[int]) -> None:
+    """Add the requests and bytes of another rank to this process's."""
+    if any(counts):
+        from xrank.stores.client import Traffic, add_traffic
+
+        add_traffic(Traffic(*counts))
+
 
 _logger = logging.getLogger(__name__)
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from time import monotonic, sleep
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from xrank.errors import AGAIN, UsageError, option
-from xrank.making.rounds import Finish, LocalOutputs, NoOutputs, Outputs, finish_nothing, make_in_rounds
-from xrank.making.work import Work
+from xrank.errors import AGAIN, UsageError, XrankError, option
+from xrank.making.rounds import Finish, LocalOutputs, NoOutputs, Outputs, Work, finish_nothing, make_in_rounds
+from xrank.plan import windows
 from xrank.plan.buffers import FileTarget
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import FinishedFile, Outcome
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
+from xrank.stores.uploads import Part, open_uploads
 from xrank.stores.url import is_url
 from xrank.system import write_at
 from xrank.teams.team import Team
@@ -32,6 +34,11 @@ from xrank.writers.output_place import OutputPlace
 from xrank.writers.output_stage import OutputStage
 from xrank.writers.shared_parts import SharedParts
 from xrank.writers.stage import Stage
+from xrank.writers.store_files import PartPool, UploadedFile
+from xrank.writers.store_journal import Upload
+from xrank.writers.store_place import StorePlace
+from xrank.writers.store_stage import StoreStage
+from xrank.writers.uploaded_files import PartsTarget
 
 Seen = TypeVar("Seen")
 
@@ -70,8 +77,6 @@ def write_together(
         RankFailedError: a rank failed; finished files are kept.
     """
     if not isinstance(stage, Stage):
-        from xrank.making.shared_uploading import upload_together  # folders do not need this module
-
         return upload_together(team, work, stage, unfinished, progress)
     files = work.plan.files
     # Before the broadcast: the other ranks open these files and never make them.
@@ -114,8 +119,6 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
     if work.holder is not None:
         _read(team, work, json.loads(team.broadcast("files to read")))
     if is_url(out):
-        from xrank.making.shared_uploading import help_to_upload  # folders do not need this module
-
         help_to_upload(team, work, out)
         return
     told = json.loads(team.broadcast("stage"))
@@ -227,3 +230,133 @@ def _await_sight(
             )
         sleep(_PAUSE_SECONDS)
     return found
+
+
+def upload_together(
+    team: Team, work: Work, stage: OutputStage, unfinished: Sequence[int], progress: Callable[[int], None]
+) -> Outcome:
+    """Upload, as rank 0, the unfinished files of a plan with the help of all other ranks.
+
+    Arguments and errors as `xrank.making.shared_writing.write_together`.
+    """
+    assert isinstance(stage, StoreStage), "a stage is on a disk or in a store"
+    files = work.plan.files
+    outputs = [files[index].output for index in unfinished]
+    begun = stage.begin_uploads({output.name: output.nbytes for output in outputs})
+    uploads = {index: begun[output.name] for index, output in zip(unfinished, outputs, strict=True)}
+    told = {index: (one.upload_id, one.part_nbytes, one.name, resumed) for index, (one, resumed) in uploads.items()}
+    team.broadcast("uploads", json.dumps(told))
+    shares = _SharedUploads(team, work.plan, StorePlace.from_url(stage.path), uploads)
+
+    def finish(file: JoinedFile, index: int) -> FinishedFile:
+        finished, _ = file.finish()
+        name, nbytes = files[index].output.name, files[index].output.nbytes
+        stage.finish_parts(
+            name, nbytes, shares.take_parts(index), digest_text(finished.digest), finished.tensor_digests
+        )
+        _logger.info("finished %s, %s bytes", name, f"{nbytes:,}")
+        return finished
+
+    with closing(shares.uploads):
+        outcome = make_together(team, work, unfinished, shares, what="the files", finish=finish, progress=progress)
+    stage.kept_nbytes += shares.kept_nbytes
+    return outcome
+
+
+def help_to_upload(team: Team, work: Work, out: str) -> None:
+    """Run the part of any other rank in `upload_together`; errors as there."""
+    told = json.loads(team.broadcast("uploads"))
+    uploads = {int(index): (Upload(*upload), resumed) for index, (*upload, resumed) in told.items()}
+    shares = _SharedUploads(team, work.plan, StorePlace.from_url(out), uploads)
+    with closing(shares.uploads):
+        make_together(team, work, [*uploads], shares, what="the files")
+
+
+class _SharedUploads(PartsTarget):
+    """The parts of uploads that one rank sends; see `xrank.making.rounds.Outputs`."""
+
+    writes_anywhere = False
+
+    def __init__(self, team: Team, plan: Plan, place: StorePlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
+        super().__init__()
+        self.target = self
+        self.uploads = open_uploads(place.store, place.url)
+        self.kept_nbytes = 0
+        """On the first rank: bytes of parts that an interrupted run had sent."""
+        self._rank, self._plan, self._place, self._begun = team.rank, plan, place, uploads
+        self._sent: dict[int, list[list[Any]]] = {}
+        self._kept_nbytes = 0
+        self._parts: dict[int, list[Part]] = {}
+        self._lock = threading.Lock()
+
+    def unit_nbytes(self, index: int) -> int:
+        """Return the bytes of a part; of a file whose ending depends on all of it, those of the file."""
+        output = self._plan.files[index].output
+        if output.ending is not None:
+            return -(-output.nbytes // windows.WINDOW_NBYTES) * windows.WINDOW_NBYTES
+        return self._begun[index][0].part_nbytes
+
+    def begin(self, index: int) -> None:
+        """Look up the parts that an interrupted run has sent."""
+        output, (upload, resumed) = self._plan.files[index].output, self._begun[index]
+        key = self._place.file_key(upload.name)
+        known = self.uploads.list_parts(key, upload.upload_id) if resumed else None
+        if self._pool is None:
+            self._pool = PartPool()
+        self._files[index] = UploadedFile(
+            self.uploads,
+            self._pool,
+            key,
+            upload.upload_id,
+            output.nbytes,
+            upload.part_nbytes,
+            known or {},
+            output.late_places,
+        )
+
+    def finish_share(self, part: FilePart) -> None:
+        """Wait for this rank's parts of a file."""
+        file, output = self._files.pop(part.index), self._plan.files[part.index].output
+        if output.ending is not None:  # this rank has made all of the file
+            joined = JoinedFile(output, part.index)
+            joined.join(part)
+            offset, data = joined.finish()[1][-1]
+            file.write_late(offset, memoryview(data))
+        parts = file.finish_parts()
+        with self._lock:
+            self._sent.setdefault(part.index, []).extend([p.number, p.nbytes, p.etag, p.crc32] for p in parts)
+            self._kept_nbytes += file.kept_nbytes
+
+    @contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Let errors of the store name this rank."""
+        try:
+            yield
+        except XrankError as error:
+            error.about(rank=self._rank)
+            raise
+
+    def take_receipt(self) -> str:
+        """Return the parts of this round as text."""
+        with self._lock:
+            sent, kept, self._sent, self._kept_nbytes = self._sent, self._kept_nbytes, {}, 0
+        return json.dumps({"kept": kept, "parts": sent}) if sent else ""
+
+    def accept(self, receipt: str) -> None:
+        """Keep, on the first rank, the parts that a rank has sent."""
+        if receipt:
+            content = json.loads(receipt)
+            self.kept_nbytes += content["kept"]
+            for index, parts in content["parts"].items():
+                self._parts.setdefault(int(index), []).extend(Part(*one) for one in parts)
+
+    def take_parts(self, index: int) -> list[Part]:
+        """Return the parts of a file that all ranks have sent, in order."""
+        return sorted(self._parts.pop(index, ()), key=lambda part: part.number)
+
+    def close(self) -> None:
+        """Wait for the parts that are on their way, and free the memory."""
+        self._files.clear()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

@@ -20,10 +20,8 @@ from xrank.decisions.transformed_plan import TransformedTensor, Transforms
 from xrank.decisions.transforms import apply_transform
 from xrank.layout.nest_table import IntArray
 from xrank.lending.local_bytes import local_bytes
-from xrank.making.partial_results import PartialResults
-from xrank.making.rounds import Finish, Outputs, accept_shares, describe_share, finish_nothing
+from xrank.making.rounds import Finish, Outputs, PartialResults, Work, accept_shares, describe_share, finish_nothing
 from xrank.making.whole_tensors import WholeTensors
-from xrank.making.work import Work
 from xrank.plan.digests import TensorDigest
 from xrank.plan.division import ROUND_NBYTES, group_files
 from xrank.plan.executor import Outcome

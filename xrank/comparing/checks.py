@@ -1,26 +1,97 @@
-"""Compares a model folder with its manifest: files, tensors, digests."""
+"""A check: a plan that reads files to verify them, and the judge of its outcome; for one process or a whole team."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
-from xrank.decisions.base_check import describe_skipped_check
+from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import BaseModel, check_against
-from xrank.errors import ContradictionError, CorruptError, IncompleteError
+from xrank.decisions.config_proof import prove_config
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.found_source import read_source
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import read_header
-from xrank.making.check import Check, Verdict
-from xrank.making.rereading import FileDigests, digests_of, plan_of_headers
+from xrank.layout import LayoutMap
+from xrank.making.file_writing import FileDigests, digests_of, hash_beside, plan_of_headers, read_through
+from xrank.plan.budget import Budget
+from xrank.plan.decoding import open_source
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Outcome
 from xrank.plan.file_hashes import digest_plain_file
 from xrank.plan.output import OutputTensor
+from xrank.plan.planner import Plan, make_plan
 from xrank.plan.report_facts import ProofFacts, SourceFacts
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.stores import places
+from xrank.teams.team import Team
+from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """Facts of a check that passed."""
+
+    source: SourceFacts
+    proof: ProofFacts
+    outputs: Sequence[OutputTensor]
+    """The tensors that were checked."""
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """A check that was planned from metadata and has not read the data yet."""
+
+    plan: Plan
+    judge: Callable[[Outcome], Verdict]
+    """Returns the facts of a sound outcome, or raises an error about it."""
+    explain: Callable[[XrankError], XrankError] = lambda error: error
+    """Returns an error of the reading in the words of this check."""
+
+
+def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
+    """Run a check, and return its verdict on the first rank, which judges; return None on the others.
+
+    Args:
+        check: the same check on all ranks of a team.
+        budget: threads and buffers.
+        progress: called, on the first rank, with (bytes assembled so far, bytes in all).
+        team: the ranks that share the reading.
+
+    Raises:
+        XrankError: the data is wrong.
+        RankFailedError: another rank found an error, or failed.
+    """
+    try:
+        with hash_beside(check.plan.source.hashes, team) as finish_hashes:
+            if team.size == 1:
+                outcome = read_through(check.plan, budget, progress)
+            else:
+                outcome = _read_together(check.plan, budget, progress, team)
+            finish_hashes()
+    except XrankError as error:
+        raise check.explain(error) from error
+    return check.judge(outcome) if team.is_first else None
+
+
+def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
+    from xrank.making.rounds import NoOutputs, Work, make_in_rounds  # one process does not need this module
+
+    show = progress or (lambda done, total: None)
+    with closing(open_source(plan.source)) as source:
+        return make_in_rounds(
+            team,
+            Work(plan, source, budget),
+            range(len(plan.files)),
+            NoOutputs(),
+            what="what is verified",
+            progress=lambda done: show(done, plan.nbytes),
+        )
 
 
 def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
@@ -118,3 +189,44 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
             ) from None
         if digest != file["digest"].rpartition(":")[2]:
             raise _damage_error(path, file["name"], None, digest, file["digest"])
+
+
+def plan_proof(
+    path: str, base: BaseModel | None, layouts: LayoutMap | None, part: str | None = None, world_size: int | None = None
+) -> Check:
+    """Return the check that proves a checkpoint as a gather would, and discards the bytes."""
+    found = read_source(path, base=base, layouts=layouts, part=part, world_size=world_size)
+    try:
+        model = decide(found, Request(Purpose.PROOF), base).source
+    except UsageError:  # a user who gathers it has to choose first; the proof does not need Hugging Face names
+        model = found.model
+    if model.format == "safetensors":
+        raise UsageError(
+            f"{path} has no {MANIFEST_NAME} to verify it by",
+            file=path,
+            next_step=f"give {option('against')} a copy to compare with; a gather writes a manifest",
+        )
+    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
+    checked = check_source(base, model, found.config) if base is not None else None
+    holes = prove_config(found, model, base=base)
+    notes = [*(model.notes if base is not None or layouts is not None else ()), *holes]
+    if base is not None and checked is None:
+        notes.append(describe_skipped_check(base, path))
+    plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
+
+    def judge(outcome: Outcome) -> Verdict:
+        proof = ProofFacts(
+            coverage="proven",
+            num_checksums=outcome.num_checksums,
+            num_replicas_compared=sum(len(tensor.replicas) for tensor in plan.tensors),
+        )
+        return Verdict(
+            SourceFacts(
+                path=path, format=model.format, recipe=model.recipe, world_size=model.world_size, step=model.step
+            ),
+            proof if base is None else proof.extended(base_model=checked),
+            outputs,
+            tuple(notes),
+        )
+
+    return Check(plan, judge)
