@@ -99,6 +99,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
     import torch.distributed as dist
 
     import xrank
+    from xrank.conversion import load
     from xrank.lending import memory_offer
     from xrank.plan import division, makers, windows, worker
     from xrank.ranks import appointment, peer

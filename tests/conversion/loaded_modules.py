@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from xrank.conversion import load
 from xrank.plan.buffers import FileSource
 
 CUTS = ("plain", "rows", "columns and rows", "both", "replicated rows")

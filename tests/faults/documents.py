@@ -32,7 +32,7 @@ import xrank
 from tests.faults.findings import Findings
 from tests.faults.mutation import change_value, write_json
 from tests.faults.texts import Target, feed_targets
-from xrank.comparing.signature_check import check_signature
+from xrank.conversion.signature_check import check_signature
 from xrank.errors import IncompleteError
 from xrank.formats import signed_files, signed_statement
 from xrank.formats.rank_state import RankRecord, TensorRecord

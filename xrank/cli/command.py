@@ -1,4 +1,4 @@
-"""Words and numbers as the commands print them."""
+"""Shared by all commands: ``--json -q -v``, progress, the end by a failure or a signal, and the printing of reports."""
 
 from __future__ import annotations
 

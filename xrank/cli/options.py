@@ -1,4 +1,4 @@
-"""The type of path arguments. The code that opens a path reports whether it can be read."""
+"""Options that several commands have, each with its completion for a shell."""
 
 from __future__ import annotations
 

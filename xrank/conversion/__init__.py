@@ -1,7 +1,6 @@
 """A thin module for each command; the command line and Python callers use the same functions.
 
-Each decides by `xrank.decisions`, agrees by `xrank.teams`, and makes or compares by `xrank.making` and
-`xrank.comparing`.
+Each decides by `xrank.decisions`, agrees by `xrank.teams`, and makes the output by `xrank.making`.
 """
 
 from __future__ import annotations
@@ -16,4 +15,4 @@ if TYPE_CHECKING:
 __all__ = ["check_layouts"]
 
 # A command that needs another module of this package shall not wait for the engine.
-__getattr__, __dir__ = defer_imports(__name__, {"check_layouts": "layout_check"})
+__getattr__, __dir__ = defer_imports(__name__, {"check_layouts": "layout"})

@@ -1,4 +1,4 @@
-"""A checkpoint as a lazy mapping of whole tensors: opening proves it, and each look-up reads one tensor."""
+"""Open: return any source as a lazy mapping of whole tensors. Opening proves it; each look-up reads one tensor."""
 
 from __future__ import annotations
 

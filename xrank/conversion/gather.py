@@ -1,4 +1,7 @@
-"""A gather whose folder goes to the Hub: as ``push_to_hub`` beside a folder, or as the output ``hf://org/name``."""
+"""Gather: from any source to a Hugging Face folder, proven before the first byte is written.
+
+The folder may go to the Hub: as ``push_to_hub`` beside a folder, or as the output ``hf://org/name``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prove layouts before training or moving: ranks hold every element of every tensor exactly once per replica."""
+"""The commands of `xrank layout`: prove, show and compare layouts, and write them as a page."""
 
 from __future__ import annotations
 

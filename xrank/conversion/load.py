@@ -1,4 +1,4 @@
-"""Compares the digests of tensors in a model's manifest with those of the data that was read."""
+"""Load: fill the tensors of a live module from any source, each rank its own part."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xrank.comparing.checks import Check, Verdict, plan_manifest_check, plan_proof, run_check
+from xrank.conversion.checks import Check, Verdict, plan_manifest_check, plan_proof, run_check
 from xrank.conversion.report import count_outputs, counts_requests
 from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.folder_plan import read_layouts
@@ -118,7 +118,7 @@ def verify_model(
     def plan() -> Check:
         if against is None:
             return _plan_alone(text, base, choices)
-        from xrank.comparing.comparison import plan_comparison  # not needed for a single path
+        from xrank.conversion.comparison import plan_comparison  # not needed for a single path
 
         return plan_comparison(text, places.enter(against), budget, adapter_config, base=base, recipe=recipe, **choices)
 
@@ -179,7 +179,7 @@ def _verify_signature(
             want=f"{option('public_key')}, and no other comparison",
             next_step=f"give {option('public_key', metavar='KEY')} alone with it",
         )
-    from xrank.comparing.signature_check import check_signature  # its packages are not needed otherwise
+    from xrank.conversion.signature_check import check_signature  # its packages are not needed otherwise
 
     proof, counts, fault = ProofFacts(), None, None
     notes: tuple[tuple[str, str], ...] = ()

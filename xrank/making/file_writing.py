@@ -1,4 +1,9 @@
-"""Reads existing files for their digests; resume, a reread stage and ``xrank verify`` share it."""
+"""Write a plan's files into a stage, alone or with a team, and read files again for their digests.
+
+Files that an interrupted run finished are kept if they read back as recorded. A whole output of the same command, which
+a signal or a failing disk left after its rename, is found by the plan's digest in its manifest. `xrank verify` shares
+the reading.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Makes a model folder in its stage: weights through the executor, then index, config, companions, the manifest.
-
-`xrank.making.folder_filling` does the same for rank states; a new output format needs such a module.
-"""
+"""Fill the stage of an output, a model folder or the states of ranks: weights by the executor, the manifest last."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
-from xrank.decisions.reshard_plan import Reshard
 from xrank.layout.nest_table import IntArray
 from xrank.making.file_writing import (
     FileDigests,
@@ -43,6 +40,9 @@ from xrank.writers.manifest import (
 )
 from xrank.writers.output_stage import OutputStage
 from xrank.writers.staging import check_store_writer, open_stage
+
+if TYPE_CHECKING:
+    from xrank.decisions.reshard_plan import Reshard
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,10 @@
-"""The work of one rank on a plan's files: the arguments that all ways of making them share."""
+"""Rounds: all ranks of a team make a plan's files together, each a share of every round, and the first joins them.
+
+The destination of the bytes is given as `Outputs`. Order of events, on every rank: all divide the plan alike; in each
+round every rank makes its share and sends the first rank its findings; the first joins them, compares the checksums of
+records that several ranks read, and finishes the files whose every source is checked; at the end every rank checks that
+its sources have not changed.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Writes a plan's files into a stage by all ranks of a team; the first keeps finished files, and finishes the rest.
+"""Write a plan's files into a stage by all ranks of a team; the first keeps finished files, and finishes the rest.
 
 Order of events, on every rank: rank 0 keeps files that an interrupted run finished (with a live model, only those that
-all ranks together find unchanged); it creates the other files at their full size and broadcasts its stage to the
-others; then all make them in rounds. The journal lists a file only after every source of it is checked.
+all ranks together find unchanged). On a disk, it creates the other files at their full size and broadcasts its stage;
+in a store, it begins their uploads and broadcasts the ids. Then all make them in rounds. In a store a rank's share is whole
+parts of an upload: it sends their numbers, etags and checksums to rank 0. Rank 0 alone owns the journal, which lists a
+file only after every source of it is checked, and commits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes whole tensors in this process's memory, by the executor as files are, ahead of the thread that takes them."""
+"""Make whole tensors in this process's memory, by the executor as files are, ahead of the thread that takes them."""
 
 from __future__ import annotations
 

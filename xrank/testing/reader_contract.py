@@ -1,7 +1,8 @@
-"""Ways to damage the files of a source, each as a change that can be undone.
+"""The contract of readers, as tests: a subclass with a reader and a maker of sources runs all of them.
 
-Faults are independent of formats. They need the files, the ranges of bytes that hold tensors, and the two containers
-that every framework uses: a bare pickle and the zip of ``torch.save``.
+Its faults damage the files of a source, each as a change that can be undone. They are independent of formats: they need
+the files, the ranges of bytes that hold tensors, and the two containers that every framework uses, a bare pickle and
+the zip of ``torch.save``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A check: a plan that reads files to verify them, and the judge of its outcome; for one process or a whole team."""
+"""Checks by one process or a team: a model with its manifest, or a checkpoint as a gather would prove it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xrank import dtypes
-from xrank.comparing.checks import Check, Verdict
+from xrank.conversion.checks import Check, Verdict
 from xrank.decisions.adapter_config import find_config
 from xrank.decisions.adapter_names import PREFIX, AdapterNames, find_adapter
 from xrank.decisions.adapters import FOLDER, WEIGHTS_NAME, Adapted, adapt, adapter_beside, describe_merges

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from xrank.comparing.checks import plan_manifest_check, run_check
+from xrank.conversion.checks import plan_manifest_check, run_check
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.signed_files import SignedFiles, Stretch, read_files_statement
 from xrank.formats.signed_statement import read_public_key, read_signed_statement

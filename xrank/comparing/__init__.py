@@ -1,1 +1,0 @@
-"""Compares a converted model with its source."""
