@@ -44,7 +44,7 @@ from xrank.layout.local_part import local_part
 from xrank.lending.local_bytes import local_bytes
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.peer_memory import PeerMemory
-from xrank.plan.budget import Budget
+from xrank.plan.executor import Budget
 
 TRAINERS, ENGINES = 4, 2
 _RUN_NBYTES = 1 << 20

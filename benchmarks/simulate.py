@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from xrank.conversion.export import export_model
 from xrank.layout import LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.plan.layout_shapes import compute_shapes
+from xrank.plan.holdings import compute_shapes
 from xrank.simulation.fitting import Sample, fit_rates
 from xrank.simulation.prediction import predict
 from xrank.simulation.simulation import simulate

@@ -22,7 +22,7 @@ from tests.sampled import count_of
 from xrank import NFSWorkspace, gather_checkpoint, verify_model
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.plan import windows, worker
+from xrank.plan import executor, windows
 
 DTYPES = {
     torch.float64: "F64",
@@ -185,7 +185,7 @@ def test_what_ranks_hold_becomes_the_model(data):
         held[name] = (cut, how)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         window_nbytes = draw(st.sampled_from([64, 4096, 1 << 20]))
-        for module in (windows, worker):  # smaller than the tensors, so that these cross many
+        for module in (windows, executor):  # smaller than the tensors, so that these cross many
             patch.setattr(module, "WINDOW_NBYTES", window_nbytes)
         workspace, out = Path(folder, "workspace"), Path(folder, "out")
         for rank in range(world_size):

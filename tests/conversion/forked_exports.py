@@ -101,13 +101,13 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
     import xrank
     from xrank.conversion import load
     from xrank.lending import memory_offer
-    from xrank.plan import division, makers, windows, worker
+    from xrank.plan import division, executor, windows
     from xrank.ranks import appointment, peer
 
     torch.set_num_threads(1)
-    for module in (windows, worker, load):
+    for module in (windows, executor, load):
         module.WINDOW_NBYTES = 4096  # type: ignore[attr-defined]
-    assert makers.windows is windows and division.windows is windows
+    assert division.windows is windows and division.windows is windows
     division.ROUND_NBYTES = job.get("round_nbytes", 20_000)
     if job.get("far"):
         for module in (peer, appointment, memory_offer):

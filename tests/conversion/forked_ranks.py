@@ -142,12 +142,12 @@ def kill_at_request(when: str, moment: int) -> None:
 def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:
     import xrank.ranks.peer
     from xrank.cli.main import main
-    from xrank.plan import division, windows, worker
+    from xrank.plan import division, executor, windows
 
     os.environ.update(environ)
     if job.get("far"):
         xrank.ranks.peer.process_space = lambda: f"host {rank}"
-    for module in (windows, worker):
+    for module in (windows, executor):
         module.WINDOW_NBYTES = job.get("window_nbytes", windows.WINDOW_NBYTES)  # type: ignore[attr-defined]
     division.ROUND_NBYTES = job.get("round_nbytes", division.ROUND_NBYTES)
     if "act" in job and job["act"][0] == rank:

@@ -16,7 +16,7 @@ from tests.conversion.exported import assert_same_folder
 from tests.gather.made_modules import chunks_of, mesh_of
 from tests.readers.made_megatron import Run
 from tests.recipes.made_checkpoints import as_megatron, tiny
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xrank.layout import LayoutMap
-from xrank.plan.layout_shapes import compute_shapes
+from xrank.plan.holdings import compute_shapes
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "layouts.py"
 

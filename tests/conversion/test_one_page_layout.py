@@ -12,8 +12,7 @@ from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
 from xrank.conversion.layout import check_layouts
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.layout import LayoutMap
-from xrank.plan.layout_shapes import compute_shapes
-from xrank.plan.survey import survey
+from xrank.plan.holdings import compute_shapes, survey
 
 PAGE = """
 [mesh]

@@ -46,7 +46,7 @@ from xrank.formats.torch_archive import read_archive
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.local_part import LocalPart
 from xrank.layout.nests import Nest
-from xrank.plan import windows, worker
+from xrank.plan import executor, windows
 from xrank.readers.rank_states import read_rank_state
 
 ELSEWHERE = {
@@ -165,7 +165,7 @@ def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
 
 def test_small_windows_and_buffers_change_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = leave(bench.workspace)
-    for module in (windows, worker):
+    for module in (windows, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 4096)
     for workers in (1, 3):
         report = reshard_checkpoint(bench.workspace, told(), bench.out, workers=workers, overwrite=True)
@@ -265,7 +265,7 @@ def test_ranks_that_no_mesh_names_have_empty_states(bench: Bench) -> None:
 def test_parts_with_padding_are_filled_with_zeros(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank gets two rows more than it holds, one before and one after; whatever a window held before."""
     model = leave(bench.workspace)
-    for module in (windows, worker):
+    for module in (windows, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 4096)
 
     def padded(layout: Any, mesh: Any, coordinate: Any, shape: Any, sizes: Any) -> LocalPart | None:

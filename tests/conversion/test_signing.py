@@ -22,8 +22,7 @@ from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
-from xrank.plan.file_hashes import FileHashes
-from xrank.plan.windows import WINDOW_NBYTES
+from xrank.plan.windows import WINDOW_NBYTES, FileHashes
 
 pytest.importorskip("cryptography")
 

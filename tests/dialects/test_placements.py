@@ -24,9 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from xrank.dialects import describe_mesh, from_placements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh
-from xrank.layout.local_part import local_part
+from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.nests import Nest, addresses
-from xrank.layout.shape_inference import infer_shape
 
 
 def held(layout, mesh: DeviceMesh, rank: int, shape: tuple[int, ...]) -> torch.Tensor:

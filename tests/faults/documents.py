@@ -34,7 +34,7 @@ from tests.faults.mutation import change_value, write_json
 from tests.faults.texts import Target, feed_targets
 from xrank.conversion.signature_check import check_signature
 from xrank.errors import IncompleteError
-from xrank.formats import signed_files, signed_statement
+from xrank.formats import signature
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.formats.zarr_array import parse_array
 from xrank.readers.base import Hints
@@ -235,13 +235,13 @@ def _signatures(folder: Path) -> list[Target]:
     (model / "a.bin").write_bytes(b"x" * 10)
     (model / "config.json").write_bytes(b"{}")
     digests = {name: hashlib.sha256((model / name).read_bytes()).digest() for name in ("a.bin", "config.json")}
-    whole = signed_files.make_files_statement("model", digests, "model.sig")
+    whole = signature.make_files_statement("model", digests, "model.sig")
     shards = json.loads(json.dumps(whole))
     shards["predicate"]["serialization"] |= {"method": "shards", "shard_size": 5}
     shards["predicate"]["resources"] = [
         {"name": f"a.bin:{start}:{start + 5}", "digest": hashlib.sha256(b"x" * 5).hexdigest()} for start in (0, 5)
     ]
-    bundle = json.loads(signed_statement.sign_statement(whole, key))
+    bundle = json.loads(signature.sign_statement(whole, key))
     path = folder / "model.sig"
 
     def check(content: bytes) -> object:
@@ -249,9 +249,9 @@ def _signatures(folder: Path) -> list[Target]:
         return check_signature(str(model), str(path), str(public), 1)
 
     def sign(payload: bytes) -> bytes:
-        signature = key.sign(signed_statement._encode(payload), ec.ECDSA(hashes.SHA256()))
+        made = key.sign(signature._encode(payload), ec.ECDSA(hashes.SHA256()))
         envelope = bundle["dsseEnvelope"] | {"payload": base64.b64encode(payload).decode()}
-        envelope["signatures"] = [{"sig": base64.b64encode(signature).decode(), "keyid": ""}]
+        envelope["signatures"] = [{"sig": base64.b64encode(made).decode(), "keyid": ""}]
         return json.dumps({**bundle, "dsseEnvelope": envelope}).encode()
 
     def statement(rng: random.Random) -> bytes:

@@ -25,7 +25,7 @@ from xrank.conversion import gather as conversion
 from xrank.decisions.options import parse_size
 from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import ContradictionError, UsageError
-from xrank.layout.layout_file import write_whole
+from xrank.layout.layout_map import write_whole
 from xrank.recipes.name_proof import prove_family
 from xrank.recipes.recipe_file import load_shipped_recipe
 from xrank.recipes.requirements import check_requirements

@@ -39,16 +39,15 @@ from xrank.decisions.options import parse_size
 from xrank.environment import read_launch
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import read_metadata
-from xrank.formats.json_text import check_json_object
-from xrank.formats.pickle_reader import read_pickle
+from xrank.formats.entries import check_json_object
+from xrank.formats.pickles import read_pickle
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.formats.regular_file import Origin
 from xrank.formats.safetensors_header import HeaderTensor, build_header, read_header
 from xrank.formats.torch_archive import read_archive
 from xrank.formats.zarr_array import parse_array
-from xrank.layout.layout_file import read_layout_file
-from xrank.layout.mesh import DeviceMesh
-from xrank.layout.mesh_views import mesh_from_order
+from xrank.layout.layout_map import read_layout_file
+from xrank.layout.mesh import DeviceMesh, mesh_from_order
 from xrank.layout.notation import render
 from xrank.layout.parser import parse
 from xrank.layout.tensor_name import parse_name

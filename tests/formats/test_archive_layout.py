@@ -13,9 +13,9 @@ import torch
 from torch.utils import serialization
 
 from xrank.dtypes import DTYPES
-from xrank.formats.archive_layout import ALIGNMENT, lay_out_archive
-from xrank.formats.state_pickle import state_pickle
+from xrank.formats.rank_state import state_pickle
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
+from xrank.formats.zip_archive import ALIGNMENT, lay_out_archive
 
 config: Any = serialization.config
 

@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, Wri
 
 from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
-from xrank.formats.dcp_metadata import DcpMetadata, read_metadata
-from xrank.formats.dcp_metadata_pickle import MetadataMachine
-from xrank.formats.pickle_reader import run_machine
+from xrank.formats.dcp_metadata import DcpMetadata, MetadataMachine, read_metadata
+from xrank.formats.pickles import run_machine
 from xrank.formats.regular_file import Origin
 
 

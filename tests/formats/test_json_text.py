@@ -10,9 +10,8 @@ import pytest
 
 import xrank
 from xrank.errors import CorruptError
-from xrank.formats import json_text
-from xrank.formats.entries import parse_json
-from xrank.formats.json_text import check_json_object
+from xrank.formats import entries
+from xrank.formats.entries import check_json_object, parse_json
 
 VALUE = {
     "model": {"vocab": {'a"b\\': 0, "\u0120x": 1, "": 2}, "merges": [["a", "b"], []], "empty": {}},
@@ -42,7 +41,7 @@ def is_object(content: bytes) -> bool:
 def test_whole_object_is_accepted_and_every_cut_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, piece_nbytes: int
 ) -> None:
-    monkeypatch.setattr(json_text, "_PIECE_NBYTES", piece_nbytes)
+    monkeypatch.setattr(entries, "_PIECE_NBYTES", piece_nbytes)
     content = json.dumps(VALUE, indent=indent, ensure_ascii=False).encode()
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content + b"\n")

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
-from xrank.formats.inert_record import InertRecord, check_tree, refuse_inert
-from xrank.formats.pickle_machine import PickleMachine
-from xrank.formats.pickle_reader import read_pickle
+from xrank.formats.pickles import InertRecord, PickleMachine, check_tree, read_pickle, refuse_inert
 from xrank.formats.regular_file import Origin
 
 pytestmark = pytest.mark.quick
@@ -350,10 +348,10 @@ def test_a_cycle_through_an_object_is_no_damage():
 
 
 def test_steps_are_bounded(monkeypatch):
-    monkeypatch.setattr("xrank.formats.pickle_machine.MAX_OPCODES", 1000)
+    monkeypatch.setattr("xrank.formats.pickles.MAX_OPCODES", 1000)
     with pytest.raises(CorruptError, match="steps"):
         read_pickle(b"N0" * 1000 + b"N.", ORIGIN)
-    monkeypatch.setattr("xrank.formats.pickle_reader.MAX_PICKLE_NBYTES", 10)
+    monkeypatch.setattr("xrank.formats.pickles.MAX_PICKLE_NBYTES", 10)
     with pytest.raises(CorruptError, match="too long"):
         read_pickle(b"N0" * 1000 + b"N.", ORIGIN)
 

@@ -10,7 +10,7 @@ import torch
 
 from xrank import NFSWorkspace
 from xrank.errors import ContradictionError, CorruptError
-from xrank.formats.saved_state import read_saved_state, record_of
+from xrank.formats.rank_state import read_saved_state, record_of
 
 
 def state_file(folder: Path, value: object) -> str:

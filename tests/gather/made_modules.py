@@ -16,7 +16,7 @@ import torch
 from tests.readers.made_megatron import EXPERTS, Run, chunk_state
 from xrank.dtypes import numpy_dtype
 from xrank.layout import DeviceMesh, MeshViews
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 from xrank.layout.nests import addresses
 from xrank.plan.source import StoredModel
 from xrank.readers.live.local_model import LocalModel, local_model

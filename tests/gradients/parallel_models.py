@@ -17,7 +17,7 @@ from torch import nn
 from xrank.gradients import mark
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.wires.process_groups import make_groups
-from xrank.layout.mesh_views import MeshViews, megatron_views
+from xrank.layout.mesh import MeshViews, megatron_views
 
 VOCABULARY, WIDTH, LENGTH, NUM_HEADS, NUM_EXPERTS, NUM_LAYERS, ROWS = 12, 8, 8, 4, 4, 2, 8
 RATE = 0.125

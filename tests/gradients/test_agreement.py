@@ -7,7 +7,7 @@ from xrank.errors import GradientError
 from xrank.gradients import GradientConfig, GradientPlan
 from xrank.gradients.plans.agreement import agreement_lines, check_lines
 from xrank.layout import DeviceMesh
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 MESH = DeviceMesh((2,), ("dp",))
 

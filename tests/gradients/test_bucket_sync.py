@@ -13,7 +13,7 @@ from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plans.plan_entries import PlannedBucket
 from xrank.gradients.wires.faults import GradientFault
 from xrank.layout import DeviceMesh
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 pytestmark = pytest.mark.timeout(60)
 

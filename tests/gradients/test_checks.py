@@ -15,7 +15,7 @@ from xrank.errors import GradientError
 from xrank.gradients import GradientCheck, GradientConfig, GradientPlan, check_gradients, mark
 from xrank.gradients.checking.given_gradients import GivenGradients, take_slices
 from xrank.layout import DeviceMesh
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 pytestmark = pytest.mark.timeout(90)
 

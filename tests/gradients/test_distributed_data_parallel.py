@@ -8,7 +8,7 @@ import torch
 from tests.gradients.wires import batch_of, loss_of, make_module, mean_gradients
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
 from xrank.layout import DeviceMesh
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 pytestmark = pytest.mark.timeout(90)
 

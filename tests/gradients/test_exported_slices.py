@@ -27,7 +27,7 @@ from xrank.gradients import (
     mark,
 )
 from xrank.layout import DeviceMesh, LayoutMap, MeshViews
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 from xrank.workspace.nfs import NFSWorkspace
 
 pytestmark = pytest.mark.timeout(90)

@@ -11,7 +11,7 @@ from xrank.gradients import GradientConfig, GradientPlan, mark
 from xrank.gradients.plans.marks import ParameterRole, role_of
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.layout import DeviceMesh, MeshViews
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 PLACE = MeshPlace(megatron_views(16, tp=2, ep=4, pp=2, etp=1), 3)
 QK = "layers.0.self_attn.q_norm.weight"

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from xrank.errors import LayoutError
 from xrank.gradients.plans.mesh_places import MeshPlace, as_mesh_views, check_shard_order, ranks_along
 from xrank.layout import DeviceMesh, MeshViews
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(), st.data())

@@ -16,7 +16,7 @@ from xrank.gradients import GradientConfig, GradientPlan, mark
 from xrank.gradients.plans.agreement import agreement_lines, buffer_lines, check_lines
 from xrank.gradients.plans.mesh_places import check_shard_order
 from xrank.layout import DeviceMesh, MeshViews
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

@@ -10,7 +10,7 @@ from xrank.gradients import GradientPlan
 from xrank.gradients.wires import process_groups
 from xrank.gradients.wires.process_groups import exchange_texts, make_groups
 from xrank.layout import DeviceMesh
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 
 def total(group, rank: int) -> int:

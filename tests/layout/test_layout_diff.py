@@ -1,5 +1,5 @@
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.layout_diff import LayoutChange, LayoutDiff
+from xrank.layout.layout_map import LayoutChange, LayoutDiff
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.layout_file import parse_tables, to_text
-from xrank.layout.layout_map import _from_file
+from xrank.layout.layout_map import _from_file, parse_tables, to_text
 
 pytestmark = pytest.mark.quick
 

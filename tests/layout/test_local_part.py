@@ -11,10 +11,9 @@ from tests.sampled import count_of
 from xrank.errors import IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.dim_part import compile_dim
-from xrank.layout.local_part import local_part
+from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.nests import Nest, addresses, canonical
 from xrank.layout.notation import Size, Split
-from xrank.layout.shape_inference import infer_shape
 
 pytestmark = pytest.mark.quick
 

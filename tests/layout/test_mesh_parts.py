@@ -15,9 +15,8 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.companion import parse_companion
 from xrank.layout.companion_parts import companion_mesh_parts, companion_part
-from xrank.layout.flat import flat_mesh_parts, flat_part
 from xrank.layout.local_part import LocalPart, local_part
-from xrank.layout.mesh_parts import MeshParts, mesh_parts
+from xrank.layout.mesh_parts import MeshParts, flat_mesh_parts, flat_part, mesh_parts
 from xrank.layout.nests import Nest, size
 
 MANY = "<" + " | ".join(f"p{i}: 1" for i in range(130)) + ">"

@@ -4,7 +4,7 @@ import pytest
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, MeshViews
-from xrank.layout.mesh_views import megatron_views, mesh_from_order
+from xrank.layout.mesh import megatron_views, mesh_from_order
 
 
 def test_groups_along_any_axes():

@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 
-from xrank.layout.nest_rows import canonical_rows, join_rows, restrict_rows, rows_of
-from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nest_table import NestTable, canonical_rows, int_array, join_rows, restrict_rows, rows_of
 from xrank.layout.nests import Nest, canonical, restrict, span
 
 

@@ -12,11 +12,10 @@ from tests.layout.plain_meaning import NOTHING, Made, combined, local_shape, pla
 from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.local_part import local_part
+from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.nests import addresses, canonical
 from xrank.layout.notation import render
 from xrank.layout.parser import parse
-from xrank.layout.shape_inference import infer_shape
 
 pytestmark = pytest.mark.quick
 

@@ -9,8 +9,8 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import companion_shape, parse_companion
 from xrank.layout.companion_parts import companion_part
-from xrank.layout.flat import flat_part
 from xrank.layout.local_part import local_part
+from xrank.layout.mesh_parts import flat_part
 from xrank.layout.nests import addresses, size
 from xrank.layout.tensor_name import name_table, parse_name
 from xrank.recipes.pairing import pair

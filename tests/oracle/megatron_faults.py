@@ -33,7 +33,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from xrank.gradients import GradientConfig, GradientPlan, check_gradients
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 WIDTH, VOCABULARY, ROWS, SMOOTHING = 4, 6, 5, 0.2
 _TOKENS = 4

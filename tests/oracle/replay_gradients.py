@@ -25,7 +25,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from xrank import gradients as ours
-from xrank.layout.mesh_views import megatron_views
+from xrank.layout.mesh import megatron_views
 
 NUM_STEPS, NUM_MICROBATCHES, NUM_EXPERTS = 3, 2, 4
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.pictures import layout_html
-from xrank.pictures.stylesheet import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH
+from xrank.pictures.page import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH
 
 VOID = {"meta", "input"}
 CLOSED_BY_OTHERS = {"td", "th", "tr", "li"}

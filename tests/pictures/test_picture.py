@@ -12,11 +12,10 @@ from tests.pictures.test_html_page import Page
 from xrank.errors import CorruptError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.pictures import layout_html, show
-from xrank.pictures.regions import Band, find_bands
-from xrank.pictures.report_page import report_page
-from xrank.pictures.stylesheet import colour
+from xrank.pictures.page import colour, report_page
+from xrank.pictures.text_picture import Band, find_bands
+from xrank.plan.holdings import survey
 from xrank.plan.report import Report
-from xrank.plan.survey import survey
 from xrank.virtual.pipelines.schedule import make_schedule
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.nests import addresses
 from xrank.pictures import layout_html, layout_text
-from xrank.pictures.regions import region_of
-from xrank.plan.survey import survey
+from xrank.pictures.text_picture import region_of
+from xrank.plan.holdings import survey
 
 DIMS = ("{n}", "{n}/~dp", "{n}/=tp", "{n}/~tp/~dp", "(2 {n}/~dp)", "({n}/~tp 2)", "(2 {n}/=dp 2)", "pad({n}, 4)/tp")
 

@@ -19,7 +19,7 @@ import xxhash
 from xrank import dtypes
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
-from xrank.plan import object_source, object_units, windows
+from xrank.plan import object_source, windows
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.stores.backend import ObjectStatus
@@ -248,6 +248,6 @@ def use_as_store(folder: Path, monkeypatch: pytest.MonkeyPatch, *, fills_memory:
     """Let objects be files of a folder, of whose records those above 64 bytes are large."""
     store = FolderStore(folder, fills_memory=fills_memory)
     monkeypatch.setattr(object_source, "open_store", lambda path: (store, os.path.basename(path)))
-    monkeypatch.setattr(object_units, "_SMALL_NBYTES", 64)
-    monkeypatch.setattr(object_units, "_GAP_NBYTES", 8)
+    monkeypatch.setattr(object_source, "_SMALL_NBYTES", 64)
+    monkeypatch.setattr(object_source, "_GAP_NBYTES", 8)
     monkeypatch.setattr(windows, "_STRAIGHT_NBYTES", 64)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.engine_cases import plain_digest
-from xrank.plan.digests import BLOCK_NBYTES, TensorDigest, digest_of_file, digest_text
+from xrank.plan.checksums import BLOCK_NBYTES, TensorDigest, digest_of_file, digest_text
 
 
 def digest_of(data: bytes, cuts: list[int], rng: random.Random) -> bytes:

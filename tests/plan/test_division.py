@@ -7,21 +7,20 @@ import numpy as np
 import pytest
 
 from tests.plan.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of
-from xrank.plan import digests, windows, worker
-from xrank.plan.budget import Budget
+from xrank.plan import checksums, executor, windows
 from xrank.plan.buffers import MemorySource, MemoryTarget
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.division import divide
-from xrank.plan.executor import Outcome, execute
-from xrank.plan.file_parts import JoinedFile
+from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.planner import Plan, make_plan
+from xrank.plan.windows import JoinedFile
 
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    for module in (windows, worker):
+    for module in (windows, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 512)
-    monkeypatch.setattr(digests, "BLOCK_NBYTES", 200)  # some lie in a window, some across two ranks'
+    monkeypatch.setattr(checksums, "BLOCK_NBYTES", 200)  # some lie in a window, some across two ranks'
 
 
 def random_plan(rng: random.Random) -> tuple[MadeModel, Plan]:

@@ -25,11 +25,10 @@ from tests.plan.engine_cases import (
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.layout.nests import Nest
-from xrank.plan import executor, windows, worker
-from xrank.plan.budget import Budget
+from xrank.plan import executor, windows
 from xrank.plan.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
-from xrank.plan.digests import digest_of_file
-from xrank.plan.executor import CancelledError, execute
+from xrank.plan.checksums import digest_of_file
+from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.object_source import ObjectSource
 from xrank.plan.planner import make_plan
 from xrank.stores.uploads import Part
@@ -52,7 +51,7 @@ def no_thread_outlives_a_test():
 @pytest.fixture
 def small_windows(monkeypatch):
     """Make windows of 512 bytes, so that small tensors cross many."""
-    for module in (windows, worker, executor):
+    for module in (windows, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 512)
 
 

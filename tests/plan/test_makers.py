@@ -7,7 +7,7 @@ import pytest
 
 from tests.plan.engine_cases import MadeModel, box_nest, lay_out, outputs_of
 from xrank.plan import windows
-from xrank.plan.makers import assign_makers
+from xrank.plan.division import assign_makers
 from xrank.plan.planner import make_plan
 
 WINDOW = 512
@@ -92,7 +92,7 @@ def test_who_holds_too_much_gives_to_who_holds_little():
 
 
 def test_thin_slices_are_near_to_nobody(monkeypatch):
-    monkeypatch.setattr("xrank.plan.makers._MOST_PLACES", 10)
+    monkeypatch.setattr("xrank.plan.division._MOST_PLACES", 10)
     makers, _ = makers_of([((64, 512), columns((64, 512), 4))], 4)
     assert np.bincount(makers).tolist() == [16] * 4
 

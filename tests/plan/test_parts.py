@@ -16,16 +16,14 @@ from xrank import dtypes
 from xrank.errors import ContradictionError
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest
-from xrank.plan import executor, planner, windows, worker
-from xrank.plan.budget import Budget
+from xrank.plan import executor, planner, windows
 from xrank.plan.buffers import MemorySource, MemoryTarget
-from xrank.plan.composition import compose
+from xrank.plan.checksums import digest_of_file
 from xrank.plan.coverage import find_fault
-from xrank.plan.digests import digest_of_file
-from xrank.plan.executor import execute
+from xrank.plan.executor import Budget, execute
 from xrank.plan.object_source import ObjectSource
 from xrank.plan.output import OutputFile, OutputTensor, TensorPart
-from xrank.plan.planner import make_plan
+from xrank.plan.planner import compose, make_plan
 
 
 def by_meaning(pieces: NestTable, part: Sequence[Nest]) -> set[tuple[int, int, int]]:
@@ -92,7 +90,7 @@ def padded_part(rng: random.Random, shape: Sequence[int]) -> tuple[tuple[int, ..
 @pytest.mark.parametrize("in_store", [False, True], ids=["memory", "store"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_files_of_parts_with_bytes_between_them(monkeypatch, tmp_path, workers, in_store):
-    for module in (windows, worker, executor):
+    for module in (windows, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 512)
     use_as_store(tmp_path, monkeypatch)
     rng = random.Random(workers)

@@ -9,9 +9,8 @@ import pytest
 
 from tests.plan.engine_cases import MadeModel, box_nest, expected_file, lay_out, outputs_of, shuffled
 from xrank.plan import replicas
-from xrank.plan.budget import Budget
 from xrank.plan.buffers import MemorySource, MemoryTarget
-from xrank.plan.executor import execute
+from xrank.plan.executor import Budget, execute
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.replicas import digest_twins, find_different_twin, prefer_own_copies
 

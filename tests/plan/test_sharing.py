@@ -18,7 +18,7 @@ from tests.cli.bench import run
 from xrank import NFSWorkspace, gather_checkpoint
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.plan import sharing
+from xrank.plan import buffers
 
 ROWS = {"big": (1024, 512), "odd": (33, 7), "more": (512, 512), "part": (600, 512)}
 
@@ -62,7 +62,7 @@ class FileSystem:
 @pytest.fixture
 def file_system(monkeypatch: pytest.MonkeyPatch) -> FileSystem:
     made = FileSystem()
-    monkeypatch.setattr(sharing.fcntl, "ioctl", made.ioctl)
+    monkeypatch.setattr(buffers.fcntl, "ioctl", made.ioctl)
     return made
 
 

@@ -14,8 +14,7 @@ from xrank.layout.local_part import local_part
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, addresses
 from xrank.layout.tensor_name import name_table
-from xrank.plan.holdings import Holdings, apply_layout, apply_pieces, sum_held_nbytes
-from xrank.plan.survey import survey
+from xrank.plan.holdings import Holdings, apply_layout, apply_pieces, sum_held_nbytes, survey
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plan.engine_cases import Integer, pairs_of, shuffled
 from xrank.layout.nests import Nest, canonical
-from xrank.plan.tiles import Tile, cut_tiles
+from xrank.plan.casts import Tile, cut_tiles
 
 
 def drawn_nest(integer: Integer) -> Nest:

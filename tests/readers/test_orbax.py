@@ -378,7 +378,7 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_path_out_of_the_folder(tmp_path: Path) -> None:
-    from xrank.formats.ocdbt import _parse_location
+    from xrank.formats.zarr_array import _parse_location
 
     for location in ("value:../:d/1:0:9", "value::/etc/passwd:0:9", "value:a/:../../b:0:9", "value::d/\0:0:9"):
         with pytest.raises(UnsafeError, match="names a file outside its folder"):

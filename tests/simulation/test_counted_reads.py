@@ -15,7 +15,7 @@ from tests.simulation.made_layouts import llama
 from tests.simulation.test_planned_bytes import NEW, PAGE
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
-from xrank.plan.tiles import cut_tiles
+from xrank.plan.casts import cut_tiles
 from xrank.simulation.counted_reads import compute_read_overhead, elements_below, num_places
 from xrank.simulation.planned_work import PlannedWork, plan_work
 from xrank.simulation.simulation import compute_traffic

@@ -19,7 +19,7 @@ from xrank.conversion.checkpoint import open_checkpoint
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, XrankError
-from xrank.plan import object_source, object_units
+from xrank.plan import object_source
 from xrank.testing.reader_contract import read_model, whole
 
 _SEEDS_A_JOB = 25
@@ -46,8 +46,7 @@ def _write_checked(folder: Path, model: dict[str, torch.Tensor]) -> Path:
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     speed_up(monkeypatch)
     # Small blocks, so that a small model takes many requests.
-    for module in (object_source, object_units):
-        monkeypatch.setattr(module, "BLOCK_NBYTES", 64 << 10)
+    monkeypatch.setattr(object_source, "BLOCK_NBYTES", 64 << 10)
 
 
 def _through(proxy_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

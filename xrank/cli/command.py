@@ -582,7 +582,7 @@ class ReportFile:
             UsageError: the file cannot be written.
         """
         from xrank.conversion.layout import write_page
-        from xrank.pictures.report_page import report_page
+        from xrank.pictures.page import report_page
 
         write_page(report, report_page(report, self._samples), self._path)
 

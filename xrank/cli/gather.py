@@ -16,8 +16,7 @@ from xrank.errors import UsageError
 from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import Report
-    from xrank.plan.report_facts import OutputFacts
+    from xrank.plan.report import OutputFacts, Report
 
 
 @click.command(

@@ -16,7 +16,7 @@ from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.layout.layout_diff import LayoutChange, LayoutDiff
+    from xrank.layout.layout_map import LayoutChange, LayoutDiff
     from xrank.plan.report import Report
 
 

@@ -17,14 +17,13 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.formats.safetensors_header import read_header
 from xrank.layout import LayoutMap
 from xrank.making.file_writing import FileDigests, digests_of, hash_beside, plan_of_headers, read_through
-from xrank.plan.budget import Budget
+from xrank.plan.checksums import digest_text
 from xrank.plan.decoding import open_source
-from xrank.plan.digests import digest_text
-from xrank.plan.executor import Outcome
-from xrank.plan.file_hashes import digest_plain_file
+from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
-from xrank.plan.report_facts import ProofFacts, SourceFacts
+from xrank.plan.report import ProofFacts, SourceFacts
+from xrank.plan.windows import digest_plain_file
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.stores import places
 from xrank.teams.team import Team

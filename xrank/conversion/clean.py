@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xrank.errors import UsageError, names_own_arguments
-from xrank.plan.report import Report
-from xrank.plan.report_facts import CleanDetails
+from xrank.plan.report import CleanDetails, Report
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_messages, clean_object_messages, clean_places, folder_time

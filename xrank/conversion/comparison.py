@@ -26,15 +26,14 @@ from xrank.decisions.saved_form import TABLE, convert_adapted, convert_to_files
 from xrank.decisions.ties import find_config_ties
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
-from xrank.plan.budget import Budget
 from xrank.plan.coverage import range_text
 from xrank.plan.decoding import open_source
-from xrank.plan.differences import Differences
-from xrank.plan.executor import Outcome, execute
+from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.faults import Differences
 from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, TensorPlan, make_plan, select_tensors
-from xrank.plan.report_facts import ProofFacts, SourceFacts
+from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.plan.source import StoredModel, StoredShard, merge_models
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.readers.discovery import find_source

@@ -19,9 +19,8 @@ from xrank.decisions.options import default_workers
 from xrank.environment import SETTINGS, environ, hub_cache, list_cached_models, setting
 from xrank.errors import UsageError, XrankError
 from xrank.lending.peer_memory import LendingSign
-from xrank.plan.report import Report
-from xrank.plan.report_facts import DoctorDetails
-from xrank.plan.sharing import shares_blocks
+from xrank.plan.buffers import shares_blocks
+from xrank.plan.report import DoctorDetails, Report
 from xrank.readers.plugins import find_plugins
 from xrank.teams.launches import find_launch
 from xrank.version import __version__

@@ -23,8 +23,7 @@ from xrank.layout import LayoutMap
 from xrank.making.file_writing import find_together
 from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
-from xrank.plan.report import Report
-from xrank.plan.report_facts import FileFacts
+from xrank.plan.report import FileFacts, Report
 from xrank.stores import places
 from xrank.stores.url import clean_path, is_url, split_url
 from xrank.teams.agreement import check_plans

@@ -19,8 +19,7 @@ from xrank.plan.decoding import open_source
 from xrank.plan.executor import execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import divide_replicas, make_plan
-from xrank.plan.report import Report
-from xrank.plan.report_facts import InspectDetails, SourceFacts
+from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks

@@ -22,14 +22,10 @@ from xrank.decisions.layout_sources import (
 )
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import LayoutMap
-from xrank.layout.layout_diff import LayoutDiff
-from xrank.layout.layout_file import write_whole
+from xrank.layout.layout_map import LayoutDiff, write_whole
 from xrank.pictures.text_picture import share_words
-from xrank.plan.holdings import Holdings, Survey
-from xrank.plan.layout_shapes import compute_shapes
-from xrank.plan.report import Report
-from xrank.plan.report_facts import LayoutDetails, OutputFacts, SourceFacts
-from xrank.plan.survey import survey
+from xrank.plan.holdings import Holdings, Survey, compute_shapes, survey
+from xrank.plan.report import LayoutDetails, OutputFacts, Report, SourceFacts
 from xrank.system import peak_rss_nbytes
 
 

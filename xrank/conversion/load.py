@@ -23,16 +23,13 @@ from xrank.errors import CorruptError, names_own_arguments, require_torch
 from xrank.layout import LayoutMap
 from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.making.file_writing import hash_beside
-from xrank.plan.budget import Budget
+from xrank.plan.checksums import TensorDigest, digest_text
 from xrank.plan.decoding import open_source
-from xrank.plan.digests import TensorDigest, digest_text
-from xrank.plan.executor import Outcome, execute
-from xrank.plan.file_parts import FilePart
+from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.report import Report
-from xrank.plan.report_facts import OutputFacts, ProofFacts
+from xrank.plan.report import OutputFacts, ProofFacts, Report
 from xrank.plan.source import StoredModel
-from xrank.plan.windows import share_all
+from xrank.plan.windows import FilePart, share_all
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
 from xrank.recipes.tied_weights import list_unsaved

@@ -15,9 +15,8 @@ from xrank.decisions.recipe_fit import RecipeFit, fit_recipe
 from xrank.drafting.draft import draft
 from xrank.drafting.recipe_text import write_recipe
 from xrank.errors import LayoutError, OutputExistsError, UsageError, XrankError, option
-from xrank.layout.layout_file import write_whole
-from xrank.plan.report import Report
-from xrank.plan.report_facts import RecipeDetails, SourceFacts
+from xrank.layout.layout_map import write_whole
+from xrank.plan.report import RecipeDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import target_sides
 from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipes, read_shipped_text

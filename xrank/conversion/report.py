@@ -17,15 +17,13 @@ from xrank.decisions.folder_plan import FolderPlan
 from xrank.dtypes import DTYPES, dtype
 from xrank.errors import LayoutError
 from xrank.making.rounds import take_traffic
-from xrank.plan.digests import digest_text
+from xrank.plan.checksums import digest_text
+from xrank.plan.executor import factors_nbytes
 from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
-from xrank.plan.merging import factors_nbytes
-from xrank.plan.object_source import holds_objects
-from xrank.plan.object_units import count_requests
+from xrank.plan.object_source import count_requests, holds_objects
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
-from xrank.plan.report import Report
-from xrank.plan.report_facts import FileFacts, LayoutDetails, OutputFacts, ProofFacts, SourceFacts, TrafficFacts
+from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts, TrafficFacts
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.stores.url import is_url

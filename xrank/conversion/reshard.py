@@ -16,8 +16,7 @@ from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
 from xrank.making.file_writing import find_together
 from xrank.making.folder_filling import make_states, own_texts
-from xrank.plan.report import Report
-from xrank.plan.report_facts import FileFacts
+from xrank.plan.report import FileFacts, Report
 from xrank.stores import places
 from xrank.stores.url import clean_path
 from xrank.teams.agreement import check_plans

@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from xrank.conversion.checks import plan_manifest_check, run_check
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
-from xrank.formats.signed_files import SignedFiles, Stretch, read_files_statement
-from xrank.formats.signed_statement import read_public_key, read_signed_statement
+from xrank.formats.signature import SignedFiles, Stretch, read_files_statement, read_public_key, read_signed_statement
 from xrank.making.file_writing import hash_stretch
-from xrank.plan.budget import Budget
+from xrank.plan.executor import Budget
 from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.teams.team import Team

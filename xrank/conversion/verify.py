@@ -24,9 +24,8 @@ from xrank.errors import (
     option,
 )
 from xrank.layout import LayoutMap
-from xrank.plan.budget import Budget
-from xrank.plan.report import Report
-from xrank.plan.report_facts import OutputFacts, ProofFacts, SourceFacts
+from xrank.plan.executor import Budget
+from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.readers.workspace import WorkspaceReader
 from xrank.stores import places
 from xrank.stores.url import is_url

@@ -23,7 +23,7 @@ from xrank.errors import (
     needs,
     option,
 )
-from xrank.layout.name_pattern import compile_pattern
+from xrank.layout.tensor_name import compile_pattern
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.stores import places
 

@@ -19,7 +19,7 @@ from xrank.decisions.roundings import check_roundings, compute_digests
 from xrank.decisions.saved_form import convert_to_files
 from xrank.decisions.ties import find_config_ties
 from xrank.errors import UsageError, XrankError, option
-from xrank.plan.budget import Budget
+from xrank.plan.executor import Budget
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints, Reader

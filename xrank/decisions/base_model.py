@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.environment import environ, hub_cache
 from xrank.errors import ContradictionError, CorruptError, UsageError, either, needs, option
-from xrank.formats.inert_record import is_extra_state
+from xrank.formats.pickles import is_extra_state
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers

@@ -86,7 +86,7 @@ class FolderPlan:
         """Digest that identifies an interrupted output: the same source, options and output give the same digest."""
         if self.options.sign is None:
             return digest_of_plan(self.plan, self.options.replicas)
-        from xrank.formats.signed_statement import name_key
+        from xrank.formats.signature import name_key
 
         # A stage with a signature is not a start for an output without one, or with another key's.
         signing = name_key(os.fspath(self.options.sign)), str(self.options.attest)

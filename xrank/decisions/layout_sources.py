@@ -12,14 +12,11 @@ from xrank.decisions.stated_layouts import make_layout_map, survey_stored
 from xrank.errors import LayoutError, UsageError, option
 from xrank.formats.rank_state import rank_of
 from xrank.layout import LayoutMap
-from xrank.layout.layout_file import LayoutFile, to_text
-from xrank.layout.name_pattern import compile_pattern
+from xrank.layout.layout_map import LayoutFile, to_text
 from xrank.layout.notation import with_sizes
-from xrank.layout.tensor_name import has_groups, parse_name
-from xrank.plan.holdings import Survey
-from xrank.plan.layout_shapes import compute_shapes
+from xrank.layout.tensor_name import compile_pattern, has_groups, parse_name
+from xrank.plan.holdings import Survey, compute_shapes, survey
 from xrank.plan.source import StoredModel
-from xrank.plan.survey import survey
 from xrank.readers.discovery import find_source
 from xrank.stores import places
 

@@ -13,7 +13,7 @@ from xrank.decisions.quantized_tensors import find_scales
 from xrank.errors import LayoutError, UsageError, XrankError
 from xrank.formats.rank_state import TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.companion_base import base_of_shape
+from xrank.layout.companion_parts import base_of_shape
 from xrank.layout.nests import Nest, restrict, swap
 from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.plan.output import OutputFile, OutputTensor, TensorPart

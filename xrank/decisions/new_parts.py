@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from xrank.errors import LayoutError
 from xrank.layout.companion_parts import companion_part
-from xrank.layout.flat import flat_part
 from xrank.layout.local_part import LocalPart, local_part
+from xrank.layout.mesh_parts import flat_part
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.layout.tensor_layout import flat_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from xrank.errors import UsageError, option
-from xrank.layout.name_pattern import compile_pattern
-from xrank.plan.budget import Budget
+from xrank.layout.tensor_name import compile_pattern
+from xrank.plan.executor import Budget
 from xrank.system import count_cores
 from xrank.words import clip
 
@@ -132,7 +132,7 @@ class GatherOptions:
     def _check_signing(self) -> None:
         """Refuse a key that cannot sign now, not after the weights are written."""
         if self.sign is not None:
-            from xrank.formats.signed_statement import read_signing_key
+            from xrank.formats.signature import read_signing_key
 
             read_signing_key(os.fspath(self.sign))
         elif self.attest:

@@ -24,7 +24,7 @@ from xrank.errors import LayoutError
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.companion import inline_base
-from xrank.layout.companion_base import base_of_shape
+from xrank.layout.companion_parts import base_of_shape
 from xrank.layout.notation import count_names_of, size_names_of
 from xrank.layout.tensor_layout import flat_of
 from xrank.plan.output import OutputTensor

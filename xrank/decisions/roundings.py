@@ -13,10 +13,9 @@ from math import prod
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError
-from xrank.plan.budget import Budget
 from xrank.plan.buffers import NullTarget
 from xrank.plan.decoding import open_source
-from xrank.plan.executor import execute
+from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import make_plan
 from xrank.plan.source import StoredModel, StoredShard

@@ -11,9 +11,8 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion
 from xrank.layout.tensor_layout import free_size_names
-from xrank.plan.holdings import Holdings, Survey, apply_layout, apply_pieces
+from xrank.plan.holdings import Holdings, Survey, apply_layout, apply_pieces, survey
 from xrank.plan.source import StatedLayout, StoredModel, StoredShard
-from xrank.plan.survey import survey
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 """Names that match themselves as patterns, and little else."""

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from xrank.dtypes import dtype, numpy_dtype
 from xrank.layout.nests import Nest, canonical
-from xrank.plan.budget import Budget
 from xrank.plan.buffers import MemoryTarget, Source
-from xrank.plan.executor import execute
+from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import make_plan
 from xrank.plan.source import NO_CHECKSUM, StoredModel

@@ -1,10 +1,4 @@
-"""Read the items of torch DCP's ``.distcp`` files: the place of each tensor's bytes, and their checksum.
-
-An item is a whole ``torch.save`` archive of one tensor. Archives of pieces with equal shapes and types differ only in
-the tensor's bytes, its checksum and an id. So only the first of a kind is parsed: both ends of each other item are read
-and compared with it byte by byte, and the item is parsed only if they differ. Files of
-``SerializationFormat.SAFETENSORS`` end with one safetensors file instead.
-"""
+"""Read the items of torch DCP's files: the place of each tensor's bytes, and their checksum."""
 
 from __future__ import annotations
 
@@ -16,13 +10,41 @@ from math import prod
 import numpy as np
 
 from xrank.errors import XrankError
-from xrank.formats.inert_record import InertRecord, refuse_tensor_class
-from xrank.formats.regular_file import RegularFile, quote, refuse_pointer
-from xrank.formats.safetensors_header import read_header
-from xrank.formats.sharding_info import read_saved_offsets
+from xrank.formats.entries import Entry
+from xrank.formats.pickles import InertRecord, refuse_tensor_class
+from xrank.formats.regular_file import Origin, RegularFile, quote, refuse_pointer
+from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
-from xrank.formats.zip_index import open_item, read_members
+from xrank.formats.zip_archive import open_item, read_members
 from xrank.layout.nest_table import IntArray
+
+_KEY = "DCP_SHARDING_INFO"
+
+
+def read_saved_offsets(header: SafetensorsHeader, origin: Origin) -> dict[str, tuple[int, ...]]:
+    """Return name -> the first index in the whole tensor of the file's piece.
+
+    Raises:
+        CorruptError: the header lacks it for one of its tensors, or has it for others.
+    """
+    text = header.metadata.get(_KEY)
+    if text is None:
+        raise origin.corrupt(f"its header has no {_KEY}: torch did not write it as a shard")
+    recorded = Entry.parse(text, lambda fault: origin.corrupt(f"its {_KEY} is damaged", got=fault))
+    found = {name: entry["saved_offsets"] for name, entry in recorded.items()}
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    if found.keys() != shapes.keys():
+        name = sorted(found.keys() ^ shapes.keys())[0]
+        raise origin.corrupt(
+            f"its {_KEY} and its tensors disagree about {quote(name)}",
+            got=f"{len(found)} names there",
+            want=f"the {len(shapes)} names of the tensors",
+        )
+    for name, offsets in found.items():
+        if len(offsets.counts(below=1 << 62)) != len(shapes[name]):
+            offsets.refuse(f"{len(shapes[name])} offsets")
+    return {name: offsets.counts() for name, offsets in found.items()}
+
 
 _WHOLE_NBYTES = 1 << 16
 """Items up to this many bytes are read whole, larger ones at both ends."""

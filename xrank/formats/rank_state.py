@@ -8,13 +8,17 @@ The file is ``rank_<r>_state.pth``, a torch archive of ``{"config": dict, "weigh
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NoReturn, TypeAlias
 
-from xrank.errors import CorruptError, UsageError
+from xrank.dtypes import dtype
+from xrank.errors import ContradictionError, CorruptError, UsageError
+from xrank.formats.pickles import refuse_inert
+from xrank.formats.torch_archive import STORAGE_DTYPES, ArchivedTensor, TorchArchive, read_archive
 
 VERSION = 1
 CONFIG, WEIGHT, RECORD = "config", "weight", "xrank"
@@ -285,3 +289,148 @@ class _Parser:
 
     def numbers(self, value: Any, *where: object) -> tuple[int, ...]:
         return tuple(self.number(item, *where) for item in self.items(value, *where))
+
+
+_STORAGES = {dtype_name: storage for storage, dtype_name in STORAGE_DTYPES.items()}
+_PROTOCOL = 2  # torch/serialization.py: DEFAULT_PROTOCOL
+
+
+def state_pickle(config: Mapping[str, Any], weights: Mapping[str, ArchivedTensor], record: str) -> bytes:
+    """Return the pickle of ``{"config": config, "weight": weights, "xrank": record}``.
+
+    Args:
+        config: plain values, as in JSON.
+        weights: name -> tensor, each the whole of its record; equal values become one tensor with several names.
+        record: the state's record as a text.
+    """
+    parts = [pickle.PROTO + bytes([_PROTOCOL]), pickle.EMPTY_DICT, pickle.MARK]
+    parts += [_plain(CONFIG), _plain(dict(config)), _plain(WEIGHT), pickle.EMPTY_DICT, pickle.MARK]
+    memo: dict[ArchivedTensor, int] = {}
+    for name, tensor in weights.items():
+        parts.append(_plain(name))
+        if tensor in memo:
+            parts.append(pickle.LONG_BINGET + memo[tensor].to_bytes(4, "little"))
+            continue
+        # Plain values below reuse number 0. The config may have used any number, but does not need it anymore.
+        memo[tensor] = len(memo) + 1
+        parts += [_tensor(tensor), pickle.LONG_BINPUT + memo[tensor].to_bytes(4, "little")]
+    parts += [pickle.SETITEMS, _plain(RECORD), _plain(record), pickle.SETITEMS, pickle.STOP]
+    return b"".join(parts)
+
+
+def _plain(value: object) -> bytes:
+    """Return the opcodes that push a plain value."""
+    return pickle.dumps(value, _PROTOCOL)[2:-1]  # without the protocol and the stop
+
+
+def _global(module: str, name: str) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def _tensor(tensor: ArchivedTensor) -> bytes:
+    """Return the call of torch/_utils.py: _rebuild_tensor_v2, or _v3 if the element type has no storage class."""
+    element = dtype(tensor.dtype)
+    storage = _STORAGES.get(element.torch_name)
+    count = prod(tensor.shape) * (1 if storage else element.nbytes)
+    kind = _global("torch", storage) if storage else _global("torch.storage", "UntypedStorage")
+    parts = [_global("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3"), pickle.MARK]
+    # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
+    parts += [pickle.MARK, _plain("storage"), kind, _plain(tensor.key), _plain("cpu"), _plain(count)]
+    parts += [pickle.TUPLE, pickle.BINPERSID]
+    parts += [_plain(tensor.storage_offset), _plain(tensor.shape), _plain(tensor.strides), _plain(False)]
+    parts += [_global("collections", "OrderedDict"), pickle.EMPTY_TUPLE, pickle.REDUCE]  # no backward hooks
+    if storage is None:
+        parts.append(_global("torch", element.torch_name))
+    return b"".join([*parts, pickle.TUPLE, pickle.REDUCE])
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """One rank's state: the archive and its record."""
+
+    rank: int
+    """The expected rank."""
+    archive: TorchArchive
+    config: dict[str, Any] | None
+    weights: dict[str, ArchivedTensor]
+    record: RankRecord | None
+    """None for a state of ModelOpt."""
+
+    @property
+    def run(self) -> tuple[str | None, str | None, int | None, int] | None:
+        """(run id, attempt, step, world size), equal for states of one run; None without a record."""
+        record = self.record
+        return None if record is None else (record.run_id, record.attempt, record.step, record.world_size)
+
+    def check_rank(self) -> None:
+        """Check that the record, if there is one, has the expected rank.
+
+        Raises:
+            ContradictionError: it has another rank.
+        """
+        if self.record is None or self.record.rank == self.rank:
+            return
+        raise ContradictionError(
+            f"{self.archive.path} is a copy of another rank's state: it holds the state of rank {self.record.rank}",
+            rank=self.rank,
+            file=self.archive.path,
+            got=f"the state of rank {self.record.rank}",
+            want=f"the state of rank {self.rank}",
+            next_step=f"let rank {self.rank} write its state again",
+        )
+
+
+def read_saved_state(file: str, rank: int) -> SavedState:
+    """Read the state in a file without its tensors' bytes.
+
+    Args:
+        file: the state's path.
+        rank: the expected rank, which `SavedState.check_rank` checks.
+
+    Raises:
+        IncompleteError: there is no such file.
+        CorruptError, UnsafeError: it is damaged, or holds more than data.
+        UsageError: safetensors cannot hold its tensors, or a newer xrank wrote it.
+    """
+    archive = read_archive(file, rank=rank)
+    state = archive.value
+    refuse_inert(state, file, rank)
+    if not isinstance(state, dict) or not {CONFIG, WEIGHT} <= state.keys():
+        raise state_error(file, rank, f"a {type(state).__name__}", f'a dict with "{CONFIG}" and "{WEIGHT}"')
+    config, weights = state[CONFIG], state[WEIGHT]
+    if not (config is None or isinstance(config, dict)):
+        raise state_error(file, rank, f"a config in a {type(config).__name__}", "a dict")
+    if not isinstance(weights, dict):
+        raise state_error(file, rank, f"weights in a {type(weights).__name__}", "a dict of tensors")
+    for name, tensor in weights.items():
+        if not isinstance(name, str) or not isinstance(tensor, ArchivedTensor):
+            raise state_error(file, rank, f"{ascii(name)[:100]}: {type(tensor).__name__}", "tensors by name")
+    return SavedState(rank, archive, config, weights, record_of(archive, rank))
+
+
+def record_of(archive: TorchArchive, rank: int | None) -> RankRecord | None:
+    """Return the record of a state's archive; None if it has no record. Errors name the rank, if known.
+
+    Raises:
+        CorruptError: the record is malformed.
+        UsageError: a newer xrank wrote it.
+    """
+    text = archive.value.get(RECORD) if isinstance(archive.value, dict) else None
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise state_error(archive.path, rank, f"a record in a {type(text).__name__}", "a text")
+    return RankRecord.from_json(text, file=archive.path)
+
+
+def state_error(file: str, rank: int | None, got: str, want: str) -> CorruptError:
+    """Return the error for an unexpected value in a state."""
+    whose = "a rank" if rank is None else f"rank {rank}"
+    return CorruptError(
+        f"{file}: the state of {whose} is not what was written: {got}",
+        rank=rank,
+        file=file,
+        got=got,
+        want=want,
+        next_step=f"let {'the rank' if rank is None else whose} write its state again",
+    )

@@ -1,12 +1,8 @@
-"""Read the output of ``torch.save`` without torch: its tree, and the place of each storage's bytes.
-
-Nothing is executed, and tensors' bytes are not read: a tensor becomes a view (dtype, shape, strides) on a record of the
-file. All numbers of the view are checked against the record's size in the archive's directory, which
-``torch.load(mmap=True)`` does not do (measured on 2.13).
-"""
+"""Read the output of ``torch.save`` without torch: its tree, and checked views on the storages' bytes."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,23 +10,258 @@ from types import MappingProxyType
 
 from isal import isal_zlib
 
-from xrank.errors import CorruptError
-from xrank.formats.archived_tensor import ArchivedTensor, ArchiveRecord, TensorRebuilder, load_global
-from xrank.formats.inert_record import refuse_inert
-from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
-from xrank.formats.plain_values import PLAIN_BUILDERS
-from xrank.formats.regular_file import RegularFile, open_regular, quote, refuse_pointer
-from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_members
+from xrank.dtypes import by_torch_name, dtype
+from xrank.errors import CorruptError, UsageError
+from xrank.formats.pickles import (
+    MAX_PICKLE_NBYTES,
+    PLAIN_BUILDERS,
+    Builder,
+    InertRecord,
+    build_nested_class,
+    read_pickle,
+)
+from xrank.formats.regular_file import Origin, RegularFile, open_regular, quote, refuse_pointer
+from xrank.formats.zip_archive import ItemBytes, ZipMember, open_item, read_members
 from xrank.stores.backend import ObjectStatus
 
-__all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "is_archive", "read_archive", "read_archive_in"]
-__all__ += ["NAMES", "refuse_inert"]
-
-# torch/serialization.py: MAGIC_NUMBER, pickled: the first bytes of files before torch 1.6, which introduced zips.
 NAMES = "save the names with the tensors: torch.save(model.state_dict(), file); then gather that"
 """The next step for a file without a state dict."""
+
 _ZIP = b"PK\x03\x04"
+# torch/serialization.py: MAGIC_NUMBER, pickled: the first bytes of files before torch 1.6, which introduced zips.
 _BEFORE_ZIPS = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_MAX_DIMENSIONS = 64
+_MAX_EXTENT = (1 << 63) - 1
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt8Storage": "quint8",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+}
+"""Typed storage -> its element type (torch/storage.py: _dtype_to_storage_type_map); other storages are untyped."""
+
+# The names of element types in torch: those that xrank copies and those that it refuses by name.
+_DTYPE_NAMES = frozenset(
+    {*STORAGE_DTYPES.values(), "uint16", "uint32", "uint64", "complex32", "float4_e2m1fn_x2"}
+    | {f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+    | {"bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRecord:
+    """The place of one storage's bytes in the file."""
+
+    key: str
+    offset: int
+    """First byte of the payload from the start of the *file*."""
+    nbytes: int
+    crc32: int
+    """The checksum in the archive's directory; meaningless if the archive has no checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedTensor:
+    """A view on one record; several tensors may share a record."""
+
+    key: str
+    """Key of the record in `TorchArchive.records`."""
+    dtype: str
+    """Name of the element type in safetensors."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Strides in elements, positive where the shape is above 1. Dimensions nest: no two elements share bytes."""
+    storage_offset: int
+    """Offset in the record, in elements."""
+
+
+def load_global(module: str, name: str) -> object:
+    """Return the value of a global name in the pickle: the text of an element type, or an inert record."""
+    if module == "torch" and name in _DTYPE_NAMES:
+        return f"torch.{name}"
+    return InertRecord(module, name)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class _Storage(InertRecord):
+    """A storage that a tensor will view; otherwise it stays in the tree as an inert record."""
+
+    key: str = ""
+    dtype: str | None = None
+    """None for an untyped storage; the tensor defines the type."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRebuilder:
+    """Build checked tensors from the persistent ids and rebuild calls of a pickle."""
+
+    records: Mapping[str, ArchiveRecord]
+    origin: Origin
+
+    def builders(self) -> dict[tuple[str, str], Builder]:
+        """Return the builder of each call that concerns tensors."""
+        return {
+            ("torch", "Size"): _size,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor_v2,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
+            ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_state,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._rebuild_with_state,
+            ("__builtin__", "getattr"): build_nested_class,
+            ("builtins", "getattr"): build_nested_class,
+        }
+
+    def load_storage(self, saved_id: object) -> object:
+        """Return the storage of a persistent id."""
+        # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
+        match saved_id:
+            case ("storage", InertRecord(args=None) as kind, str(key), str(), int(count)) if (
+                type(count) is int and count >= 0 and kind.module in ("torch", "torch.storage")
+            ):
+                pass
+            case _:
+                raise self.origin.corrupt("the pickle refers to a storage in no known way", got=type(saved_id).__name__)
+        if kind.name == "UntypedStorage":
+            name, itemsize = None, 1
+        elif kind.name in STORAGE_DTYPES:
+            name = self._element_type(f"torch.{STORAGE_DTYPES[kind.name]}")
+            itemsize = dtype(name).nbytes
+        else:
+            raise self.origin.corrupt("the pickle names an unknown kind of storage", got=quote(kind.name))
+        record = self.records.get(key)
+        if record is None:
+            raise self.origin.corrupt(f"the record data/{quote(key)[1:-1]} is missing")
+        if count * itemsize != record.nbytes:
+            raise self.origin.corrupt(
+                f"the record data/{quote(key)[1:-1]} does not have the size its storage claims",
+                got=f"{record.nbytes} bytes",
+                want=f"{count} elements of {itemsize} bytes",
+            )
+        return _Storage("torch.storage", kind.name, (), key=key, dtype=name)
+
+    def _element_type(self, name: str) -> str:
+        try:
+            return by_torch_name(name.removeprefix("torch.")).name
+        except UsageError as error:
+            error.about(self.origin.name, file=self.origin.path, rank=self.origin.rank)
+            raise
+
+    def _tensor_v2(self, args: tuple[object, ...]) -> object:
+        # torch/_utils.py: _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata=None).
+        if len(args) not in (6, 7):
+            raise self.origin.corrupt("a tensor has the wrong number of parts", got=str(len(args)), want="6 or 7")
+        storage, offset, shape, strides, _, hooks, metadata = (*args, None)[:7]
+        if not isinstance(storage, _Storage) or storage.dtype is None:
+            raise self.origin.corrupt("a tensor has no storage of its type")
+        return self._tensor(storage.key, storage.dtype, offset, shape, strides, hooks, metadata)
+
+    def _tensor_v3(self, args: tuple[object, ...]) -> object:
+        # torch/_utils.py: _rebuild_tensor_v3(..., hooks, dtype, metadata=None).
+        if len(args) not in (7, 8):
+            raise self.origin.corrupt("a tensor has the wrong number of parts", got=str(len(args)), want="7 or 8")
+        storage, offset, shape, strides, _, hooks, name, metadata = (*args, None)[:8]
+        if not isinstance(storage, _Storage) or not isinstance(name, str):
+            raise self.origin.corrupt("a tensor has no storage, or no element type")
+        element_type = self._element_type(name)
+        if storage.dtype not in (None, element_type):
+            raise self.origin.corrupt("a tensor and its storage differ in type", got=storage.dtype, want=element_type)
+        return self._tensor(storage.key, element_type, offset, shape, strides, hooks, metadata)
+
+    def _rebuild_with_state(self, args: tuple[object, ...]) -> object:
+        # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state): a tensor with attributes of its own.
+        match args:
+            case (InertRecord(args=None) as rebuild, InertRecord(args=None) as kind, tuple() as parts, state) if (
+                (rebuild.module, rebuild.name) == ("torch._utils", "_rebuild_tensor_v2")
+                and (kind.module, kind.name) == ("torch", "Tensor")
+                and _is_plain_state(state)
+            ):
+                return self._tensor_v2(parts)
+        return NotImplemented
+
+    def _tensor(
+        self, key: str, dtype_name: str, offset: object, shape: object, strides: object, hooks: object, metadata: object
+    ) -> ArchivedTensor:
+        if hooks:
+            raise self.origin.unsafe("a tensor asks for backward hooks", got=type(hooks).__name__)
+        if metadata:
+            # torch/_utils.py: get_tensor_metadata: lazy conjugation and negation, or a backend's own bits.
+            raise self.origin.usage(
+                "a tensor is stored with its conjugation or negation still to be done",
+                next_step="call .resolve_conj() and .resolve_neg() before saving",
+            )
+        match offset, shape, strides:
+            case int(), tuple(), tuple() if len(shape) == len(strides) <= _MAX_DIMENSIONS and all(
+                type(part) is int and 0 <= part <= _MAX_EXTENT for part in (offset, *shape, *strides)
+            ):
+                pass
+            case _:
+                raise self.origin.corrupt("a tensor's offset, shape or strides are not counts")
+        self._check_view(key, dtype_name, offset, shape, strides)
+        return ArchivedTensor(key, dtype_name, shape, strides, offset)
+
+    def _check_view(
+        self, key: str, dtype_name: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
+        capacity = self.records[key].nbytes // dtype(dtype_name).nbytes
+        extent = 1 if math.prod(shape) else 0
+        if extent:
+            for stride, count in sorted(zip(strides, shape, strict=True)):
+                if count == 1:
+                    continue
+                # Each dimension must step over all smaller ones, or elements share bytes (as after expand()).
+                if stride < extent:
+                    raise self.origin.usage(
+                        "a tensor's elements share or interleave their storage",
+                        got=f"shape {quote(shape)}, strides {quote(strides)}",
+                        next_step="call .contiguous() or .clone() before saving",
+                    )
+                extent += (count - 1) * stride
+        if offset + extent > capacity:
+            raise self.origin.corrupt(
+                f"a tensor reaches past its storage data/{quote(key)[1:-1]}",
+                got=f"{capacity} elements",
+                want=f"{offset + extent} elements",
+            )
+
+
+def _size(args: tuple[object, ...]) -> object:
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented
+
+
+def _parameter(args: tuple[object, ...]) -> object:
+    # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks).
+    return args[0] if len(args) == 3 and isinstance(args[0], ArchivedTensor) and not args[2] else NotImplemented
+
+
+def _parameter_with_state(args: tuple[object, ...]) -> object:
+    # torch/_utils.py: _rebuild_parameter_with_state(data, requires_grad, hooks, state).
+    return _parameter(args[:3]) if len(args) == 4 and _is_plain_state(args[3]) else NotImplemented
+
+
+def _is_plain_state(state: object) -> bool:
+    """Return whether a tensor's attributes are only remarks (DeepSpeed's ``ds_id``), which are dropped.
+
+    Other attributes may change the values: ``data`` or ``real`` with a tensor replaces them.
+    """
+    return isinstance(state, dict) and all(
+        isinstance(name, str) and (value is None or isinstance(value, (bool, int, float, str)))
+        for name, value in state.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +285,7 @@ class TorchArchive:
     has_checksums: bool
     """False if all checksums are 0 (``torch.serialization.set_crc32_options(False)``), so bytes cannot be verified."""
     foreign: Mapping[tuple[str, str], int]
-    """Classes and functions in the pickle that frameworks do not write (`xrank.formats.pickled_names`)."""
+    """Classes and functions in the pickle that frameworks do not write (`xrank.formats.pickles`)."""
 
 
 def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:

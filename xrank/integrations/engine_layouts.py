@@ -8,8 +8,7 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 
 from xrank.errors import UsageError
-from xrank.plan.report import Report
-from xrank.plan.report_facts import LayoutDetails, OutputFacts, SourceFacts
+from xrank.plan.report import LayoutDetails, OutputFacts, Report, SourceFacts
 from xrank.system import peak_rss_nbytes
 
 ENGINES = ("vllm",)

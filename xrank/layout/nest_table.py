@@ -1,4 +1,4 @@
-"""Many nests as one table of arrays, small enough for plans of a million shards."""
+"""Tables of nests, and the operations of `xrank.layout.nests` on whole tables, in a few array operations."""
 
 from __future__ import annotations
 
@@ -74,3 +74,137 @@ class NestTable:
         """The address after the last y address of each nest; shape [n]."""
         reach = (self.loops[:, :, 0] - 1) * self.loops[:, :, 2]
         return np.asarray(self.y + reach.sum(axis=1) + 1, dtype=np.int64)
+
+
+def rows_of(owner: IntArray, chosen: IntArray, num_owners: int) -> tuple[IntArray, IntArray]:
+    """Return the rows of the chosen owners, one owner after the other: (row numbers, indices into `chosen`).
+
+    Args:
+        owner: the owner of each row, rising.
+        chosen: owners in any order, possibly repeated.
+        num_owners: number of owners.
+    """
+    counts = np.bincount(owner, minlength=num_owners)
+    starts = np.cumsum(counts) - counts
+    counts = counts[chosen]
+    at = np.repeat(np.arange(len(chosen)), counts)
+    ends = np.cumsum(counts)
+    # `ends - counts` is an owner's first row in the result, `starts` its first row in the table.
+    return np.arange(len(at)) + (starts[chosen] - ends + counts)[at], at
+
+
+def canonical_rows(nests: NestTable) -> NestTable:
+    """Make all rows canonical; loops of several iterations must already be sorted by falling x stride."""
+    loops = nests.loops
+    kept = np.zeros_like(loops)
+    kept[:, :, 0] = 1
+    if not loops.shape[1]:
+        return nests
+    rows = np.arange(len(loops))
+    last = np.full(len(loops), -1)
+    for column in range(loops.shape[1]):
+        loop = loops[:, column]
+        real = loop[:, 0] != 1
+        outer = kept[rows, last]  # without a previous loop: a single iteration, which never joins
+        reach = loop[:, 0] * loop[:, 1], loop[:, 0] * loop[:, 2]
+        joins = real & (outer[:, 0] != 1) & (outer[:, 1] == reach[0]) & (outer[:, 2] == reach[1])
+        last += real & ~joins
+        merged = loop.copy()
+        merged[:, 0] = np.where(joins, outer[:, 0] * loop[:, 0], loop[:, 0])
+        kept[rows[real], last[real]] = merged[real]
+    return NestTable(nests.x, nests.y, _trim(kept))
+
+
+def product_rows(major: NestTable, minor: NestTable, local_sizes: IntArray, global_size: int) -> NestTable:
+    """Return for each row the nest of a product of two index spaces.
+
+    Args:
+        major: the nests whose indices count the minor space as a whole.
+        minor: the same number of nests, in the minor space.
+        local_sizes: local size of each row's minor space.
+        global_size: global size of the minor space.
+    """
+    loops = major.loops.copy()
+    # Each major stride covers the whole minor space, so the joined strides fall, as `canonical_rows` expects.
+    loops[:, :, 1] *= local_sizes[:, None]
+    loops[:, :, 2] *= global_size
+    return canonical_rows(
+        NestTable(
+            major.x * local_sizes + minor.x,
+            major.y * global_size + minor.y,
+            np.concatenate((loops, minor.loops), axis=1),
+        )
+    )
+
+
+def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntArray, NestTable]:
+    """Return the parts of canonical, nested rows with x in [low, high) of their row, as `restrict` does.
+
+    Returns:
+        The row of each part, rising, and the parts, by rising x within a row.
+    """
+    rows = np.arange(len(nests))
+    x, y, loops = nests.x, nests.y, nests.loops
+    found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+    # One pass for each loop, over all rows at once: the edges of a split go on to the next pass, one loop shorter.
+    while len(rows):
+        spans = 1 + ((loops[:, :, 0] - 1) * loops[:, :, 1]).sum(axis=1)
+        first_x, last_x = low[rows], high[rows]
+        is_inside = (first_x <= x) & (x + spans <= last_x)
+        found.append((rows[is_inside], x[is_inside], y[is_inside], loops[is_inside]))
+        is_cut = ~is_inside & (x < last_x) & (x + spans > first_x)
+        rows, x, y, loops, first_x, last_x = (each[is_cut] for each in (rows, x, y, loops, first_x, last_x))
+        if not len(rows):
+            break
+        # A row that is neither inside nor outside has a loop of several iterations to split: the first one.
+        n, xs, ys = loops[:, 0].T
+        inner = loops[:, 1:]
+        inner_span = 1 + ((inner[:, :, 0] - 1) * inner[:, :, 1]).sum(axis=1)
+        first = np.maximum(0, (first_x - x - inner_span) // xs + 1)
+        last = np.minimum(n - 1, (last_x - 1 - x) // xs)
+        whole_first = np.maximum(first, -((x - first_x) // xs))
+        whole_last = np.minimum(last, (last_x - x - inner_span) // xs)
+        count = whole_last - whole_first + 1
+        # A middle of one iteration drops its loop, so that the result is canonical.
+        for is_middle, middle in ((count > 1, loops), (count == 1, inner)):
+            kept = middle[is_middle]
+            if middle is loops:
+                kept[:, 0, 0] = count[is_middle]
+            step = whole_first[is_middle]
+            start_x = x[is_middle] + step * xs[is_middle]
+            found.append((rows[is_middle], start_x, y[is_middle] + step * ys[is_middle], kept))
+        # The loops are nested, so each edge is a single iteration.
+        edge = np.maximum(whole_last + 1, whole_first)
+        sides = ((first, first < np.minimum(whole_first, last + 1)), (edge, edge <= last))
+        rows, x, y, loops = (
+            np.concatenate(each)
+            for each in zip(
+                *((rows[there], (x + step * xs)[there], (y + step * ys)[there], inner[there]) for step, there in sides),
+                strict=True,
+            )
+        )
+    if not found:
+        return rows, nests
+    table = join_rows([NestTable(x, y, loops) for _, x, y, loops in found])
+    rows = np.concatenate([each[0] for each in found])
+    # The passes find a row's middle before its edges.
+    order = np.lexsort((table.x, rows))
+    return rows[order], table.take(order)
+
+
+def join_rows(tables: Sequence[NestTable]) -> NestTable:
+    """Concatenate tables, padded to the same number of loops."""
+    depth = max(table.loops.shape[1] for table in tables)
+    return NestTable(
+        np.concatenate([table.x for table in tables]),
+        np.concatenate([table.y for table in tables]),
+        _trim(np.concatenate([table.with_depth(depth).loops for table in tables])),
+    )
+
+
+def _trim(loops: IntArray) -> IntArray:
+    """Return loops without trailing columns of single iterations."""
+    depth = loops.shape[1]
+    while depth and (loops[:, depth - 1, 0] == 1).all():
+        depth -= 1
+    return loops[:, :depth]

@@ -1,8 +1,4 @@
-"""Tensors' names with dims in them: `layers.{6/pp}.mlp.experts.{e/ep}.w1`.
-
-A group in a name is a leading dim of the tensor whose index is part of the name: the global index in the global name,
-the local index in the rank's own name of the tensor.
-"""
+"""Tensors' names with dims in them: `layers.{6/pp}.mlp.experts.{e/ep}.w1`."""
 
 from __future__ import annotations
 
@@ -19,8 +15,22 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
 from xrank.layout.notation import LayoutTree, Node, axes_of, count_names_of, render_dim, size_names_of, with_sizes
 from xrank.layout.parser import TextParser
-from xrank.layout.soundness import check_sound
-from xrank.layout.tensor_layout import TensorLayout
+from xrank.layout.tensor_layout import TensorLayout, check_sound
+
+
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """Return a text as a regular expression.
+
+    Raises:
+        ValueError: it is none, nests too deeply, or repeats too often.
+    """
+    try:
+        return re.compile(text)
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+    except (re.error, OverflowError) as error:
+        raise ValueError(str(error)) from error
+
 
 MAX_NAMES = 1 << 20
 """Largest number of names of one name with dims."""

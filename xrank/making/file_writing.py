@@ -25,17 +25,15 @@ from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
 from xrank.making.rounds import LocalOutputs, Work
-from xrank.plan.budget import Budget
 from xrank.plan.buffers import NullTarget
+from xrank.plan.checksums import digest_text
 from xrank.plan.decoding import open_source
-from xrank.plan.digests import digest_text
-from xrank.plan.executor import FinishedFile, Outcome, execute
-from xrank.plan.file_hashes import digest_plain_file
-from xrank.plan.file_parts import FilePart, JoinedFile, make_finished_file
+from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
-from xrank.plan.report_facts import FileFacts
+from xrank.plan.report import FileFacts
 from xrank.plan.source import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.plan.windows import FilePart, FinishedFile, JoinedFile, digest_plain_file, make_finished_file
 from xrank.stores.url import is_url
 from xrank.system import count_cores
 from xrank.teams.team import Team

@@ -21,11 +21,11 @@ from xrank.making.file_writing import (
 )
 from xrank.making.rounds import Work
 from xrank.plan.buffers import OpenSource
+from xrank.plan.checksums import digest_text
 from xrank.plan.decoding import open_source
-from xrank.plan.digests import digest_text
-from xrank.plan.file_hashes import FileHashes
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.report_facts import FileFacts, OutputFacts, ProofFacts
+from xrank.plan.report import FileFacts, OutputFacts, ProofFacts
+from xrank.plan.windows import FileHashes
 from xrank.stores.url import is_url
 from xrank.teams.team import Team
 from xrank.writers.hf_folder import index_name, index_text

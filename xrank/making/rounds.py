@@ -22,17 +22,14 @@ import numpy as np
 from xrank.decisions.options import ReplicaChoice
 from xrank.layout.nest_table import IntArray
 from xrank.plan import windows
-from xrank.plan.budget import Budget
 from xrank.plan.buffers import NullTarget, OpenSource, Target
-from xrank.plan.checksums import RecordChecksums, read_rest
-from xrank.plan.digests import DigestPart
+from xrank.plan.checksums import DigestPart, RecordChecksums, read_rest
 from xrank.plan.division import Division, divide
-from xrank.plan.executor import FinishedFile, Outcome, execute
+from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.faults import raise_mismatch
-from xrank.plan.file_hashes import FileHashes
-from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import prefer_own_copies
+from xrank.plan.windows import FileHashes, FilePart, FinishedFile, JoinedFile
 from xrank.teams.team import Team
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 Order of events, on every rank: rank 0 keeps files that an interrupted run finished (with a live model, only those that
 all ranks together find unchanged). On a disk, it creates the other files at their full size and broadcasts its stage;
-in a store, it begins their uploads and broadcasts the ids. Then all make them in rounds. In a store a rank's share is whole
-parts of an upload: it sends their numbers, etags and checksums to rank 0. Rank 0 alone owns the journal, which lists a
-file only after every source of it is checked, and commits.
+in a store, it begins their uploads and broadcasts the ids. Then all make them in rounds. In a store a rank's share is
+whole parts of an upload: it sends their numbers, etags and checksums to rank 0. Rank 0 alone owns the journal, which
+lists a file only after every source of it is checked, and commits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from xrank.errors import AGAIN, UsageError, XrankError, option
 from xrank.making.rounds import Finish, LocalOutputs, NoOutputs, Outputs, Work, finish_nothing, make_in_rounds
 from xrank.plan import windows
 from xrank.plan.buffers import FileTarget
-from xrank.plan.digests import digest_text
-from xrank.plan.executor import FinishedFile, Outcome
-from xrank.plan.file_parts import FilePart, JoinedFile
+from xrank.plan.checksums import digest_text
+from xrank.plan.executor import Outcome
 from xrank.plan.planner import Plan
+from xrank.plan.windows import FilePart, FinishedFile, JoinedFile
 from xrank.stores.uploads import Part, open_uploads
 from xrank.stores.url import is_url
 from xrank.system import write_at

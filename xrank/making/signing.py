@@ -16,10 +16,9 @@ import numpy as np
 
 from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
-from xrank.formats.signed_files import make_files_statement
-from xrank.formats.signed_statement import STATEMENT_TYPE, read_signing_key, sign_statement
-from xrank.plan.file_hashes import FileHashes
+from xrank.formats.signature import STATEMENT_TYPE, make_files_statement, read_signing_key, sign_statement
 from xrank.plan.source import NO_CHECKSUM, StoredModel
+from xrank.plan.windows import FileHashes
 from xrank.stores import places
 from xrank.version import __version__
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME

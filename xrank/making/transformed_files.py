@@ -22,13 +22,13 @@ from xrank.layout.nest_table import IntArray
 from xrank.lending.local_bytes import local_bytes
 from xrank.making.rounds import Finish, Outputs, PartialResults, Work, accept_shares, describe_share, finish_nothing
 from xrank.making.whole_tensors import WholeTensors
-from xrank.plan.digests import TensorDigest
+from xrank.plan.checksums import TensorDigest
 from xrank.plan.division import ROUND_NBYTES, group_files
 from xrank.plan.executor import Outcome
-from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.replicas import prefer_own_copies
+from xrank.plan.windows import FilePart, JoinedFile
 
 if TYPE_CHECKING:
     import torch

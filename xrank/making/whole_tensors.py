@@ -15,9 +15,8 @@ from xrank.decisions.transformed_plan import plan_held_tensors
 from xrank.decisions.transforms import apply_transform
 from xrank.lending.lent_model import LentModel, ModelRequest, lend_model
 from xrank.lending.tensor_target import TensorTarget
-from xrank.plan.budget import Budget
 from xrank.plan.buffers import Source
-from xrank.plan.executor import CancelledError, execute
+from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.planner import Plan, TensorPlan, select_tensors
 from xrank.plan.replicas import prefer_own_copies
 from xrank.system import anonymous_memory

@@ -1,24 +1,461 @@
-"""A picture that a notebook draws, a terminal prints and a file keeps; and `show`, which makes one."""
+"""The picture of layouts for notebooks, terminals and files: a summary, then each tensor's parts."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise, product
 from typing import Any
 
 from xrank.dialects.placements import describe_mesh, from_placements
-from xrank.dtypes import by_torch_name
+from xrank.dtypes import DTYPES, by_torch_name
 from xrank.errors import UsageError
-from xrank.layout import LayoutMap, TensorLayout
-from xrank.layout.layout_file import write_whole
-from xrank.pictures.html_page import draw_survey
-from xrank.pictures.page import fragment, page, page_text
-from xrank.pictures.report_page import draw_report
-from xrank.pictures.text_picture import survey_text
-from xrank.plan.holdings import Holdings, Survey, apply_layout
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.layout_map import write_whole
+from xrank.layout.nests import Nest
+from xrank.pictures.page import colour, draw_facts, draw_report, fragment, page, page_text, swatch
+from xrank.pictures.text_picture import (
+    Band,
+    Region,
+    cut_dims,
+    find_bands,
+    group_alike,
+    misfit_words,
+    region_of,
+    share_words,
+    survey_text,
+)
+from xrank.plan.holdings import Holdings, Share, Survey, apply_layout, sum_held_nbytes, survey
 from xrank.plan.report import Report
-from xrank.plan.survey import survey
+from xrank.words import amount_text, join_words, plural, ranks_text, size_text
+
+_MAX_BOXES = 2048
+"""A finely strided layout has more boxes than a page can show."""
+_MAX_PANELS = 12
+_LABEL_WIDTH, _LABEL_HEIGHT = 6.6, 13
+"""Width of a character and height of a line of a label, both generous, in units of the drawing."""
+_BAND_WIDTH = 64
+_BAND_HEIGHT = 10.5
+
+_Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A rectangle of a part, in the indices of the two drawn dims; both ends included."""
+
+    down: _Run
+    across: _Run
+    number: int
+    """Index of its share, which gives the colour."""
+    share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """The dims of a drawing; None for a direction without one. Without any dim, all elements are drawn in a row."""
+
+    down: int | None
+    across: int | None
+    num_down: int
+    num_across: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in units of the drawing."""
+        if self.across is None:
+            return 160, 160
+        return (480, 32) if self.down is None else (480, 240)
+
+
+def draw_tensor(one: Holdings) -> Iterator[str]:
+    """Yield the drawings of a tensor's parts: of three cut dims, one drawing for each part of the first."""
+    regions = [(number, share, region_of(nest, one.shape)) for number, share, nest in _walk_nests(one)]
+    cut = cut_dims((region for *_, region in regions), one.shape)
+    if cut is None:
+        plane = _Plane(None, None, 1, math.prod(one.shape))
+        boxes = [_Box((0, 0), (region.first, region.last), number, share) for number, share, region in regions]
+        yield from _draw_panel(one, plane, boxes, "all elements, row by row")
+        return
+    plane, outer = _choose_plane(cut, one.shape)
+    panels = list(islice(product(*(_stretches(regions, d) for d in outer)), _MAX_PANELS + 1))
+    for panel in panels[:_MAX_PANELS]:
+        inside = [each for each in regions if _meets(each[2], outer, panel)]
+        boxes = list(islice(_boxes(plane, inside), _MAX_BOXES))
+        words = "; ".join(f"dim {d}: {_run_text(run)}" for d, run in zip(outer, panel, strict=True))
+        yield from _draw_panel(one, plane, boxes, "; ".join(filter(None, (words, _direction_words(plane)))))
+    if len(panels) > _MAX_PANELS:
+        yield f'<p class="note">only the first {_MAX_PANELS} of these drawings</p>'
+
+
+def _walk_nests(one: Holdings) -> Iterator[tuple[int, Share, Nest]]:
+    return islice(
+        ((number, share, nest) for number, share in enumerate(one.shares) for nest in share.nests), _MAX_BOXES
+    )
+
+
+def _choose_plane(cut: Sequence[int], shape: Sequence[int]) -> tuple[_Plane, Sequence[int]]:
+    """Return the plane of the last two cut dims, and the cut dims before them."""
+    drawn = (list(cut) or list(range(len(shape)))[:2])[-2:]
+    if len(drawn) == 2:
+        return _Plane(drawn[0], drawn[1], shape[drawn[0]], shape[drawn[1]]), cut[:-2]
+    if not drawn:
+        return _Plane(None, None, 1, 1), ()
+    # One cut dim runs downwards if it is the rows, else to the right.
+    if drawn[0] == 0 and len(shape) > 1:
+        return _Plane(0, None, shape[0], 1), ()
+    return _Plane(None, drawn[0], 1, shape[drawn[0]]), ()
+
+
+def _stretches(regions: Sequence[tuple[int, Share, Region]], dim: int) -> list[_Run]:
+    """Return a dim in pieces that no region cuts further."""
+    runs = [run for *_, region in regions if region.dims is not None for run in region.dims[dim]]
+    bounds = sorted({first for first, _ in runs} | {last + 1 for _, last in runs})
+    return [(first, end - 1) for first, end in pairwise(bounds)]
+
+
+def _meets(region: Region, dims: Sequence[int], panel: Sequence[_Run]) -> bool:
+    assert region.dims is not None
+    return all(
+        any(first <= low and last >= high for first, last in region.dims[d])
+        for d, (low, high) in zip(dims, panel, strict=True)
+    )
+
+
+def _boxes(plane: _Plane, regions: Sequence[tuple[int, Share, Region]]) -> Iterator[_Box]:
+    for number, share, region in regions:
+        assert region.dims is not None
+        downs = ((0, 0),) if plane.down is None else region.dims[plane.down]
+        acrosses = ((0, 0),) if plane.across is None else region.dims[plane.across]
+        for down, across in product(downs, acrosses):
+            yield _Box(down, across, number, share)
+
+
+def _draw_panel(one: Holdings, plane: _Plane, boxes: Sequence[_Box], caption: str) -> Iterator[str]:
+    """Yield a figure: names of fused parts above and on the left, and the boxes of which each has its ranks."""
+    left_bands = [] if plane.down is None else find_bands(one, plane.down)
+    top_bands = [] if plane.across is None else find_bands(one, plane.across)
+    left, top = _BAND_WIDTH if left_bands else 0, 16 if top_bands else 0
+    width, height = plane.size
+    if left_bands:
+        # The thinnest part gets room for its name, in a drawing of at most 480.
+        thinnest = min(band.last + 1 - band.first for band in left_bands)
+        height = min(max(height, math.ceil(_BAND_HEIGHT * plane.num_down / thinnest)), 480)
+    yield f"<figure><figcaption>{page_text(caption)}</figcaption>"
+    yield f'<svg width="{width + left}" height="{height + top}" viewBox="0 0 {width + left} {height + top}" role="img">'
+    yield from _draw_bands(left_bands, plane.num_down, height, top, is_down=True)
+    yield from _draw_bands(top_bands, plane.num_across, width, left, is_down=False)
+    yield f'<g transform="translate({left},{top})"><path class="ground" d="M0 0h{width}v{height}h-{width}z"/>'
+    for box in boxes:
+        yield _draw_box(one, box, width / plane.num_across, height / plane.num_down)
+    yield "</g></svg></figure>"
+
+
+def _draw_box(one: Holdings, box: _Box, per_column: float, per_row: float) -> str:
+    x, y = box.across[0] * per_column, box.down[0] * per_row
+    width = (box.across[1] + 1 - box.across[0]) * per_column
+    height = (box.down[1] + 1 - box.down[0]) * per_row
+    chosen = colour(box.number)
+    ranks = ranks_text(box.share.ranks, compact=True)
+    title = f"<title>{page_text(ranks)}: {page_text(share_words(one, box.share))}</title>"
+    drawn = (
+        f'<rect class="box" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+        f'fill="{chosen.fill}">{title}</rect>'
+    )
+    label = next((text for text in _labels(ranks) if len(text) * _LABEL_WIDTH <= width), None)
+    if label is None or height < _LABEL_HEIGHT:
+        return drawn
+    middle = f'x="{x + width / 2:.2f}" y="{y + height / 2:.2f}"'
+    place = f'{middle} text-anchor="middle" dominant-baseline="central" pointer-events="none"'
+    return f'{drawn}<text {place} fill="{chosen.ink}">{page_text(label)}</text>'
+
+
+def _labels(ranks: str) -> Iterator[str]:
+    """Yield ``ranks 0-3``, then shorter texts: ``0-3``, ``0-``."""
+    yield ranks
+    bare = ranks.partition(" ")[2].partition(" (")[0]
+    yield bare
+    if "," in bare:
+        yield bare.partition(",")[0] + ",.."
+
+
+def _draw_bands(bands: Sequence[Band], length: int, extent: int, offset: int, *, is_down: bool) -> Iterator[str]:
+    """Yield a bracket and a name for each fused part, along the left edge or the top one."""
+    for band in bands:
+        start = offset + band.first * extent / length + 0.75
+        end = offset + (band.last + 1) * extent / length - 0.75
+        middle = (start + end) / 2
+        if is_down:
+            place = f'x="{_BAND_WIDTH - 10}" y="{middle:.2f}" text-anchor="end" dominant-baseline="central"'
+            edge, fits = f"M{_BAND_WIDTH - 3} {start:.2f}h-4V{end:.2f}h4", end - start >= _BAND_HEIGHT - 2
+        else:
+            place = f'x="{middle:.2f}" y="9" text-anchor="middle"'
+            edge, fits = f"M{start:.2f} 15v-3H{end:.2f}v3", end - start >= len(band.name) * _LABEL_WIDTH
+        yield f'<path class="edge" d="{edge}"/>'
+        if fits:
+            yield f'<text class="label" {place}>{page_text(band.name[:8])}</text>'
+
+
+def _direction_words(plane: _Plane) -> str:
+    words = [] if plane.down is None else [f"dim {plane.down} downwards"]
+    if plane.across is not None:
+        words.append(f"dim {plane.across} to the right")
+    return ", ".join(words)
+
+
+def _run_text(run: _Run) -> str:
+    return str(run[0]) if run[0] == run[1] else f"{run[0]}-{run[1]}"
+
+
+_MAX_ROWS = 64
+"""Number of bars of bytes."""
+_NUMBER = re.compile(r"\d+")
+
+
+def draw_summary(found: Survey, groups: Sequence[Sequence[Holdings]]) -> Iterator[str]:
+    """Yield the facts of a survey, and a table of each kind of cut."""
+    is_known = has_widths(found)
+    held = sum_held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if is_known and dtype else 1)
+    facts = [(f"{len(found.tensors):,}", "tensor" if len(found.tensors) == 1 else "tensors")]
+    facts += [(f"{len(groups):,}", "different shapes and cuts")] if len(groups) < len(found.tensors) else []
+    facts += [(f"{sum_elements(found.tensors):,}", "elements")]
+    if is_known:
+        total = sum(math.prod(one.shape) * DTYPES[one.dtype].nbytes for one in found.tensors if one.dtype in DTYPES)
+        facts.append((size_text(total), "of tensors"))
+    if held:
+        low, high = (amount_text(limit(held.values()), is_known) for limit in (min, max))
+        facts += [(f"{len(held):,}", "rank" if len(held) == 1 else "ranks")]
+        facts += [(low if low == high else f"{low} to {high}", "on each rank")]
+    yield from draw_facts(facts)
+    yield '<div class="side"><div class="wide">'
+    yield from _draw_kinds(found.tensors, is_known)
+    yield '</div><div class="wide">'
+    if held:
+        yield from _draw_amounts(held, is_known)
+    yield "</div></div>"
+
+
+def has_widths(found: Survey) -> bool:
+    """Return whether each tensor's element type, and so its bytes, is known."""
+    return all(one.dtype in DTYPES for one in found.tensors)
+
+
+def sum_elements(tensors: Iterable[Holdings]) -> int:
+    """Return the number of elements of all tensors, each counted once."""
+    return sum(math.prod(one.shape) for one in tensors)
+
+
+def cut_words(one: Holdings) -> str:
+    """Return how a tensor is cut: ``dim 0 by tp``, ``whole on each rank``."""
+    if one.problem is not None:
+        return "unknown"
+    if one.rule is None and not one.shares:
+        return "no rule"
+    some = " of some" if one.absent else ""
+    if one.layout is not None and len(one.layout.dims) == len(one.shape):
+        cuts = [(d, axes) for d, axes in enumerate(one.layout.axes) if axes]
+        words = [f"dim {d} by {join_words(axes)}" for d, axes in cuts]
+        sums = f"addends by {join_words(one.sums)}" if one.sums else ""
+        return ", ".join(filter(None, (*words, sums))) or f"whole on each rank{some}"
+    if len(one.shares) == 1:
+        return f"whole on each rank{some}" if len(one.shares[0].ranks) > 1 else "whole on one rank"
+    regions = (region_of(nest, one.shape) for share in one.shares[:64] for nest in share.nests)
+    dims = cut_dims(regions, one.shape)
+    return "rows cut within" if dims is None else f"{join_words(f'dim {d}' for d in dims)} in pieces"
+
+
+def pattern_of(group: Sequence[Holdings]) -> str:
+    """Return the names of a group as one: ``layers.*.up.weight`` if they differ only in numbers, else the first."""
+    first = group[0].name
+    numbers = [_NUMBER.findall(one.name) for one in group]
+    if len({_NUMBER.sub("*", one.name) for one in group}) > 1 or len(group) == 1:
+        return first
+    is_fixed = iter([len(set(column)) == 1 for column in zip(*numbers, strict=True)])
+    return _NUMBER.sub(lambda match: match.group() if next(is_fixed) else "*", first)
+
+
+def _draw_kinds(tensors: Iterable[Holdings], is_known: bool) -> Iterator[str]:
+    kinds: dict[str, list[Holdings]] = {}
+    for one in tensors:
+        kinds.setdefault(cut_words(one), []).append(one)
+    yield '<h2>Kinds of cuts</h2><table><tr><th>cut<th class="number">tensors<th class="number">size'
+    for words, members in kinds.items():
+        size = sum(
+            math.prod(one.shape) * (DTYPES[one.dtype].nbytes if is_known and one.dtype else 1) for one in members
+        )
+        yield f'<tr><td>{page_text(words)}<td class="number">{len(members):,}'
+        yield f'<td class="number">{amount_text(size, is_known)}'
+    yield "</table>"
+
+
+def _draw_amounts(held: dict[int, int], is_known: bool) -> Iterator[str]:
+    """Yield a bar for each run of ranks whose amounts read alike."""
+    runs: list[tuple[list[int], int]] = []
+    for rank, amount in held.items():
+        if runs and amount_text(runs[-1][1], is_known) == amount_text(amount, is_known):
+            runs[-1][0].append(rank)
+        else:
+            runs.append(([rank], amount))
+    most = max(held.values()) or 1
+    yield "<h2>Each rank holds</h2><table>"
+    for ranks, amount in runs[:_MAX_ROWS]:
+        yield f'<tr><th>{page_text(ranks_text(ranks))}<td class="number">{amount_text(amount, is_known)}'
+        yield f'<td><div class="bar" style="width:{amount * 16 / most:.2f}em"></div>'
+    yield "</table>"
+    if len(runs) > _MAX_ROWS:
+        ranks = [rank for run, _ in runs[_MAX_ROWS:] for rank in run]
+        amounts = [amount for _, amount in runs[_MAX_ROWS:]]
+        limits = f"{amount_text(min(amounts), is_known)} to {amount_text(max(amounts), is_known)}"
+        yield f'<p class="note">{page_text(ranks_text(ranks, compact=True))}: {limits}</p>'
+
+
+_MAX_RANKS = 4096
+"""Ranks drawn of a mesh."""
+_MAX_LISTED = 12
+"""Tensors up to which a page has no list of them."""
+
+
+def layout_html(
+    layouts: LayoutMap,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    max_parts: int = 64,
+) -> str:
+    """Return a page with a summary, the mesh, the rules, and a picture of each tensor.
+
+    Args:
+        layouts: cut of each tensor, with a mesh.
+        shapes: global shape by name.
+        dtypes: safetensors name of the element type by name; without it, sizes are in elements.
+        max_parts: number of parts of one tensor that are listed.
+    """
+    return survey_html(survey(layouts, shapes, dtypes=dtypes), max_parts=max_parts)
+
+
+def survey_html(found: Survey, *, max_parts: int = 64) -> str:
+    """Return the page of a survey; see `layout_html`."""
+    body = ["<h1>Layouts</h1>", *draw_survey(found, max_parts=max_parts, is_searchable=True)]
+    return page("Layouts", body, is_searchable=True)
+
+
+def draw_survey(found: Survey, *, max_parts: int = 64, is_searchable: bool = False) -> Iterator[str]:
+    """Yield the HTML of a survey."""
+    groups = group_alike(found.tensors)
+    is_model = len(found.tensors) > 1
+    if is_model:
+        yield from draw_summary(found, groups)
+    for name, mesh in found.meshes.items():
+        yield f"<h2>{page_text(name.capitalize())} <code>{page_text(mesh.grid)}</code></h2>"
+        yield from _draw_mesh(mesh)
+    if found.rules and is_model:
+        rows = (f'<tr><td class="code">{page_text(k)}<td class="code">{page_text(v)}' for k, v in found.rules.items())
+        yield f"<details{'' if len(found.rules) > _MAX_LISTED else ' open'}><summary>{plural(len(found.rules), 'rule')}"
+        yield '</summary><div class="wide"><table><tr><th>tensor or pattern<th>layout'
+        yield from rows
+        yield "</table></div></details>"
+    for title, names in (
+        ("Tensors that no rule decides for", found.unmatched),
+        ("Rules that decide for no tensor", found.unused),
+    ):
+        if names:
+            yield f'<h2 class="bad">{title}</h2><ul>'
+            yield from (f"<li><code>{page_text(n)}</code>" for n in names)
+            yield "</ul>"
+    if is_model:
+        yield "<h2>Tensors</h2>"
+    if is_searchable:
+        yield '<p class="search" hidden><input id="search" type="search" placeholder="part of a name, a cut, bf16 ..."'
+        yield ' aria-label="Search tensors"> <span id="found" class="note"></span></p>'
+    if len(groups) > _MAX_LISTED:
+        yield from _draw_list(groups)
+    for number, group in enumerate(groups):
+        yield from _draw_group(number, group, max_parts)
+
+
+def _draw_mesh(mesh: DeviceMesh) -> Iterator[str]:
+    """Yield a row for each place along all axes but the last, and a column for each place along the last."""
+    *outer, across = mesh.axis_names
+    length = mesh.shape[-1]
+    if mesh.size > _MAX_RANKS or length > 64:
+        yield f"<p>{page_text(ranks_text(mesh.ranks, compact=True))}</p>"
+        return
+    heads = "".join(f"<th>{page_text(across)}={i}" for i in range(length))
+    yield f'<div class="wide"><table class="mesh"><tr><th>{heads}'
+    for row in range(mesh.size // length):
+        ranks = mesh.ranks[row * length : (row + 1) * length]
+        place = mesh.coordinate(ranks[0])
+        name = " ".join(f"{axis}={place[axis]}" for axis in outer)
+        yield f"<tr><th>{page_text(name) or 'rank'}" + "".join(f"<td>{rank}" for rank in ranks)
+    yield "</table></div>"
+
+
+def _draw_list(groups: Sequence[Sequence[Holdings]]) -> Iterator[str]:
+    yield '<div class="wide"><table><tr><th>tensors<th class="number">number<th>type<th>shape<th>cut'
+    for number, group in enumerate(groups):
+        one = group[0]
+        yield (
+            f'<tr {_search_marks(number, group)}><td class="code"><a href="#t{number}">{page_text(pattern_of(group))}'
+            f'</a><td class="number">{len(group):,}<td>{page_text(one.dtype or "")}<td>{list(one.shape)}'
+            f"<td>{page_text(cut_words(one))}"
+        )
+    yield "</table></div>"
+
+
+def _search_marks(number: int, group: Sequence[Holdings]) -> str:
+    one = group[0]
+    words = (*(each.name for each in group), one.dtype or "", one.text or "", cut_words(one))
+    return f'data-group="{number}" data-names="{page_text(" ".join(words))}"'
+
+
+def _draw_group(number: int, group: Sequence[Holdings], max_parts: int) -> Iterator[str]:
+    one = group[0]
+    yield f'<section class="tensor" id="t{number}" {_search_marks(number, group)}>'
+    yield f"<h3><code>{page_text(pattern_of(group))}</code></h3>"
+    facts = (page_text(one.dtype or ""), str(list(one.shape)), f"<code>{page_text(one.text or '')}</code>")
+    yield f"<div>{' '.join(filter(None, facts))}"
+    rule = f", by the rule <code>{page_text(one.rule)}</code>" if one.rule not in {None, one.name} else ""
+    yield f' <span class="note">{page_text(cut_words(one))}{rule}</span></div>'
+    if len(group) > 1:
+        names = "".join(f"<li><code>{page_text(other.name)}</code>" for other in group)
+        yield f'<details><summary>{len(group):,} tensors alike</summary><ul class="names">{names}</ul></details>'
+    if one.problem is not None:
+        yield f'<p class="bad">{page_text(one.problem.message)}</p>'
+    if one.misfit is not None:
+        yield f'<p class="bad">{page_text(misfit_words(one))}</p>'
+    if one.sums:
+        yield f"<p>addends: the values are sums over {page_text(', '.join(one.sums))}</p>"
+    if one.shares:
+        yield '<div class="side"><div class="pictures">'
+        yield from draw_tensor(one)
+        yield '</div><div class="fill wide">'
+        yield from _draw_parts(one, max_parts)
+        yield "</div></div>"
+    yield "</section>"
+
+
+def _draw_parts(one: Holdings, max_parts: int) -> Iterator[str]:
+    shown = one.shares[:max_parts]
+    width, is_known = (DTYPES[one.dtype].nbytes, True) if one.dtype in DTYPES else (1, False)
+    has_shapes = any(share.shape is not None for share in shown)
+    yield f"<table><tr><th>ranks<th>part{'<th>local shape' if has_shapes else ''}<th>size"
+    for number, share in enumerate(shown):
+        amount = amount_text((share.num_elements + share.num_pads) * width, is_known)
+        pads = f", of it padding {amount_text(share.num_pads * width, is_known)}" if share.num_pads else ""
+        shape = f'<td class="key">{list(share.shape or ())}' if has_shapes else ""
+        yield (
+            f"<tr><td>{swatch(number, page_text(ranks_text(share.ranks, compact=True)))}"
+            f"<td>{page_text(share_words(one, share))}{shape}"
+            f'<td class="key">{amount}{pads}'
+        )
+    yield "</table>"
+    if len(one.shares) > max_parts:
+        yield f'<p class="note">{len(one.shares) - max_parts:,} more parts are not listed</p>'
+    if one.absent:
+        yield f'<p class="note">{page_text(ranks_text(one.absent, compact=True))}: without it</p>'
 
 
 @dataclass(frozen=True, slots=True, repr=False)

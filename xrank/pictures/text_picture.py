@@ -1,16 +1,257 @@
-"""The picture of layouts for a terminal: the part of each tensor on each rank, line by line."""
+"""Layouts as text: the regions of a tensor and the ranks that hold them, drawn with box characters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 
 from xrank.dtypes import DTYPES
+from xrank.errors import LayoutError
 from xrank.layout import LayoutMap
-from xrank.pictures.regions import cut_dims, part_names, region_of, region_words, strip
-from xrank.plan.holdings import Holdings, Share, Survey, sum_held_nbytes
-from xrank.plan.survey import survey
-from xrank.words import amount_text, clip, first_lines, one_line, ranks_text
+from xrank.layout.binding import bind, global_size
+from xrank.layout.nests import Nest, size
+from xrank.layout.notation import Node, Pad, Parts, Product, Split, count_names_of, render_dim
+from xrank.layout.tensor_layout import axis_lengths
+from xrank.plan.coverage import range_text
+from xrank.plan.holdings import Holdings, Share, Survey, sum_held_nbytes, survey
+from xrank.words import amount_text, clip, first_lines, one_line, ranks_text, runs_text
+
+_MAX_RUNS = 4096
+_MAX_BANDS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of a tensor that a nest covers.
+
+    Args:
+        first: lowest row-major address.
+        last: highest row-major address.
+        num_elements: number of covered elements.
+        dims: for each dim the runs of indices, both ends included; the region is all their combinations. None if no
+            such runs exist, as for a range of elements that begins or ends within a row.
+    """
+
+    first: int
+    last: int
+    num_elements: int
+    dims: tuple[tuple[tuple[int, int], ...], ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The indices of a dim that a fused part covers, both ends included."""
+
+    name: str
+    first: int
+    last: int
+
+
+@lru_cache(maxsize=16_384)
+def region_of(nest: Nest, shape: tuple[int, ...]) -> Region:
+    """Return the region that the y side of a nest covers in a tensor of that global shape."""
+    last = nest.y + sum((n - 1) * stride for n, _, stride in nest.loops)
+    return Region(nest.y, last, size(nest), _dims_of(nest, shape))
+
+
+def _dims_of(nest: Nest, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    starts, remaining = [], nest.y
+    for stride in strides:
+        place, remaining = divmod(remaining, stride)
+        starts.append(place)
+    steps: list[list[tuple[int, int]]] = [[] for _ in shape]
+    reach = list(starts)
+    # From the innermost loop out, each loop is a number of steps along the dim whose stride divides its own.
+    for n, _, y_stride in sorted(nest.loops, key=lambda loop: loop[2]):
+        count, stride = n, y_stride
+        while count > 1:
+            d = next((d for d, each in enumerate(strides) if each <= stride and shape[d] > 1), None)
+            if d is None or stride % strides[d]:
+                return None
+            step = stride // strides[d]
+            if reach[d] + (count - 1) * step < shape[d]:
+                steps[d].append((count, step))
+                reach[d] += (count - 1) * step
+                break
+            # A loop that runs past a dim's end continues in the dim before, if it takes all of this dim each time.
+            if shape[d] % step or reach[d] >= step or count % (shape[d] // step) or d == 0:
+                return None
+            steps[d].append((shape[d] // step, step))
+            reach[d] += shape[d] - step
+            count, stride = count // (shape[d] // step), strides[d] * shape[d]
+    found = []
+    for start, own in zip(starts, steps, strict=True):
+        runs = _runs(start, own)
+        if runs is None:
+            return None
+        found.append(runs)
+    return tuple(found)
+
+
+def _runs(start: int, steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
+    """Return the runs of start + all combinations of (count, step); None if they are too many."""
+    runs = [(start, start)]
+    for count, step in sorted(steps, key=lambda each: each[1]):
+        # Steps as long as the run so far extend it without a gap.
+        if len(runs) == 1 and step == runs[0][1] - runs[0][0] + 1:
+            runs = [(runs[0][0], runs[0][1] + (count - 1) * step)]
+            continue
+        if len(runs) * count > _MAX_RUNS:
+            return None
+        runs = [(a + i * step, b + i * step) for i in range(count) for a, b in runs]
+    joined: list[tuple[int, int]] = []
+    for a, b in sorted(runs):
+        if joined and a == joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], b
+        else:
+            joined.append((a, b))
+    return tuple(joined)
+
+
+def region_words(region: Region, shape: tuple[int, ...]) -> str:
+    """Return a region in words, both ends included: ``rows 0-3``, ``columns 4-7``, ``[:, 0-1, :, 4-7]``."""
+    if region.num_elements == math.prod(shape):
+        return "the whole tensor"
+    if region.dims is None:
+        if region.last - region.first + 1 == region.num_elements:
+            return range_text(shape, region.first, region.last)
+        return f"{region.num_elements:,} of the {range_text(shape, region.first, region.last)}"
+    cut = [d for d, runs in enumerate(region.dims) if not _is_whole(runs, shape[d])]
+    if len(shape) > 2 and cut != [0]:
+        return (
+            "["
+            + ", ".join(":" if d not in cut else runs_text(runs, compact=True) for d, runs in enumerate(region.dims))
+            + "]"
+        )
+    names = ("element",) if len(shape) == 1 else ("row", "column")
+    return ", ".join(f"{names[d]}{_plural(region.dims[d])} {runs_text(region.dims[d], compact=True)}" for d in cut)
+
+
+def _plural(runs: Sequence[tuple[int, int]]) -> str:
+    return "" if len(runs) == 1 and runs[0][0] == runs[0][1] else "s"
+
+
+def _is_whole(runs: Sequence[tuple[int, int]], length: int) -> bool:
+    return len(runs) == 1 and runs[0] == (0, length - 1)
+
+
+def cut_dims(regions: Iterable[Region], shape: tuple[int, ...]) -> list[int] | None:
+    """Return the dims that some region covers in part; None if a region is not a combination of dims."""
+    cut: dict[int, None] = {}
+    for region in regions:
+        if region.dims is None:
+            return None
+        for d, runs in enumerate(region.dims):
+            if runs != ((0, shape[d] - 1),):
+                cut[d] = None
+    return sorted(cut)
+
+
+def strip(runs: Sequence[tuple[int, int]], length: int, width: int) -> str:
+    """Return a dim as a strip of at most `width` cells, ``##..``: a dark cell contains an index of a run."""
+    width = min(width, length)
+    cells = ["."] * width
+    for a, b in runs:
+        low, high = a * width // length, b * width // length
+        cells[low : high + 1] = "#" * (high + 1 - low)
+    return "".join(cells)
+
+
+def part_names(holdings: Holdings, region: Region) -> str:
+    """Return the fused parts that a region touches, ``q`` or ``gate, up``; empty if its dims have no parts."""
+    if holdings.layout is None or region.dims is None or len(holdings.layout.dims) != len(holdings.shape):
+        return ""
+    bound = _bind_sizes(holdings)
+    words = []
+    for dim, runs in zip(holdings.layout.dims, region.dims, strict=True):
+        if bound is None or "<" not in render_dim(dim):
+            continue
+        names = dict.fromkeys(name for a, b in runs for name in _find_touched(dim, a, b, bound))
+        words.append(", ".join(names))
+    return "; ".join(word for word in words if word)
+
+
+def _bind_sizes(holdings: Holdings) -> Mapping[str, int] | None:
+    layout, mesh = holdings.layout, holdings.mesh
+    assert layout is not None
+    if mesh is None:
+        return None
+    lengths = axis_lengths(mesh, layout.view_mesh)
+    counted = {name: lengths[name] for dim in layout.dims for name in count_names_of(dim) if name in lengths}
+    try:
+        return bind(layout.tree, holdings.shape, counted, holdings.sizes)
+    except LayoutError:
+        return None
+
+
+def _find_touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the names of the parts that contain any of the global indices first..last of a dim."""
+    match node:
+        case Split(of) | Pad(of):
+            yield from _find_touched(of, first, last, sizes)
+        case Parts(parts):
+            start = 0
+            for part in parts:
+                end = start + global_size(part.of, sizes)
+                if first < end and last >= start and end > start:
+                    low, high = max(first, start) - start, min(last, end - 1) - start
+                    within = list(_find_touched(part.of, low, high, sizes))
+                    own = (part.name,) if part.name else ()
+                    yield from (".".join((*own, name)) for name in within) if within else own
+                start = end
+        # Factors are digits of the index, the last one fastest: a range over a digit's end touches all of it.
+        case Product(factors):
+            inner = 1
+            for factor in reversed(factors):
+                length = global_size(factor, sizes)
+                low, high = first // inner, last // inner
+                if low // length != high // length:
+                    low, high = 0, length - 1
+                yield from _find_touched(factor, low % length, high % length, sizes)
+                inner *= length
+
+
+def find_bands(holdings: Holdings, dim: int) -> list[Band]:
+    """Return the named parts of a dim by rising index; empty if it has none, or too many to be drawn."""
+    if holdings.layout is None or len(holdings.layout.dims) != len(holdings.shape):
+        return []
+    node = holdings.layout.dims[dim]
+    bound = _bind_sizes(holdings) if "<" in render_dim(node) else None
+    bands = [] if bound is None else list(islice(_walk_bands(node, bound), _MAX_BANDS + 1))
+    return bands if len(bands) <= _MAX_BANDS else []
+
+
+def _walk_bands(node: Node, sizes: Mapping[str, int]) -> Iterator[Band]:
+    match node:
+        case Split(of) | Pad(of):
+            yield from _walk_bands(of, sizes)
+        case Parts(parts):
+            start = 0
+            for part in parts:
+                length = global_size(part.of, sizes)
+                within = list(islice(_walk_bands(part.of, sizes), _MAX_BANDS + 1))
+                if part.name and length and not within:
+                    yield Band(part.name, start, start + length - 1)
+                for band in within:
+                    name = f"{part.name}.{band.name}" if part.name else band.name
+                    yield Band(name, start + band.first, start + band.last)
+                start += length
+        # Factors are digits of the index, the last one fastest: parts of one digit repeat for each value of those
+        # before it, and each of their indices is as many as the digits after it count.
+        case Product(factors):
+            lengths = [global_size(factor, sizes) for factor in factors]
+            for i, factor in enumerate(factors):
+                within = list(islice(_walk_bands(factor, sizes), _MAX_BANDS + 1))
+                inner = math.prod(lengths[i + 1 :])
+                for outer in range(math.prod(lengths[:i]) if within else 0):
+                    for band in within:
+                        start = (outer * lengths[i] + band.first) * inner
+                        yield Band(band.name, start, (outer * lengths[i] + band.last + 1) * inner - 1)
+
 
 _STRIP = 16
 """Maximum number of cells of a strip."""

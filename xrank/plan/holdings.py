@@ -1,20 +1,99 @@
-"""Holdings: the ranks of each part of a tensor, and whether they hold all of it exactly once; nothing is read."""
+"""The ranks of each part of a tensor, and whether they hold all of it exactly once; nothing is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 
 from xrank.errors import LayoutError
-from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.mesh_parts import MeshParts, mesh_parts
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.binding import check_shape, collect_known_names, global_size
+from xrank.layout.companion import Companion, companion_shape
+from xrank.layout.companion_parts import base_layout, base_of_shape, base_shapes, companion_mesh_parts
+from xrank.layout.mesh_parts import MeshParts, flat_mesh_parts, mesh_parts
 from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest, canonical, size
-from xrank.plan.misfit import Misfit, find_misfit
+from xrank.layout.notation import LayoutTree, axes_of
+from xrank.layout.tensor_layout import axis_lengths, flat_of
+from xrank.layout.tensor_name import NameTable, TensorName, name_table
+from xrank.plan.coverage import contains, range_text
+from xrank.plan.planner import divide_pieces
 from xrank.words import ranks_text
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """The first elements, in row-major order, that are not held exactly once."""
+
+    kind: str
+    """``"gap"``, ``"overlap"`` or ``"outside"``."""
+    where: str
+    """The elements' range, in words."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that hold them, by rising number; empty for a gap."""
+
+
+def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
+    """Return the first elements that are not held exactly once; nests with equal y sides are replicas, and count once.
+
+    Args:
+        parts: the part of each rank; y is the row-major address in the tensor.
+        shape: the tensor's global shape.
+    """
+    _, _, fault = divide_pieces(parts.first_ranks[parts.owner], parts.nests, math.prod(shape))
+    if fault is None:
+        return None
+    at = fault.address
+    if fault.kind == "gap":
+        nests = (parts.nests[int(row)] for row in np.flatnonzero(parts.nests.y_ends > at))
+        later = [first for nest in nests if (first := _first_from(nest, at)) is not None]
+        return Misfit("gap", range_text(shape, at, min(later, default=math.prod(shape)) - 1))
+    near = np.flatnonzero((parts.nests.y <= at) & (parts.nests.y_ends > at))
+    holding = [int(row) for row in near if contains(parts.nests[int(row)], at)]
+    ranks = tuple(parts.ranks[np.isin(parts.part, parts.owner[holding])].tolist())
+    if fault.kind == "outside":
+        return Misfit("outside", f"address {at:,} of {math.prod(shape):,}", ranks)
+    end = min(_run_end(parts.nests[row], at) for row in holding)
+    return Misfit("overlap", range_text(shape, at, end), ranks)
+
+
+def _first_from(nest: Nest, address: int) -> int | None:
+    """Return the first y address of a nest at or after `address`."""
+    loops = sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: -loop[1])
+
+    def first(start: int, depth: int) -> int | None:
+        if address <= start:
+            return start
+        if depth == len(loops):
+            return None
+        n, stride = loops[depth]
+        step = min((address - start) // stride, n - 1)
+        # The last iteration that begins before the address may end before it; then the next one is first.
+        found = [first(start + i * stride, depth + 1) for i in (step, step + 1) if i < n]
+        return min((each for each in found if each is not None), default=None)
+
+    return first(nest.y, 0)
+
+
+def _run_end(nest: Nest, address: int) -> int:
+    """Return the last y address of the contiguous run that contains an address."""
+    run = 1
+    outer: list[tuple[int, int]] = []
+    for n, stride in sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: loop[1]):
+        if stride == run and not outer:
+            run *= n
+        else:
+            outer.append((n, stride))
+    place = address - nest.y
+    for n, stride in reversed(outer):
+        place -= min(place // stride, n - 1) * stride
+    return address - place + run - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +274,262 @@ def find_problem(one: Holdings) -> LayoutError | None:
         want="every element exactly once, or in equal parts as replicas",
         next_step="correct the layout" if one.rule is None else f"correct the rule {one.rule!r}",
     )
+
+
+def survey(
+    layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, dtypes: Mapping[str, str] | None = None
+) -> Survey:
+    """Return the holdings of the tensors with these global shapes; errors are recorded in them, not raised.
+
+    Args:
+        layouts: layouts of the tensors, with a mesh.
+        shapes: global shape by name. A flat buffer's members are tensors like others.
+        dtypes: safetensors name of the element type, by name.
+    """
+    compiler = _Compiler(layouts, {name: check_shape(shape) for name, shape in shapes.items()})
+    found = []
+    for name, shape in compiler.shapes.items():
+        start = Holdings(name, shape, (dtypes or {}).get(name), sizes=layouts.sizes)
+        try:
+            found.append(compiler.holdings(start))
+        except LayoutError as error:
+            error.about(name, tensor=name)
+            found.append(replace(start, rule=compiler.rules.get(name), problem=error))
+    texts = {pattern: str(value) for pattern, value in (*layouts.items(), *layouts.companions.items())}
+    meshes = {} if layouts.device_mesh is None else {"mesh": layouts.device_mesh}
+    meshes.update((f"view {name}", view) for name, view in layouts.views.items())
+    used = set(compiler.rules.values())
+    return Survey(
+        meshes,
+        texts,
+        tuple(found),
+        tuple(one.name for one in found if one.rule is None and one.problem is None),
+        tuple(rule for rule in texts if rule not in used),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The tensors of a name with dims, and the ranks that hold them."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Groups of ranks that hold the same names: equal on all axes of the name and of "where"."""
+    held: Mapping[str, tuple[int, ...]]
+    """Name -> the groups that hold it."""
+    table: NameTable | None
+    """The table of a rank that holds some of the names."""
+
+
+class _Compiler:
+    """Finds each tensor's rule, and compiles the part of every rank by it."""
+
+    def __init__(self, layouts: LayoutMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.layouts, self.shapes = layouts, shapes
+        self.rules: dict[str, str] = {}
+        """Name -> the rule that decides for it."""
+        self._names: dict[str, _Names] = {}
+        self._alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Holdings] = {}
+        self._fitting: dict[Companion, dict[tuple[int, ...], dict[str, tuple[int, ...]]]] = {}
+        self._flats: dict[str, Mapping[str, MeshParts]] = {}
+        self._members: dict[str, list[str]] = {}
+        for rule, layout in layouts.items():
+            flat = None if layout is None else flat_of(layout)
+            for member in () if flat is None else flat.members:
+                self._members.setdefault(member.name, []).append(rule)
+
+    def holdings(self, start: Holdings) -> Holdings:
+        """Return the holdings of one tensor; without a rule if none decides for it."""
+        name = start.name
+        rule, member_of = self.layouts.rule_for(name), self._members.get(name, [])
+        companion = self.layouts.companion_rule_for(name)
+        # A tied name without a rule of its own follows the tensor that it stands for.
+        if rule is None and companion is None and not member_of and name in self.layouts.aliases:
+            rule = self.layouts.rule_for(self.layouts.aliases[name])
+        deciding = [each for each in (rule, companion, *member_of) if each is not None]
+        if len(deciding) > 1:
+            raise LayoutError(
+                f"{name}: several rules decide for it", got=str(deciding), want="one", next_step="keep one of them"
+            )
+        if not deciding:
+            return start
+        self.rules[name] = deciding[0]
+        if companion is not None:
+            return self._companion(replace(start, rule=companion))
+        layout = self.layouts[deciding[0]]
+        assert layout is not None
+        start = replace(start, rule=deciding[0])
+        if member_of:
+            return self._flat(start, layout)
+        found = apply_layout(start, layout, self._mesh(layout))
+        if self.layouts.name_of(deciding[0]) is not None and name not in self.layouts.aliases:
+            return self._apply_name(found, layout)
+        return found
+
+    def _mesh(self, layout: TensorLayout) -> DeviceMesh:
+        mesh = layout.device_mesh or self.layouts.device_mesh
+        if mesh is None:
+            raise LayoutError(
+                "the mesh of its ranks is not given",
+                got=str(layout),
+                next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
+            )
+        return mesh
+
+    def _apply_name(self, whole: Holdings, layout: TensorLayout) -> Holdings:
+        """Limit the holdings of a tensor with an index in its name to the ranks that hold this index."""
+        rule = whole.rule or ""
+        if rule not in self._names:
+            self._names[rule] = self._compile_name(rule, layout)
+        names = self._names[rule]
+        groups = names.held.get(whole.name, ())
+        if not groups and names.table is not None:
+            names.table.local_name(whole.name)  # raises for an index that does not exist
+        # Layers and experts are alike: one proof serves all of them on the same ranks.
+        key = rule, groups, whole.shape
+        if key not in self._alike:
+            assert whole.parts is not None
+            ranks = [rank for group in groups for rank in names.groups[group]]
+            parts = whole.parts.select(np.isin(whole.parts.ranks, ranks))
+            self._alike[key] = apply_parts(whole, parts, whole.sums)
+        return replace(whole, parts=self._alike[key].parts, misfit=self._alike[key].misfit)
+
+    def _compile_name(self, rule: str, layout: TensorLayout) -> _Names:
+        mesh, name = self._mesh(layout), self.layouts.name_of(rule)
+        assert name is not None
+        axes = {axis for dim in name.dims for axis in axes_of(dim)} | {where.axis for where in layout.tree.where}
+        alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in mesh.ranks:
+            # Ranks at equal places have equal names: one table serves the group, as there may be thousands of ranks.
+            at = {**mesh.coordinate(rank), **(layout.view_mesh.coordinate(rank) if layout.view_mesh else {})}
+            alike.setdefault(tuple((axis, place) for axis, place in at.items() if axis in axes), []).append(rank)
+        some, held = None, dict[str, tuple[int, ...]]()
+        for group, ranks in enumerate(alike.values()):
+            table = name_table(name, layout, mesh, mesh.coordinate(ranks[0]), sizes=self.layouts.sizes)
+            for _, own in table or ():
+                held[own] = (*held.get(own, ()), group)
+            some = table or some
+        return _Names(tuple(map(tuple, alike.values())), held, some)
+
+    def _flat(self, start: Holdings, layout: TensorLayout) -> Holdings:
+        rule, mesh = start.rule or "", self._mesh(layout)
+        if rule not in self._flats:
+            self._flats[rule] = flat_mesh_parts(layout, mesh, self.shapes, sizes=self.layouts.sizes)
+        start = replace(start, layout=layout, mesh=mesh, text=str(layout))
+        return apply_parts(start, self._flats[rule][start.name], layout.tree.sums)
+
+    def _companion(self, start: Holdings) -> Holdings:
+        companion = self.layouts.companions[start.rule or ""]
+        layout = base_layout(companion, self.layouts)
+        bases = self._bases(start, companion)
+        base = base_of_shape(companion, self.layouts, start.name, start.shape, bases)
+        mesh = self._mesh(layout)
+        parts = companion_mesh_parts(companion, layout, mesh, base, sizes=self.layouts.sizes)
+        found = apply_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
+        return found if self.layouts.name_of(start.rule or "") is None else self._apply_name(found, layout)
+
+    def _bases(self, of: Holdings, companion: Companion) -> Mapping[str, tuple[int, ...]]:
+        """Return the tensors that a companion may follow from: those of a fitting shape."""
+        if companion.of is None:
+            return {}
+        if self.layouts.name_of(of.rule or "") is not None:
+            return self.shapes  # the name decides
+        # Once for each companion: looking through all tensors for each scale would be quadratic.
+        if companion not in self._fitting:
+            fitting = self._fitting.setdefault(companion, {})
+            for name, shape in self.shapes.items():
+                with suppress(LayoutError):
+                    fitting.setdefault(companion_shape(companion, shape), {})[name] = shape
+        return self._fitting[companion].get(of.shape, {})
+
+
+def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return name -> global shape, and rule -> reason for the rules without known shapes.
+
+    A pattern stands for a tensor of its own name; a name with dims for all its tensors, a flat buffer for its members.
+
+    Args:
+        layouts: the layouts.
+        is_strict: whether a layout whose sizes are known, and which no shape fits, is an error; else it is a reason.
+
+    Raises:
+        LayoutError: such a layout, such as 80 layers that a mesh axis of 7 ranks cannot cut.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    unknown: dict[str, str] = {}
+    for rule, layout in layouts.items():
+        assert layout is not None
+        try:
+            shapes.update(_shapes_of(rule, layout, layouts))
+        # `global_size` looks names up; the key is the missing size.
+        except KeyError as error:
+            unknown[rule] = f"the size {error.args[0]!r} is not known"
+        except LayoutError as error:
+            if is_strict:
+                raise _name_rule(error, rule) from error
+            unknown[rule] = error.message
+    for rule, companion in layouts.companions.items():
+        try:
+            for name in _companion_names(rule, companion, layouts):
+                shapes[name] = companion_shape(companion, _base_shape(name, companion, layouts, shapes))
+        except KeyError as error:
+            unknown[rule] = f"the size {error.args[0]!r} is not known"
+        except LayoutError as error:
+            if is_strict:
+                raise _name_rule(error, rule) from error
+            unknown[rule] = error.message
+    return shapes, unknown
+
+
+def _name_rule(error: LayoutError, rule: str) -> LayoutError:
+    return LayoutError(
+        f"the rule {rule!r} fits no tensor: {error.message}",
+        tensor=rule,
+        got=error.got,
+        want=error.want,
+        next_step=error.next_step or "correct the sizes or the cuts of the rule, or the mesh",
+    )
+
+
+def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[str, tuple[int, ...]]:
+    mesh, flat, name = layout.device_mesh or layouts.device_mesh, flat_of(layout), layouts.name_of(rule)
+    if flat is not None:
+        return {
+            member.name: _shape_of(LayoutTree(member.dims), layouts, mesh, layout.view_mesh) for member in flat.members
+        }
+    shape = _shape_of(layout.tree, layouts, mesh, layout.view_mesh)
+    if name is None or mesh is None:
+        return {rule: shape}
+    return dict.fromkeys(_names(name, layout, mesh, layouts), shape)
+
+
+def _companion_names(rule: str, companion: Companion, layouts: LayoutMap) -> list[str]:
+    name, layout = layouts.name_of(rule), base_layout(companion, layouts)
+    mesh = layout.device_mesh or layouts.device_mesh
+    return [rule] if name is None or mesh is None else _names(name, layout, mesh, layouts)
+
+
+def _base_shape(
+    name: str, companion: Companion, layouts: LayoutMap, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    if companion.base is not None:
+        return _shape_of(companion.base, layouts, layouts.device_mesh)
+    found = base_shapes(companion, layouts, name, shapes)
+    if len(found) != 1:
+        raise KeyError(companion.of)
+    return found.pop()
+
+
+def _names(name: TensorName, layout: TensorLayout, mesh: DeviceMesh, layouts: LayoutMap) -> list[str]:
+    for rank in mesh.ranks:
+        table = name_table(name, layout, mesh, mesh.coordinate(rank), sizes=layouts.sizes)
+        # Every rank's table has the global sizes, so the first one suffices.
+        if table is not None:
+            return [name.with_indices(*indices) for indices in product(*map(range, table.global_sizes))]
+    return []
+
+
+def _shape_of(
+    tree: LayoutTree, layouts: LayoutMap, mesh: DeviceMesh | None, view: DeviceMesh | None = None
+) -> tuple[int, ...]:
+    bound = collect_known_names(tree, {} if mesh is None else axis_lengths(mesh, view), layouts.sizes)
+    return tuple(global_size(dim, bound) for dim in tree.dims)

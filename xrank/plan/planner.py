@@ -13,15 +13,59 @@ from functools import lru_cache
 import numpy as np
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, UsageError, option
-from xrank.layout.nest_table import IntArray, NestTable
-from xrank.layout.nests import Nest, swap
-from xrank.plan.composition import compose
-from xrank.plan.coverage import CoverageFault, destination_keys, find_fault, first_of_equal, range_text
-from xrank.plan.coverage_errors import coverage_error
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, XrankError, option
+from xrank.layout.nest_table import IntArray, NestTable, int_array
+from xrank.layout.nests import Nest, intersect, swap
+from xrank.plan.coverage import CoverageFault, contains, destination_keys, find_fault, first_of_equal, range_text
 from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.words import ranks_text
+
+
+def compose(pieces: NestTable, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
+    """Return the pieces of a part, sorted by y: for each its row in `pieces` and its nest.
+
+    Args:
+        pieces: x is an address in a record, y in the tensor.
+        part: canonical; x is an address in the part, y in the tensor.
+
+    Returns:
+        Rows, and nests from the records' addresses to the part's.
+
+    Raises:
+        LayoutError: two cuts have strides that do not divide each other, and would make too many pieces.
+    """
+    return _compose(_Pieces(pieces), part)
+
+
+class _Pieces:
+    """A table as a cache key: a model has some dozens of distinct ones at most."""
+
+    def __init__(self, table: NestTable) -> None:
+        self.table = table
+        self._key = (table.x.tobytes(), table.y.tobytes(), table.loops.tobytes())
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Pieces) and self._key == other._key
+
+
+@lru_cache(maxsize=1024)
+def _compose(pieces: _Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
+    starts, ends = pieces.table.y, pieces.table.y_ends
+    found: list[tuple[int, Nest]] = []
+    for nest in part:
+        to_part = swap(nest)
+        end = nest.y + sum((n - 1) * ys for n, _, ys in nest.loops) + 1
+        # Only pieces whose address range meets the nest's can intersect it.
+        for row in np.flatnonzero((starts < end) & (ends > nest.y)).tolist():
+            found += [(row, piece) for piece in intersect(pieces.table[row], to_part)]
+    # They were found piece by piece of the source; `Copies` has them by rising destination.
+    found.sort(key=lambda item: item[1].y)
+    return int_array(row for row, _ in found), NestTable.from_nests([nest for _, nest in found])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,3 +355,51 @@ def _check_cast(source_dtype: str, output: OutputTensor) -> None:
             want="a floating-point type on both sides",
             next_step=f"use {option('dtype', 'keep')}",
         )
+
+
+_CHECK_LAYOUT = f"check the layout that the ranks recorded, or the one given by {option('layouts')}"
+
+
+def coverage_error(
+    shard: StoredShard, copies: Copies, fault: CoverageFault, num_elements: int, source: StoredModel
+) -> XrankError:
+    """Return the error that names a fault's tensor, range, ranks and files."""
+    table = [copies.nests[i] for i in range(len(copies))]
+    if fault.kind == "gap":
+        # The gap ends where the next piece begins, which is exact for whole missing shards.
+        later = [nest.y for nest in table if nest.y > fault.address]
+        where = range_text(shard.shape, fault.address, min(later, default=num_elements) - 1)
+        return IncompleteError(
+            f"{shard.name}, {where}: no rank left these elements",
+            tensor=shard.name,
+            index_range=where,
+            got=f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all",
+            want="every element exactly once",
+            next_step=f"let the missing rank write again, then {AGAIN}; nothing was written",
+        )
+    holders = [
+        (int(copies.rank[i]), source.files[int(source.records.file[copies.record[i]])].path)
+        for i, nest in enumerate(table)
+        if contains(nest, fault.address)
+    ]
+    if fault.kind == "outside":
+        return ContradictionError(
+            f"{shard.name}: a rank holds elements outside the tensor",
+            tensor=shard.name,
+            rank=holders[0][0] if holders else None,
+            file=holders[0][1] if holders else None,
+            got=f"address {fault.address:,}",
+            want=f"less than {num_elements:,}, the size of {list(shard.shape)}",
+            next_step=_CHECK_LAYOUT,
+        )
+    where = range_text(shard.shape, fault.address, fault.address)
+    return ContradictionError(
+        f"{shard.name}, from {where} on: held twice, by {ranks_text(rank for rank, _ in holders)}, cut differently",
+        tensor=shard.name,
+        rank=holders[-1][0] if holders else None,
+        file=holders[-1][1] if holders else None,
+        index_range=where,
+        got=", ".join(f"rank {rank} in {path}" for rank, path in holders),
+        want="every element exactly once, or equal pieces as replicas",
+        next_step=_CHECK_LAYOUT,
+    )

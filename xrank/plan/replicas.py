@@ -18,10 +18,9 @@ from xrank import dtypes
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical, restrict, swap
 from xrank.plan.buffers import Source
-from xrank.plan.casts import copy_same
+from xrank.plan.casts import Tile, copy_same, cut_tiles
 from xrank.plan.coverage import destination_keys
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
-from xrank.plan.tiles import Tile, cut_tiles
 
 DIGEST_NBYTES = 16
 DIGEST_STAGING_NBYTES = _CHUNK_NBYTES = 1 << 20

@@ -1,13 +1,339 @@
-"""The report of a command: what was read, proven and written, in the units of the user."""
+"""The report of a command: facts that were read, proven and written, as JSON, as text and as HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from html import escape
+from typing import Any, Self
 
 from xrank.errors import XrankError
-from xrank.plan.report_facts import Facts, OutputFacts, ProofFacts, SourceFacts, TrafficFacts, plain_value
+from xrank.words import one_line, plural, size_text
+
+
+class Facts(Mapping[str, Any]):
+    """Part of a report; subclasses are frozen dataclasses, made by keywords alone."""
+
+    _given: tuple[str, ...]
+
+    def __new__(cls, **given: Any) -> Self:
+        """Keep which fields are given."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "_given", tuple(given))
+        return self
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._given:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def extended(self, **more: Any) -> Self:
+        """Return these facts with more of them, or with other values."""
+        return type(self)(**{**self, **more})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the given fields as JSON has them."""
+        return {name: plain_value(value) for name, value in self.items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourceFacts(Facts):
+    """The source that a command read."""
+
+    path: str | None = None
+    format: str | None = None
+    """Name of the source's format."""
+    recipe: str | None = None
+    """Name of the recipe that gave Hugging Face's names; None: the names are the source's."""
+    step: int | None = None
+    world_size: int | None = None
+    """Number of ranks that wrote the source."""
+    run_id: str | None = None
+    nbytes: int = 0
+    skipped_nbytes: int = 0
+    """Bytes of what is left out: optimizer, random states."""
+    num_tensors: int = 0
+    num_parameters: int = 0
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    """Number of tensors by element type."""
+    has_config: bool = False
+    """Whether the source itself holds the model's config."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProofFacts(Facts):
+    """The proofs and comparisons that a command made."""
+
+    coverage: str | None = None
+    """``"proven"`` or ``"refused"``: every element of every tensor exactly once."""
+    base_model: str | None = None
+    """The comparison with the base model."""
+    num_replicas_compared: int = 0
+    num_replicas_to_compare: int = 0
+    """Replicas that a run would compare; only a dry run gives it."""
+    num_checksums: int = 0
+    """Number of the source's checksums that were compared."""
+    num_digests: int = 0
+    """Number of tensors whose digest is as in a manifest."""
+    manifest: str | None = None
+    """Path of the manifest that a model was compared with."""
+    signature: str | None = None
+    """Path of the signature that a model's files were compared with."""
+    against: str | None = None
+    """Path of the model or checkpoint that was compared, value by value."""
+    num_adapter_tensors: int = 0
+    num_merged: int = 0
+    """Number of tensors that an adapter was merged into before they were compared."""
+    num_rules: int = 0
+    """Number of rules of a layout file."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrafficFacts(Facts):
+    """Requests to object stores, of a command with a URL."""
+
+    requests: int = 0
+    """All requests of this process, repetitions included; on the first rank of several, those of all."""
+    retries: int = 0
+    """Requests that were sent again after a failure."""
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    planned_requests: int = 0
+    """Requests for tensors, of a dry run."""
+    planned_nbytes: int = 0
+    """Bytes that these requests read."""
+    planned_written_requests: int = 0
+    """Requests that write the weights, of a dry run."""
+    planned_written_nbytes: int = 0
+    """Bytes of the weights that these requests write."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileFacts(Facts):
+    """A file of the output."""
+
+    name: str = ""
+    nbytes: int = 0
+    digest: str | None = None
+    num_tensors: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OutputFacts(Facts):
+    """The output that a command wrote, or that a dry run would write."""
+
+    path: str | None = None
+    num_tensors: int = 0
+    num_parameters: int = 0
+    """Number of elements of all tensors."""
+    nbytes: int = 0
+    """Bytes of all tensors."""
+    world_size: int = 0
+    """Number of ranks whose states were written."""
+    mesh: str | None = None
+    """Grid of the ranks whose states were written."""
+    run_id: str | None = None
+    tied: Sequence[Sequence[str]] = ()
+    """Names that share the bytes of the first."""
+    padding_dropped: Mapping[str, int] = field(default_factory=dict)
+    """Rows of padding that outputs lost, by name."""
+    excluded: Sequence[str] = ()
+    """Names left out."""
+    cast: Mapping[str, str] = field(default_factory=dict)
+    """Name -> ``"F32 -> BF16"``."""
+    merged: Sequence[str] = ()
+    """Names of tensors that an adapter was merged into."""
+    companions: Sequence[str] = ()
+    """Small files beside the weights."""
+    transformed: Mapping[str, str] = field(default_factory=dict)
+    """Output name -> name of the tensor that a transform made it of."""
+    files: Sequence[FileFacts] = ()
+    resumed_nbytes: int = 0
+    """Bytes that an earlier, interrupted run had finished."""
+    shared_nbytes: int = 0
+    """Bytes whose blocks the file system shares with the source (reflink); they were not written."""
+    peak_buffer_nbytes: int = 0
+    """Bytes of all buffers, of a dry run."""
+    num_files: int = 0
+    files_nbytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InspectDetails(Facts):
+    """Facts that only ``xrank inspect`` shows."""
+
+    stage: Mapping[str, Any] | None = None
+    """An unfinished output: its files and its owner."""
+    problems: Sequence[Mapping[str, Any]] = ()
+    """Errors that a gather would raise, each with its exit code."""
+    tensors: Sequence[Mapping[str, Any]] = ()
+    format: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that this format alone has."""
+    companions: Sequence[str] = ()
+    config_path: str | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CleanDetails(Facts):
+    """Facts that only ``xrank clean`` shows; each row has path, nbytes, removed and why."""
+
+    stages: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+    num_removed: int = 0
+    removed_nbytes: int = 0
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DoctorDetails(Facts):
+    """Facts that only ``xrank doctor`` shows."""
+
+    checks: Sequence[Mapping[str, Any]] = ()
+    """Rows of subject, name, is_there and text."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutDetails(Facts):
+    """Facts that only ``xrank layout`` shows."""
+
+    tensors: Sequence[Mapping[str, Any]] = ()
+    problems: Sequence[Mapping[str, Any]] = ()
+    meshes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unmatched: Sequence[str] = ()
+    """Names of tensors that no rule matches."""
+    unused_rules: Sequence[str] = ()
+    """Rules that match no tensor."""
+    ranks: Sequence[Mapping[str, Any]] = ()
+    toml: str | None = None
+    equal: bool = False
+    differences: Mapping[str, Any] = field(default_factory=dict)
+    num_rules: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecipeDetails(Facts):
+    """Facts of ``xrank recipe`` alone."""
+
+    recipes: Sequence[Mapping[str, Any]] = ()
+    toml: str | None = None
+    is_reversed: bool = False
+    """Whether the source's names are Hugging Face's."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    tensors: Sequence[Mapping[str, Any]] = ()
+    """Tensors that a rule matches."""
+    wrong_rules: Sequence[Mapping[str, Any]] = ()
+    unknown: Sequence[Mapping[str, Any]] = ()
+    """Names that no rule matches, equal but for their numbers, with the nearest rule."""
+    missing: Sequence[str] = ()
+    """Required targets that nothing becomes."""
+    ignored: Sequence[str] = ()
+    rules: Sequence[Mapping[str, Any]] = ()
+    """Rules of a draft, each with its evidence."""
+    undecided: Sequence[Mapping[str, Any]] = ()
+    """The source's tensors that a draft has no rule for, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulationDetails(Facts):
+    """Facts that only ``xrank simulate`` shows."""
+
+    operation: str = ""
+    num_ranks: int = 0
+    mesh: str | None = None
+    num_rounds: int = 0
+    is_each_read: bool = False
+    rates: Mapping[str, Any] | None = None
+    prediction: Mapping[str, Any] | None = None
+    totals: Mapping[str, int] = field(default_factory=dict)
+    ranks: Sequence[Mapping[str, Any]] = ()
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value as JSON takes it."""
+    if isinstance(value, Mapping):
+        return {key: plain_value(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(part) for part in value]
+    return value
+
+
+Row = tuple[str, str]
+
+
+def report_rows(report: Report) -> list[Row]:
+    """Return a report as rows of a label and a text: its state, the source, the proof, the output, notes, the fault."""
+    rows = [(report.command, f"{report.status}, {report.seconds:.1f} s" + (f": {report.path}" if report.path else ""))]
+    rows += [*_source_rows(report), *_proof_rows(report), *_made_rows(report)]
+    for name, value in report.details.items():
+        if isinstance(value, list | tuple) and value:
+            rows.append((name, f"{len(value):,}"))
+    rows += [("note", str(message)) for _, message in report.notes]
+    if report.fault is not None:
+        rows.append((type(report.fault).__name__, str(report.fault)))
+        rows += [(label, str(text)) for label, text in _remedies(report) if text]
+    return rows
+
+
+def _source_rows(report: Report) -> list[Row]:
+    source = report.source
+    if source.format is None:
+        return []
+    ranks = f", by {plural(source.world_size, 'rank')}" if source.world_size else ""
+    step = f", step {source.step}" if source.step is not None else ""
+    recipe = f", named by the recipe {source.recipe}" if source.recipe else ""
+    left_out = f", {size_text(source.skipped_nbytes)} left out" if source.skipped_nbytes else ""
+    return [("source", f"{source.format}{ranks}{step}, {size_text(source.nbytes)}{left_out}{recipe}")]
+
+
+def _proof_rows(report: Report) -> list[Row]:
+    proof = report.proof
+    facts = ["every element exactly once"] if proof.coverage == "proven" else []
+    counts = ((proof.num_checksums, "checksum", "good"), (proof.num_digests, "digest", "good"))
+    facts += [f"{plural(count, noun)} {state}" for count, noun, state in counts if count]
+    if proof.num_replicas_compared:
+        facts.append(f"{plural(proof.num_replicas_compared, 'replica')} equal")
+    if proof.base_model:
+        facts.append(f"{proof.base_model} as in the base model")
+    return [("proof", "; ".join(facts))] if facts else []
+
+
+def _made_rows(report: Report) -> list[Row]:
+    made = report.made
+    if not made.num_tensors:
+        return []
+    label = "plan" if report.output is None else "output"
+    files = f" in {plural(len(made.files), 'file')}" if made.files else ""
+    counts = (
+        f"{plural(made.num_tensors, 'tensor')}, {made.num_parameters:,} parameters, {size_text(made.nbytes)}{files}"
+    )
+    return [(label, counts)]
+
+
+def _remedies(report: Report) -> list[tuple[str, object]]:
+    fault = report.fault
+    return [] if fault is None else [("got", fault.got), ("want", fault.want), ("try", fault.next_step)]
+
+
+def align_rows(rows: Sequence[Row]) -> str:
+    """Return rows as lines, the texts in one column."""
+    width = max((len(label) for label, _ in rows), default=0)
+    return "\n".join(f"{label:<{width}}  {one_line(text)}" for label, text in rows)
+
+
+def report_html(report: Report) -> str:
+    """Return a report as a table of a notebook, in the notebook's own colours."""
+    rows = (f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in report_rows(report))
+    style = "text-align: left; vertical-align: top"
+    return f'<table class="xrank-report" style="{style}">{"".join(rows)}</table>'.replace(
+        "<td>", f'<td style="{style}">'
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +399,10 @@ class Report:
             >>> print(Report("gather", path="model", seconds=2.0))
             gather  ok, 2.0 s: model
         """
-        from xrank.plan.report_text import align_rows, report_rows
-
         return align_rows(report_rows(self))
 
     def _repr_html_(self) -> str:
         """Return the report as a table for notebooks."""
-        from xrank.plan.report_text import report_html
-
         return report_html(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Windows: the aligned pieces of output files that the executor fills one at a time.
+"""Windows: the aligned pieces of output files that the executor fills one at a time, and the results of whole files.
 
 A window is 1 MiB of the output *file*, whatever tensors it crosses: file systems are fastest with aligned writes (ext4
 allocates one folio), and a window stays in cache while it is filled, digested and written.
@@ -6,21 +6,82 @@ allocates one folio), and a window stays in cache while it is filled, digested a
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
+import stat
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from isal import isal_zlib
 
 from xrank import dtypes
 from xrank.layout.nests import Nest, restrict, size, swap
-from xrank.plan.checksums import JoinedCrc32
-from xrank.plan.digests import TensorDigest
-from xrank.plan.file_parts import FilePart
-from xrank.plan.output import PlacedBytes
+from xrank.plan.checksums import DigestPart, JoinedCrc32, TensorDigest, digest_of_file
+from xrank.plan.output import OutputFile, PlacedBytes
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
+from xrank.stores import places
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedFile:
+    """An output file whose every byte is written and whose sources are checked."""
+
+    index: int
+    digest: bytes
+    tensor_digests: tuple[bytes, ...]
+    """In the file's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """The digests and CRCs of an output file's windows that one execution has written."""
+
+    index: int
+    digests: tuple[tuple[int, DigestPart], ...]
+    """(Tensor of the file, part of its digest); tensors of which nothing was written are left out."""
+    crcs: tuple[tuple[int, int, int, int], ...]
+    """(Tensor of the file, start, end, CRC-32 of these bytes), if the file's ending needs them."""
+
+
+def make_finished_file(
+    output: OutputFile, index: int, digests: Sequence[bytes], ending: Sequence[PlacedBytes]
+) -> FinishedFile:
+    """Return the result for a file with these digests of its tensors and this ending."""
+    around = b"".join((output.header, *(data for _, data in (*output.fragments, *ending))))
+    return FinishedFile(index, digest_of_file(around, digests), tuple(digests))
+
+
+class JoinedFile:
+    """Collects the parts of one file, each byte of which is in one of them."""
+
+    def __init__(self, output: OutputFile, index: int) -> None:
+        self._output, self._index = output, index
+        self._digests = [TensorDigest(tensor.nbytes) for tensor in output.tensors]
+        self._crcs = [JoinedCrc32(tensor.nbytes) for tensor in output.tensors] if output.ending else []
+
+    def join(self, part: FilePart) -> None:
+        """Add a part."""
+        for tensor, digest in part.digests:
+            self._digests[tensor].join(digest)
+        for tensor, start, end, crc in part.crcs:
+            self._crcs[tensor].add(start, end, crc)
+
+    def finish(self) -> tuple[FinishedFile, Sequence[PlacedBytes]]:
+        """Return the file's result and the ending that is still to be written; all parts must have been added."""
+        ending: Sequence[PlacedBytes] = ()
+        if self._output.ending is not None:
+            values = [crc.value for crc in self._crcs]
+            assert None not in values, "bytes of a tensor were never read for its CRC"
+            ending = self._output.ending([value for value in values if value is not None])
+        digests = [digest.digest() for digest in self._digests]
+        return make_finished_file(self._output, self._index, digests, ending), ending
+
 
 WINDOW_NBYTES = 1 << 20
 
@@ -260,3 +321,71 @@ class Job(NamedTuple):
     """Reads that go straight to their places, before the windows are made there."""
     others: Sequence[Read] = ()
     """All other reads, where the source fetches ahead."""
+
+
+class FileHashes:
+    """Hashes the files that one execution makes whole; any thread may add a window.
+
+    SHA-256 takes bytes in their order alone. A thread with a later window waits for its turn: windows are given out in
+    order, so some other thread has the one before.
+    """
+
+    def __init__(self) -> None:
+        self._states = {}  # type: ignore[var-annotated]  # hashlib's type has no public name
+        self._next: dict[int, int] = {}
+        self._turn = threading.Condition()
+        self._is_aborted = False
+
+    def add(self, file: int, windows: range, data: memoryview) -> None:
+        """Add windows of a file, as they are written; wait until all before are added, or another thread failed."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_aborted or self._next.get(file, 0) == windows.start)
+            if self._is_aborted:
+                return
+            state = self._states.setdefault(file, hashlib.sha256())
+        state.update(data)  # outside of both locks: the next window's thread still waits, others work
+        with self._turn:
+            self._next[file] = windows.stop
+            self._turn.notify_all()
+
+    def abort(self) -> None:
+        """Let all waiting threads go on: one has failed."""
+        with self._turn:
+            self._is_aborted = True
+            self._turn.notify_all()
+
+    def of_file(self, file: int, nbytes: int) -> bytes | None:
+        """Return the hash of a file of that size; None if another rank or run made some of its windows."""
+        is_whole = self._next.get(file, 0) == -(-nbytes // WINDOW_NBYTES)
+        return self._states[file].digest() if is_whole and file in self._states else None
+
+
+def hash_file(path: str, hash_name: str = "sha256", *, head: bytes = b"") -> bytes:
+    """Return the hash of a file on disk, after that of some bytes before it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = hashlib.new(hash_name, head, usedforsecurity=hash_name != "sha1")
+    _feed(path, state.update)
+    return state.digest()
+
+
+def digest_plain_file(path: str) -> str:
+    """Return the XXH3-128 of a file's bytes, which manifests have for files that hold no tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = xxhash.xxh3_128()
+    _feed(path, state.update)
+    return state.hexdigest()
+
+
+def _feed(path: str, update: Callable[[memoryview], object]) -> None:
+    buffer = memoryview(bytearray(WINDOW_NBYTES))
+    with open(places.open_descriptor(path), "rb", buffering=0) as file:  # of a FIFO, too, it returns at once
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        while count := file.readinto(buffer):
+            update(buffer[:count])

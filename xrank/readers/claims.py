@@ -10,7 +10,7 @@ from itertools import product
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion, inline_base, is_companion, parse_companion
-from xrank.layout.companion_base import base_layout
+from xrank.layout.companion_parts import base_layout
 from xrank.layout.local_part import holds
 from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_name
 from xrank.readers.held_tensor import HeldTensor

@@ -12,15 +12,13 @@ import numpy as np
 from xrank.errors import ContradictionError, LayoutError, option
 from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import companion_shape
-from xrank.layout.companion_base import base_shapes
-from xrank.layout.companion_parts import companion_part
-from xrank.layout.flat import FlatPart, flat_part
-from xrank.layout.local_part import LocalPart, local_part
+from xrank.layout.companion_parts import base_shapes, companion_part
+from xrank.layout.local_part import LocalPart, infer_shape, local_part
 from xrank.layout.mesh import DeviceMesh
+from xrank.layout.mesh_parts import FlatPart, flat_part
 from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest, row_major
 from xrank.layout.notation import LayoutTree
-from xrank.layout.shape_inference import infer_shape
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints

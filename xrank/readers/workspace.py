@@ -12,8 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError, option
-from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of, state_file_name
-from xrank.formats.saved_state import SavedState
+from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord, rank_of, state_file_name
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.plan.source import StoredModel

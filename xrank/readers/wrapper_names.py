@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from xrank.errors import UsageError
-from xrank.formats.inert_record import is_extra_state
+from xrank.formats.pickles import is_extra_state
 from xrank.plan.source import StoredModel
 from xrank.words import list_text, plural
 

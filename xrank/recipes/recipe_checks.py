@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from xrank.layout.binding import names_of_dim
-from xrank.layout.name_pattern import compile_pattern
 from xrank.layout.notation import MAX_SIZE
+from xrank.layout.tensor_name import compile_pattern
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_tables import misplaced
 from xrank.recipes.terms import is_term

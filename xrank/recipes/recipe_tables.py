@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
-from xrank.layout.toml_text import parse_toml
+from xrank.layout.layout_map import parse_toml
 from xrank.words import clip, size_text
 
 TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")

@@ -9,9 +9,9 @@ from math import prod
 import numpy as np
 
 from xrank.errors import ContradictionError, LayoutError
-from xrank.layout.nest_rows import join_rows
+from xrank.layout.nest_table import join_rows
 from xrank.layout.nests import Nest, swap
-from xrank.plan.composition import compose
+from xrank.plan.planner import compose
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.layer_choice import LayerChoice
 from xrank.recipes.matching import Match

@@ -20,7 +20,7 @@ from xrank.layout.nests import Nest, canonical, row_major
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.lending.peer_source import PeerSource
-from xrank.plan.budget import Budget
+from xrank.plan.executor import Budget
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import spread_copies
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard

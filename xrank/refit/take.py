@@ -15,7 +15,7 @@ from xrank.decisions.options import default_workers, parse_size
 from xrank.errors import UsageError, names_own_arguments, option, require_torch
 from xrank.lending.memory_offer import MemoryOffer, add_token
 from xrank.lending.mooncake_memory import is_mooncake
-from xrank.plan.budget import Budget
+from xrank.plan.executor import Budget
 from xrank.readers.live.module_tensors import FilledModule
 from xrank.refit.card import Address
 from xrank.refit.engine_ranks import EngineRanks

@@ -14,7 +14,7 @@ from xrank.lending.local_bytes import locate_elements
 from xrank.lending.memory_offer import MemoryOffer
 from xrank.lending.mooncake_memory import MooncakeEngine
 from xrank.lending.peer_source import PeerSource
-from xrank.plan.budget import Budget
+from xrank.plan.executor import Budget
 from xrank.plan.replicas import spread_copies
 from xrank.refit.card import Address, Card
 from xrank.refit.held_memory import MemoryPlaces

@@ -19,8 +19,7 @@ from xrank import dtypes
 from xrank.lending.local_bytes import locate_elements
 from xrank.lending.peer_source import PeerSource, SpanMemory
 from xrank.lending.tensor_target import TensorTarget
-from xrank.plan.budget import Budget
-from xrank.plan.executor import execute
+from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.plan.windows import share_all

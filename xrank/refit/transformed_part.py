@@ -10,7 +10,7 @@ from xrank.decisions.transformed_plan import TransformedTensor, Transforms
 from xrank.decisions.transforms import apply_transform
 from xrank.lending.peer_source import PeerSource
 from xrank.making.whole_tensors import WholeTensors
-from xrank.plan.budget import Budget
+from xrank.plan.executor import Budget
 
 if TYPE_CHECKING:
     import torch

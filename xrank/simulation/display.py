@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from xrank.pictures.page import page, page_text
-from xrank.pictures.stacked_bars import Bar, draw_stacked_bars
+from xrank.pictures.page import Bar, draw_stacked_bars, page, page_text
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
 from xrank.words import one_line, plural, size_text

@@ -10,12 +10,9 @@ from xrank import dtypes
 from xrank.conversion.report import check_survey
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.nest_rows import rows_of
-from xrank.layout.nest_table import IntArray, int_array
-from xrank.plan.holdings import Holdings, Survey
-from xrank.plan.layout_shapes import compute_shapes
+from xrank.layout.nest_table import IntArray, int_array, rows_of
+from xrank.plan.holdings import Holdings, Survey, compute_shapes, survey
 from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
-from xrank.plan.survey import survey
 
 _SOME_CHECKSUM = 0
 """Any checksum: saved states have one per tensor, and verifying it reads bytes (mostly padding) that no copy needs."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from xrank.conversion.report import source_facts
-from xrank.plan.report import Report
-from xrank.plan.report_facts import OutputFacts, ProofFacts, SimulationDetails
+from xrank.plan.report import OutputFacts, ProofFacts, Report, SimulationDetails
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
 from xrank.system import peak_rss_nbytes

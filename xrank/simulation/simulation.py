@@ -11,8 +11,8 @@ import numpy as np
 from xrank.decisions.options import GatherOptions
 from xrank.errors import names_own_arguments
 from xrank.layout.nest_table import IntArray
-from xrank.plan.budget import Budget
 from xrank.plan.division import divide
+from xrank.plan.executor import Budget
 from xrank.simulation.counted_reads import count_compared_nbytes, count_rounds, num_places
 from xrank.simulation.planned_work import PlannedWork, plan_work
 from xrank.simulation.prediction import Prediction, predict
@@ -48,7 +48,7 @@ class Simulation:
 
     def __str__(self) -> str:
         """Return what `xrank simulate` prints."""
-        from xrank.plan.report_text import align_rows
+        from xrank.plan.report import align_rows
         from xrank.simulation.display import simulation_rows, simulation_table
 
         return f"{align_rows(simulation_rows(self))}\n\n{simulation_table(self)}"

@@ -14,11 +14,11 @@ import numpy as np
 from xrank import dtypes
 from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest
+from xrank.plan.casts import cut_tiles
 from xrank.plan.checksums import BoolArray, RecordChecksums
 from xrank.plan.division import Division
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import DIGEST_STAGING_NBYTES, cut_digest_tiles, list_digested, prefer_own_copies
-from xrank.plan.tiles import cut_tiles
 from xrank.plan.windows import FileWindows, PreparedCopies
 from xrank.simulation.traffic import FROM_FILES, Flow, RoundTraffic, build_round, count_written_nbytes
 

@@ -12,8 +12,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from xrank import system
 from xrank.errors import UsageError, XrankError, require_torch
-from xrank.formats.archive_layout import ALIGNMENT
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
+from xrank.formats.zip_archive import ALIGNMENT
 from xrank.workspace.identity import WorkspaceIdentity
 from xrank.workspace.state_content import plain_config, state_content
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
-from xrank.formats.pickle_machine import MAX_INTEGER_NBYTES
+from xrank.formats.pickles import MAX_INTEGER_NBYTES
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.words import repr_text
 from xrank.workspace.tensor_places import locate_tensors, view_key

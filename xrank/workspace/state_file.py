@@ -18,7 +18,7 @@ from isal import isal_zlib
 from xrank import system
 from xrank.dtypes import DTYPES
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError, require_torch
-from xrank.formats.saved_state import read_saved_state, record_of, state_error
+from xrank.formats.rank_state import read_saved_state, record_of, state_error
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 from xrank.stores import places
 from xrank.stores.backend import ObjectStatus
@@ -143,7 +143,7 @@ def _look_anew(file: str) -> ObjectStatus | None:
 
 
 def _holds_tensor(value: object) -> bool:
-    # Recursion is safe: the reader has bounded the depth (xrank.formats.inert_record.MAX_DEPTH).
+    # Recursion is safe: the reader has bounded the depth (xrank.formats.pickles.MAX_DEPTH).
     if isinstance(value, dict):
         return any(map(_holds_tensor, value.values()))
     if isinstance(value, list | tuple | set | frozenset):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from xrank import system
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, option
-from xrank.formats.json_text import check_json_object
-from xrank.plan.file_hashes import hash_file
+from xrank.formats.entries import check_json_object
+from xrank.plan.windows import hash_file
 from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.writers.disk import explain_errors

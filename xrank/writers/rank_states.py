@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from xrank.formats.archive_layout import lay_out_archive
-from xrank.formats.rank_state import RankRecord, state_file_name
-from xrank.formats.state_pickle import state_pickle
+from xrank.formats.rank_state import RankRecord, state_file_name, state_pickle
 from xrank.formats.torch_archive import ArchivedTensor
+from xrank.formats.zip_archive import lay_out_archive
 from xrank.layout.nests import row_major
 from xrank.plan.output import OutputFile, OutputTensor
 

@@ -12,7 +12,7 @@ import xxhash
 
 from xrank import system
 from xrank.errors import AGAIN, CorruptError, OutputExistsError, XrankError
-from xrank.plan.file_hashes import hash_file
+from xrank.plan.windows import hash_file
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal

@@ -6,8 +6,7 @@ import os
 import socket
 from contextlib import suppress
 
-from xrank.plan.report import Report
-from xrank.plan.report_facts import InspectDetails, SourceFacts
+from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.system import process_state
 from xrank.writers.journal import Journal, read_journal
 

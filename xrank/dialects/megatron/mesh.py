@@ -48,7 +48,7 @@ def megatron_mesh(mesh: Any, rank: int, world_size: int) -> MegatronMesh | None:
     """Return the meshes of a rank; None if the arrangement of the ranks is unknown.
 
     Args:
-        mesh: a `DeviceMesh`, torch's, or the two factorings from `xrank.layout.mesh_views.megatron_views`. None:
+        mesh: a `DeviceMesh`, torch's, or the two factorings from `xrank.layout.mesh.megatron_views`. None:
             Megatron's process groups, if the program has made them; a single process is a mesh of one rank.
         rank: this rank.
         world_size: the number of ranks.

@@ -189,7 +189,7 @@ def _read_mesh(mesh: Any) -> MeshViews:
             "the mesh has an unknown type",
             got=type(mesh).__name__,
             want="a DeviceMesh of xrank or torch, or MeshViews",
-            next_step="see xrank.layout.mesh_views.megatron_views for Megatron's meshes",
+            next_step="see xrank.layout.mesh.megatron_views for Megatron's meshes",
         )
     from xrank.dialects.placements import describe_mesh
 
@@ -212,5 +212,5 @@ def _check_axes(mesh: DeviceMesh, known: set[str]) -> None:
                 f"the mesh {mesh.grid!r} has both {one!r} and {other!r}",
                 got=mesh.grid,
                 want="one of them; two factorings of the same ranks are two meshes",
-                next_step="see xrank.layout.mesh_views.megatron_views",
+                next_step="see xrank.layout.mesh.megatron_views",
             )

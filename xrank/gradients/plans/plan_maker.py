@@ -170,7 +170,7 @@ def _plan_parameter(
             rank=place.rank,
             got=f"the mesh {place.dense.grid!r}, and {role.reasons.get('expert')}",
             want="a view with the axes edp, ep, etp",
-            next_step="give both factorings: xrank.layout.mesh_views.megatron_views(world_size, tp=, ep=)",
+            next_step="give both factorings: xrank.layout.mesh.megatron_views(world_size, tp=, ep=)",
         )
     local = local_of(parameter)
     grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else local.dtype

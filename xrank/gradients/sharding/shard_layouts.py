@@ -16,8 +16,8 @@ from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.sharding.shards import OwnedSlice
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import bind
+from xrank.layout.local_part import infer_shape
 from xrank.layout.notation import LayoutTree, axes_of, render
-from xrank.layout.shape_inference import infer_shape
 from xrank.layout.tensor_layout import axis_lengths
 
 _CROSS_STAGE = ("conditional", "word", "position")

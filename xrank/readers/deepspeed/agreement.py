@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from xrank.errors import ContradictionError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from xrank.errors import ContradictionError, UnsafeError
-from xrank.formats.inert_record import InertRecord, is_extra_state
+from xrank.formats.pickles import InertRecord, is_extra_state
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.readers.deepspeed.folder import parse_owner

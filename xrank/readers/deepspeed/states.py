@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias, TypeVar
 
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.deepspeed.agreement import flatten_facts

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from math import prod
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
 from xrank.layout.nests import Nest

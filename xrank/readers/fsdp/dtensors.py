@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from xrank.dialects.placements import from_placements
 from xrank.errors import LayoutError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh

@@ -8,7 +8,7 @@ from typing import Any
 
 from xrank.dtypes import by_torch_name
 from xrank.errors import UsageError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from xrank.formats.inert_record import is_extra_state
+from xrank.formats.pickles import is_extra_state, refuse_inert
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, read_archive, refuse_inert
+from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.fsdp.dtensors import DTensorPart, DTensors
 from xrank.readers.fsdp.pickled import read_wrapper, unwrap_parameter
 from xrank.readers.fsdp.sharded_tensors import ShardedPart, read_sharded_part

@@ -7,7 +7,7 @@ from typing import Any
 
 from xrank.dialects.boxes import Box, box_text
 from xrank.errors import ContradictionError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, read_local_tensor, sizes_of

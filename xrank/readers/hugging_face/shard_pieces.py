@@ -9,9 +9,9 @@ import numpy as np
 
 from xrank.dialects.boxes import Box, box_nests
 from xrank.errors import ContradictionError
+from xrank.formats.dcp_items import read_saved_offsets
 from xrank.formats.regular_file import Origin
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.sharding_info import read_saved_offsets
 from xrank.layout.nest_table import NestTable
 from xrank.plan.source import StoredShard
 from xrank.readers.advice import ONE_SAVE

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import LayoutError, UsageError
-from xrank.formats.inert_record import is_extra_state
+from xrank.formats.pickles import is_extra_state
 from xrank.formats.rank_state import RankRecord
 from xrank.readers.live.flat_modules import read_flat_module
 from xrank.readers.live.module_tensors import check_model

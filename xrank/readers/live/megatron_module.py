@@ -24,7 +24,7 @@ from xrank.dialects.megatron.layouts import (
 from xrank.dialects.megatron.mesh import MegatronMesh
 from xrank.dialects.megatron.numbers import CONFIG_SIZES, configs_of, first_layer, num_experts
 from xrank.errors import LayoutError
-from xrank.formats.inert_record import is_extra_state
+from xrank.formats.pickles import is_extra_state
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.workspace.tensor_places import LocatedTensors, locate_tensors

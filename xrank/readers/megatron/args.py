@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import ContradictionError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 
 _MAX_DEPTH = 8

@@ -29,8 +29,7 @@ from xrank.errors import ContradictionError, LayoutError, XrankError, option
 from xrank.formats.regular_file import quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.local_part import local_part
-from xrank.layout.shape_inference import infer_shape
+from xrank.layout.local_part import infer_shape, local_part
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor, pieces_of

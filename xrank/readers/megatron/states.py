@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from xrank.errors import ContradictionError
-from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.copies import CopiedValues

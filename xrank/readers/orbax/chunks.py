@@ -10,9 +10,8 @@ from math import prod
 from typing import NoReturn
 
 from xrank.errors import AGAIN, CorruptError, IncompleteError
-from xrank.formats.ocdbt import StoredValue
 from xrank.formats.regular_file import RegularFile, open_regular
-from xrank.formats.zarr_array import ZarrArray, read_shard_index
+from xrank.formats.zarr_array import StoredValue, ZarrArray, read_shard_index
 from xrank.layout.nests import row_major
 from xrank.plan.coverage import range_text
 from xrank.readers.orbax.stores import ArrayStore

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from xrank.errors import AGAIN, IncompleteError, UsageError, option
 from xrank.formats.entries import Entry
-from xrank.formats.ocdbt import MANIFEST
 from xrank.formats.regular_file import Origin, open_regular, quote
+from xrank.formats.zarr_array import MANIFEST
 from xrank.readers.saved_keys import is_left_out
 from xrank.stores import places
 from xrank.words import list_text

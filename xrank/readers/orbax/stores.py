@@ -12,9 +12,8 @@ from typing import Protocol
 
 from xrank import dtypes
 from xrank.errors import AGAIN, IncompleteError
-from xrank.formats.ocdbt import MANIFEST, StoredValue, read_ocdbt
 from xrank.formats.regular_file import Origin, open_regular, quote
-from xrank.formats.zarr_array import ARRAY_FILES, ZarrArray, parse_array
+from xrank.formats.zarr_array import ARRAY_FILES, MANIFEST, StoredValue, ZarrArray, parse_array, read_ocdbt
 from xrank.stores import places
 
 _RANK = re.compile(r"ocdbt\.process_(\d{1,9})/")

@@ -14,7 +14,7 @@ from typing import Any
 from xrank.dialects.placements import from_placements
 from xrank.errors import LayoutError, UnsafeError
 from xrank.formats.entries import Entry
-from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
+from xrank.formats.pickles import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.layout import DeviceMesh
 from xrank.readers.fsdp.dtensors import build_placement

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from xrank.errors import ContradictionError, LayoutError, either, option
-from xrank.formats.archived_tensor import ArchivedTensor
 from xrank.formats.safetensors_header import read_header
+from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nests import row_major
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints

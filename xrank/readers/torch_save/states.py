@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 from xrank.dtypes import dtype
 from xrank.errors import UsageError
-from xrank.formats.inert_record import InertRecord, is_extra_state
+from xrank.formats.pickles import InertRecord, is_extra_state, refuse_inert
 from xrank.formats.regular_file import Origin, quote
-from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, refuse_inert
+from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole

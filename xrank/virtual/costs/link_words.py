@@ -9,7 +9,7 @@ from math import inf, isfinite
 from typing import Literal, NamedTuple, TypeAlias
 
 from xrank.errors import UsageError
-from xrank.layout.toml_text import parse_toml
+from xrank.layout.layout_map import parse_toml
 
 Kind: TypeAlias = Literal["seconds", "bandwidth", "flops"]
 """Kind of a name's value."""

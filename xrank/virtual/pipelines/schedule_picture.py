@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from xrank.pictures.page import Lane, Span, draw_timeline
 from xrank.pictures.picture import Picture
-from xrank.pictures.timeline import Lane, Span, draw_timeline
 from xrank.virtual.pipelines.schedule import Schedule, StageWork
 from xrank.words import plural
 
