@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import MarianConfig, MarianMTModel
@@ -12,11 +13,12 @@ import xrank
 from xrank.recipes.tied_weights import list_unsaved
 
 
-def test_gather_and_export_of_marian_agree_with_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("embeddings", [{}, {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 40}])
+def test_gather_and_export_of_marian_agree_with_transformers(tmp_path: Path, embeddings: dict[str, int]) -> None:
     torch.manual_seed(0)
     sizes = {f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in [("layers", 1), ("ffn_dim", 24)]}
     sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 20}
-    model = MarianMTModel(MarianConfig(vocab_size=36, d_model=16, pad_token_id=35, **sizes)).eval()
+    model = MarianMTModel(MarianConfig(vocab_size=36, d_model=16, pad_token_id=35, **sizes, **embeddings)).eval()
     model.save_pretrained(tmp_path / "saved")
     want = load_file(tmp_path / "saved" / "model.safetensors")
     raw = tmp_path / "raw"

@@ -18,6 +18,11 @@ _UNSAVED: Mapping[str, tuple[str, ...]] = {
     "MarianMTModel": ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),
 }
 """Tensors that `save_pretrained` leaves out and `from_pretrained` computes (``_keys_to_ignore_on_save``), by class."""
+_UNSHARED: Mapping[str, Mapping[str, str]] = {
+    "MarianModel": {},
+    "MarianMTModel": {"lm_head.weight": "model.decoder.embed_tokens.weight"},
+}
+"""Ties of classes that the config's ``share_encoder_decoder_embeddings`` takes the shared embedding from."""
 
 
 @cache
@@ -78,7 +83,11 @@ def find_class_ties(names: Collection[str], config: Mapping[str, Any] | None) ->
     kind = _kind_of(config)
     if kind is None or config is None:
         return {}
-    declared = [ties for place, ties in kind["ties"].items() if _is_declared(config, place)]
+    by_place = kind["ties"]
+    if config.get("share_encoder_decoder_embeddings") is False:
+        own = _UNSHARED.get(config["architectures"][0])
+        by_place = by_place if own is None else {"": own}
+    declared = [ties for place, ties in by_place.items() if _is_declared(config, place)]
     pairs = [pair for ties in declared for pair in ties.items() if not set(pair).isdisjoint(names)]
     # A model inside a model may tie what the outer one ties in turn.
     known = dict(pairs)
