@@ -101,12 +101,6 @@ def lay_out(
     return BufferLayout(tuple(offsets), tuple(buckets))
 
 
-def shard_bounds(start: int, stop: int, num_shards: int, place: int) -> tuple[int, int]:
-    """Return the bounds of one shard of a bucket."""
-    size = (stop - start) // num_shards
-    return start + place * size, start + (place + 1) * size
-
-
 def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
     """Return the number of elements that closes a bucket; None for one bucket per buffer.
 

@@ -21,6 +21,12 @@ def _compute_prescale(operation: Operation, divisor: int, num_ranks: int) -> flo
     return num_ranks / divisor if operation == "average" else 1.0 / divisor
 
 
+def shard_bounds(start: int, stop: int, num_shards: int, place: int) -> tuple[int, int]:
+    """Return the bounds of one shard of a bucket."""
+    size = (stop - start) // num_shards
+    return start + place * size, start + (place + 1) * size
+
+
 @dataclass(frozen=True, slots=True)
 class LaterReduction:
     """A reduction of one parameter's gradient by `finalize_model_grads`, after the sum over replicas."""
