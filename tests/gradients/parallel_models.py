@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xrank.gradients import mark
-from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.wires.process_groups import make_groups
 from xrank.layout.mesh import MeshViews, megatron_views
 

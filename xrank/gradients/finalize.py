@@ -15,7 +15,7 @@ import torch
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.later_sync import LaterSync
-from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.reductions import Reduction
 from xrank.gradients.router_bias import RouterBiases
 from xrank.gradients.wires.faults import GradientFault

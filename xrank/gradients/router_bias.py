@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.reductions import Reduction
 from xrank.gradients.wires.faults import GradientFault
 

@@ -8,7 +8,7 @@ from itertools import combinations, product
 from math import prod
 
 from xrank.gradients.checking.findings import GradientFinding
-from xrank.gradients.plans.mesh_places import EXPERT_DATA_AXES, MeshPlace
+from xrank.gradients.mesh_places import EXPERT_DATA_AXES, MeshPlace
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_entries import PlannedParameter
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from xrank.gradients.checking.findings import GradientFinding
-from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.wire import GradientWire
 from xrank.words import join_words

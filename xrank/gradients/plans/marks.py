@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from xrank.errors import UsageError
 from xrank.gradients.config import GradientConfig
-from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plans.placed_parameters import ParameterCuts, cuts_of
 
 if TYPE_CHECKING:

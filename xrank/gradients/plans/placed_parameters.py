@@ -7,7 +7,7 @@ from typing import Any
 
 from xrank.dialects.placements import describe_mesh
 from xrank.errors import LayoutError
-from xrank.gradients.plans.mesh_places import AXIS_ALIASES, MeshPlace, ranks_along
+from xrank.gradients.mesh_places import AXIS_ALIASES, MeshPlace, ranks_along
 from xrank.layout import DeviceMesh
 
 

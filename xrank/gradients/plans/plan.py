@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
 from xrank.gradients.config import GradientConfig
-from xrank.gradients.plans.plan_entries import shard_bounds
+from xrank.gradients.mesh_places import DENSE_DATA_AXES, as_mesh_views, ranks_along
 from xrank.gradients.plans.explanation import explain_frozen, explain_parameter
-from xrank.gradients.plans.mesh_places import DENSE_DATA_AXES, as_mesh_views, ranks_along
-from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedBuffer, PlannedParameter
+from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedBuffer, PlannedParameter, shard_bounds
 from xrank.layout import MeshViews
 
 if TYPE_CHECKING:

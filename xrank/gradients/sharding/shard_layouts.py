@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from xrank.errors import LayoutError
-from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.sharding.shards import OwnedSlice
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
