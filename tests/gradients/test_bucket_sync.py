@@ -10,7 +10,7 @@ from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
-from xrank.gradients.plans.plan_entries import PlannedBucket
+from xrank.gradients.plan import PlannedBucket
 from xrank.gradients.wires.faults import GradientFault
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views

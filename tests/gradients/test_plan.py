@@ -14,7 +14,7 @@ from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.gradients import GradientConfig, GradientPlan, mark
 from xrank.gradients.mesh_places import check_shard_order
-from xrank.gradients.plans.agreement import agreement_lines, buffer_lines, check_lines
+from xrank.gradients.plan import agreement_lines, buffer_lines, check_lines
 from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh import megatron_views
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from xrank.gradients.finalize import Reduction, finalize_model_grads
     from xrank.gradients.loss_scaler import GradScaler
     from xrank.gradients.norms import clip_grad_norm, grad_norm
+    from xrank.gradients.plan import GradientPlan
     from xrank.gradients.plans.marks import mark
-    from xrank.gradients.plans.plan import GradientPlan
     from xrank.gradients.sharding.export import export_gradients, export_optimizer_shards, load_optimizer_shards
     from xrank.gradients.sharding.shards import ParameterShards
 
@@ -44,7 +44,7 @@ _HOMES = {
     "GradScaler": "loss_scaler",
     "GradientCheck": "checking.checks",
     "GradientConfig": "config",
-    "GradientPlan": "plans.plan",
+    "GradientPlan": "plan",
     "ParameterShards": "sharding.shards",
     "Reduction": "finalize",
     "check_gradients": "checking.checks",

@@ -32,11 +32,10 @@ from xrank.gradients.buffers.parameter_gather import ParameterGather
 from xrank.gradients.buffers.step_errors import make_drop_fault, make_unexchanged_error, make_unfinalized_error
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.mesh_places import MeshPlace
+from xrank.gradients.plan import GradientPlan, agreement_lines
 from xrank.gradients.plan_exchange import check_agreement, torch_wire
-from xrank.gradients.plans.agreement import agreement_lines
 from xrank.gradients.plans.marks import role_of
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.step_watch import watch_optimizers
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire

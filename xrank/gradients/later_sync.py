@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-from xrank.gradients.plans.plan_entries import LATER_KINDS, LaterReduction
+from xrank.gradients.plan import LATER_KINDS, LaterReduction
 from xrank.gradients.reductions import Reduction
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire, Handle

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from xxhash import xxh128_hexdigest
 
 from xrank.errors import GradientError
-from xrank.gradients.plans.agreement import check_lines
-from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plan import GradientPlan, check_lines
 from xrank.gradients.wires.process_groups import make_groups
 from xrank.gradients.wires.wire import GradientWire, TorchWire
 

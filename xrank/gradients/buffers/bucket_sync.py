@@ -13,8 +13,7 @@ import torch
 from xrank.errors import GradientError
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.buffers.wide_sums import start_wide_sum
-from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import PlannedBucket
+from xrank.gradients.plan import GradientPlan, PlannedBucket
 from xrank.gradients.wires.faults import FaultFlag, GradientFault
 from xrank.gradients.wires.wire import GradientWire, Handle
 

@@ -8,9 +8,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from xrank.errors import GradientError, UsageError
+from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedBuffer, PlannedParameter
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedBuffer, PlannedParameter
 
 
 class GradientBuffer:

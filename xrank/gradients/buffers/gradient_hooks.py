@@ -10,7 +10,7 @@ import torch
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.buffers.local_gradients import find_foreign_axis, make_foreign_fault, take_local_gradient
-from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plan import GradientPlan
 
 
 class GradientHooks:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from xrank.gradients.plan import PlannedParameter
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan_entries import PlannedParameter
 from xrank.gradients.wires.faults import GradientFault
 
 

@@ -13,8 +13,7 @@ import torch
 
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
-from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedParameter
+from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedParameter
 from xrank.gradients.wires.faults import GradientFault
 from xrank.words import list_text
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from xrank.errors import GradientError
 from xrank.gradients.buffers.buffer import GradientBuffer
-from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plan import GradientPlan
 from xrank.gradients.wires.wire import GradientWire, Handle
 
 

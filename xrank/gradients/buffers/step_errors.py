@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xrank.errors import GradientError
-from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plan import GradientPlan
 from xrank.gradients.wires.faults import GradientFault
 
 

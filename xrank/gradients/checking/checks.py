@@ -26,11 +26,9 @@ from xrank.gradients.checking.missing_sums import explain_missing_sums
 from xrank.gradients.checking.ownership import find_unowned
 from xrank.gradients.checking.reference_check import compare_with_reference
 from xrank.gradients.checking.replica_check import compare_replicas
+from xrank.gradients.plan import GradientPlan, PlannedParameter, agreement_lines
 from xrank.gradients.plan_exchange import check_agreement, torch_wire
-from xrank.gradients.plans.agreement import agreement_lines
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import PlannedParameter
 from xrank.gradients.wires.wire import GradientWire
 
 __all__ = ["GradientCheck", "GradientFinding", "check_gradients"]

@@ -9,8 +9,7 @@ from math import prod
 
 from xrank.gradients.checking.findings import GradientFinding
 from xrank.gradients.mesh_places import EXPERT_DATA_AXES, MeshPlace
-from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import PlannedParameter
+from xrank.gradients.plan import GradientPlan, PlannedParameter
 
 _TOLERANCE = 0.02
 """Allowed difference of a ratio from a product of lengths, relative to the product."""

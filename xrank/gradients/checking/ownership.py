@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from xrank.gradients.checking.findings import GradientFinding
-from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plan import GradientPlan
 from xrank.gradients.wires.wire import GradientWire
 
 

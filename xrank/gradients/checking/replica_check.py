@@ -9,8 +9,7 @@ import torch
 from xxhash import xxh128_hexdigest
 
 from xrank.gradients.checking.findings import FindingKind, GradientFinding
-from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_entries import list_later
+from xrank.gradients.plan import GradientPlan, list_later
 from xrank.gradients.wires.wire import GradientWire
 from xrank.words import join_words, ranks_text
 from xrank.workspace.plain_memory import row_major_bytes
