@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xrank.gradients.loss_scaler import GradScaler
     from xrank.gradients.norms import clip_grad_norm, grad_norm
     from xrank.gradients.plan import GradientPlan
-    from xrank.gradients.plans.marks import mark
+    from xrank.gradients.roles import mark
     from xrank.gradients.sharding.export import export_gradients, export_optimizer_shards, load_optimizer_shards
     from xrank.gradients.sharding.shards import ParameterShards
 
@@ -54,7 +54,7 @@ _HOMES = {
     "finalize_model_grads": "finalize",
     "grad_norm": "norms",
     "load_optimizer_shards": "sharding.export",
-    "mark": "plans.marks",
+    "mark": "roles",
 }
 
 __getattr__, __dir__ = defer_imports(__name__, _HOMES)

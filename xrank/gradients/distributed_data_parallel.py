@@ -34,8 +34,7 @@ from xrank.gradients.config import GradientConfig
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plan import GradientPlan, agreement_lines
 from xrank.gradients.plan_exchange import check_agreement, torch_wire
-from xrank.gradients.plans.marks import role_of
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of, role_of
 from xrank.gradients.step_watch import watch_optimizers
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 
 
 def find_state_shapes(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from torch.utils.dlpack import from_dlpack
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedBuffer, PlannedParameter
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 
 
 class GradientBuffer:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from xrank.gradients.plan import GradientPlan
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xrank.gradients.plan import PlannedParameter
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 from xrank.gradients.wires.faults import GradientFault
 
 

@@ -13,7 +13,7 @@ from xrank.gradients.checking.factors import describe_factor, summarize_factors
 from xrank.gradients.checking.findings import GradientFinding
 from xrank.gradients.checking.missing_sums import Comparable
 from xrank.gradients.plan import GradientPlan, PlannedParameter
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 from xrank.layout.local_part import local_part
 from xrank.words import join_words
 

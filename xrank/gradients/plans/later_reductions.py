@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xrank.errors import UsageError
 from xrank.gradients.mesh_places import MeshPlace, ranks_along
 from xrank.gradients.plan import LaterReduction
-from xrank.gradients.plans.marks import ParameterRole
+from xrank.gradients.roles import ParameterRole
 from xrank.words import join_words
 
 

@@ -16,8 +16,7 @@ from xrank.gradients.mesh_places import MeshPlace, check_shard_order
 from xrank.gradients.plan import Operation, PlannedBucket, PlannedBuffer, PlannedParameter, shard_bounds
 from xrank.gradients.plans.bucket_layout import BufferLayout, choose_bucket_size, lay_out
 from xrank.gradients.plans.later_reductions import plan_later_reductions
-from xrank.gradients.plans.marks import ParameterRole, role_of
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import ParameterRole, local_of, role_of
 from xrank.layout import MeshViews
 
 Entries: TypeAlias = tuple[

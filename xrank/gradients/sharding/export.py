@@ -14,7 +14,7 @@ import torch
 from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.optimizer_twins import find_state_shapes
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 from xrank.gradients.sharding.shard_layouts import SliceLayouts
 from xrank.gradients.sharding.shards import OwnedSlice, find_slice, list_owned_slices
 from xrank.layout import LayoutMap

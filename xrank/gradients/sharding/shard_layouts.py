@@ -12,7 +12,7 @@ from typing import Any
 
 from xrank.errors import LayoutError
 from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 from xrank.gradients.sharding.shards import OwnedSlice
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import bind

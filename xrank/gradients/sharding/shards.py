@@ -22,7 +22,7 @@ from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.optimizer_kinds import check_optimizer
 from xrank.gradients.plan import PlannedParameter
-from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.roles import local_of
 from xrank.gradients.step_watch import ATTACHED, OWNED
 
 
