@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.plan import shard_bounds
-from xrank.gradients.plans.bucket_layout import choose_bucket_size, default_bucket_size, lay_out
+from xrank.gradients.plan_maker import choose_bucket_size, default_bucket_size, lay_out
 
 parameters = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12)
 

@@ -310,7 +310,7 @@ class GradientPlan:
             LayoutError: the mesh does not contain the rank, or has an unknown axis.
             UsageError: the role of a parameter contradicts itself or the mesh; or the rank is unknown.
         """
-        from xrank.gradients.plans.plan_maker import make_entries  # imports torch
+        from xrank.gradients.plan_maker import make_entries  # imports torch
 
         views = as_mesh_views(mesh, axes)
         return cls(views, *make_entries(module, views, config, rank))

@@ -8,7 +8,7 @@ import torch
 
 from xrank.errors import UsageError
 from xrank.gradients.plan import GradientPlan
-from xrank.gradients.plans.plan_maker import iter_parameters
+from xrank.gradients.plan_maker import iter_parameters
 from xrank.gradients.roles import local_of
 from xrank.gradients.wires.faults import GradientFault
 

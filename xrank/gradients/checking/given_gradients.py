@@ -16,7 +16,7 @@ import torch
 from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.plan import GradientPlan
-from xrank.gradients.plans.plan_maker import split_instances
+from xrank.gradients.plan_maker import split_instances
 from xrank.gradients.roles import local_of
 
 Given: TypeAlias = "Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module]"

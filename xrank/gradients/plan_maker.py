@@ -1,10 +1,11 @@
-"""Makes the entries of a gradient plan from a module, a mesh and a rank. Needs no processes."""
+"""Places of gradients in a buffer, the last registered parameter first, and the buckets that cut the buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from functools import lru_cache
+from math import lcm, prod
 from typing import TypeAlias
 
 import torch
@@ -12,12 +13,157 @@ import torch.distributed as dist
 
 from xrank.errors import UsageError
 from xrank.gradients.config import GradientConfig
-from xrank.gradients.mesh_places import MeshPlace, check_shard_order
-from xrank.gradients.plan import Operation, PlannedBucket, PlannedBuffer, PlannedParameter, shard_bounds
-from xrank.gradients.plans.bucket_layout import BufferLayout, choose_bucket_size, lay_out
-from xrank.gradients.plans.later_reductions import plan_later_reductions
+from xrank.gradients.mesh_places import MeshPlace, check_shard_order, ranks_along
+from xrank.gradients.plan import LaterReduction, Operation, PlannedBucket, PlannedBuffer, PlannedParameter, shard_bounds
 from xrank.gradients.roles import ParameterRole, local_of, role_of
 from xrank.layout import MeshViews
+from xrank.words import join_words
+
+_START_ALIGNMENT = 64
+"""Elements: 128 bytes of 16 bits (megatron/core/distributed/param_and_grad_buffer.py), which kernels prefer."""
+_END_ALIGNMENT = 128
+# Both as in that file: NCCL's bandwidth is high for sizes that a large power of two divides.
+_WIDE_END_ALIGNMENT = 1 << 16
+_MIN_BUCKET_SIZE = 1_000_000
+_MAX_BUCKET_SIZE = 25_000_000
+_NUM_BUCKETS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The place of one bucket in its buffer."""
+
+    start: int
+    stop: int
+    numel_unpadded: int
+    members: tuple[int, ...]
+    """Indices of its parameters in the order of registration, the last one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """Places of the parameters of one buffer."""
+
+    offsets: tuple[int, ...]
+    """Offset of each parameter in elements, in the order of registration."""
+    buckets: tuple[Extent, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def numel_unpadded(self) -> int:
+        """Elements up to the last parameter of each bucket, summed over the buckets."""
+        return sum(bucket.numel_unpadded for bucket in self.buckets)
+
+
+def default_bucket_size(numel: int) -> int:
+    """Return the default number of elements of a bucket: several buckets leave while the backward runs.
+
+    Args:
+        numel: number of elements exchanged between the same ranks.
+    """
+    return max(_MIN_BUCKET_SIZE, min(_MAX_BUCKET_SIZE, numel // _NUM_BUCKETS))
+
+
+@lru_cache(maxsize=256)
+def lay_out(
+    numels: tuple[int, ...], is_alone: tuple[bool, ...], bucket_size: int | None, num_shards: int, is_wide: bool
+) -> BufferLayout:
+    """Return the places of parameters. The same arguments give the same layout on any rank.
+
+    Args:
+        numels: number of elements of each parameter, in the order of registration.
+        is_alone: whether a parameter has a bucket of its own.
+        bucket_size: number of elements that closes a bucket; None puts all parameters into one bucket.
+        num_shards: number of equal parts of every bucket; 0 means no shards and no padding.
+        is_wide: buckets also end at multiples of 65,536 elements.
+    """
+    # Without shards no rank needs equal parts, so padding would only be sent for nothing.
+    start_alignment = _START_ALIGNMENT if num_shards else 1
+    end_alignment = lcm(num_shards, _END_ALIGNMENT, _WIDE_END_ALIGNMENT if is_wide else 1) if num_shards else 1
+    offsets = [0] * len(numels)
+    buckets: list[Extent] = []
+    members: list[int] = []
+    start = end = 0
+
+    def close() -> None:
+        nonlocal start, end
+        # A bucket ends where all shards are equal and aligned; the next one starts there.
+        stop = _align(end, end_alignment)
+        buckets.append(Extent(start, stop, end - start, tuple(members)))
+        members.clear()
+        start = end = stop
+
+    # Backwards produce gradients from the last registered parameter to the first, so buckets fill in this order.
+    for index in reversed(range(len(numels))):
+        if is_alone[index] and members:
+            close()
+        offsets[index] = _align(end, start_alignment)
+        end = offsets[index] + numels[index]
+        members.append(index)
+        if is_alone[index] or (bucket_size is not None and end - start >= bucket_size):
+            close()
+    if members:
+        close()
+    return BufferLayout(tuple(offsets), tuple(buckets))
+
+
+def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
+    """Return the number of elements that closes a bucket; None for one bucket per buffer.
+
+    Args:
+        config: contains the size, or None to derive it from the size of the model.
+        numels: number of elements of each parameter that the same ranks exchange.
+    """
+    if not config.overlap_grad_reduce:
+        return None
+    return config.bucket_size or default_bucket_size(sum(numels))
+
+
+def _align(index: int, alignment: int) -> int:
+    return -(-index // alignment) * alignment
+
+
+def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterator[LaterReduction]:
+    """Yield the reductions of a parameter's gradient after the sum over replicas, first to last.
+
+    Args:
+        name: name of the parameter.
+        role: role of the parameter.
+        place: place of this rank.
+
+    Raises:
+        UsageError: the parameter is a table that this rank's stage does not hold.
+    """
+    stages = ranks_along(place.dense, place.rank, ("pp",)) if role.over_pp or role.tied else ()
+    if role.over_pp and len(stages) > 1:
+        why = f"every stage has a part of its gradient: {role.reasons['pp']}"
+        yield LaterReduction("conditional", ("pp",), tuple(sorted(stages)), "sum", why)
+    axis = place.tensor_axis(role.is_expert)
+    along = place.ranks((axis,), role.is_expert)
+    if role.over_tp is not None and len(along) > 1:
+        part = "a part of its gradient" if role.over_tp == "sum" else "a gradient of its own"
+        yield LaterReduction("tensor", (axis,), along, role.over_tp, f"each has {part}: {role.reasons['tp']}")
+    if role.tied is None or len(stages) < 2:
+        return
+    # Megatron ties the first stage's embedding with the last stage's output layer.
+    holding = role.stages or (0, len(stages) - 1)
+    if place.stage() not in holding or max(holding) >= len(stages):
+        raise UsageError(
+            f"{name}: this stage is not one of those that hold the {role.tied} table",
+            tensor=name,
+            rank=place.rank,
+            got=f"stage {place.stage()} of {len(stages)}, and stages {list(holding)} that hold it",
+            want="this stage among them",
+            next_step=f'name the stages that hold it: mark(parameter, tied="{role.tied}", stages=(0, ...))',
+        )
+    ranks = tuple(sorted(stages[stage] for stage in holding))
+    why = f"stages {join_words(map(str, holding))} hold the same {role.tied} table: {role.reasons['tied']}"
+    yield LaterReduction(role.tied, ("pp",), ranks, "sum", why)
+
 
 Entries: TypeAlias = tuple[
     int, GradientConfig, tuple[PlannedParameter, ...], tuple[PlannedBuffer, ...], tuple[PlannedBucket, ...],
