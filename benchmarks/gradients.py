@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan
-from xrank.gradients.wires.wire import Done
+from xrank.gradients.wire import Done
 from xrank.layout import DeviceMesh
 
 Step = Callable[[], None]

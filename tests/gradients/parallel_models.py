@@ -16,7 +16,7 @@ from torch import nn
 
 from xrank.gradients import mark
 from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.wires.process_groups import make_groups
+from xrank.gradients.wire import make_groups
 from xrank.layout.mesh import MeshViews, megatron_views
 
 VOCABULARY, WIDTH, LENGTH, NUM_HEADS, NUM_EXPERTS, NUM_LAYERS, ROWS = 12, 8, 8, 4, 4, 2, 8

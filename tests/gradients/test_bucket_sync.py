@@ -11,7 +11,7 @@ from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPla
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plan import PlannedBucket
-from xrank.gradients.wires.faults import GradientFault
+from xrank.gradients.wire import GradientFault
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
 

@@ -186,7 +186,7 @@ def test_copies_that_drift_apart_are_not_counted_in_silence(rank: int) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_new_groups_have_the_timeout_of_the_world(rank: int, world_size: int) -> None:
-    from xrank.gradients.wires.process_groups import _world_timeout
+    from xrank.gradients.wire import _world_timeout
 
     world = dist.group.WORLD
     assert _world_timeout(world) == world._get_backend(torch.device("cpu")).options._timeout

@@ -6,9 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from xrank.errors import GradientError, UsageError
-from xrank.gradients import GradientPlan
-from xrank.gradients.wires import process_groups
-from xrank.gradients.wires.process_groups import exchange_texts, make_groups
+from xrank.gradients import GradientPlan, wire
+from xrank.gradients.wire import exchange_texts, make_groups
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
 
@@ -93,9 +92,9 @@ def test_nothing_is_kept_of_a_world_that_ended(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         groups = make_groups([])
-        assert len(process_groups._made) == 1
+        assert len(wire._made) == 1
     finally:
         dist.destroy_process_group()
     del groups
     gc.collect()
-    assert len(process_groups._made) == 0
+    assert len(wire._made) == 0

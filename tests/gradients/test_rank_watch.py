@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from xrank.errors import RankFailedError, RankTimeoutError
-from xrank.gradients.wires.rank_watch import RankWatch
+from xrank.gradients.wire import RankWatch
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import LocalStore
 

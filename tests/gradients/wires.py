@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xrank.gradients.wires.wire import Combination
+from xrank.gradients.wire import Combination
 
 
 class Small(torch.nn.Module):

@@ -33,11 +33,9 @@ from xrank.gradients.buffers.step_errors import make_drop_fault, make_unexchange
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plan import GradientPlan, agreement_lines
-from xrank.gradients.plan_exchange import check_agreement, torch_wire
 from xrank.gradients.roles import local_of, role_of
 from xrank.gradients.step_watch import watch_optimizers
-from xrank.gradients.wires.faults import GradientFault
-from xrank.gradients.wires.wire import GradientWire
+from xrank.gradients.wire import GradientFault, GradientWire, check_agreement, torch_wire
 
 
 class DistributedDataParallel(torch.nn.Module):

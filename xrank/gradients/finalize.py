@@ -18,7 +18,7 @@ from xrank.gradients.later_sync import LaterSync
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.reductions import Reduction
 from xrank.gradients.router_bias import RouterBiases
-from xrank.gradients.wires.faults import GradientFault
+from xrank.gradients.wire import GradientFault
 
 __all__ = ["Reduction", "finalize_model_grads"]
 

@@ -10,8 +10,7 @@ import torch
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.plan import LATER_KINDS, LaterReduction
 from xrank.gradients.reductions import Reduction
-from xrank.gradients.wires.faults import GradientFault
-from xrank.gradients.wires.wire import GradientWire, Handle
+from xrank.gradients.wire import GradientFault, GradientWire, Handle
 
 _TABLES = ("word", "position")
 """Tables are large and few: each is sent from its buffer without a copy."""

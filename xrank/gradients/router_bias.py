@@ -13,7 +13,7 @@ import torch
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.reductions import Reduction
-from xrank.gradients.wires.faults import GradientFault
+from xrank.gradients.wire import GradientFault
 
 
 @dataclass(frozen=True, slots=True)

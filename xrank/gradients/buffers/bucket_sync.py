@@ -14,8 +14,7 @@ from xrank.errors import GradientError
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.buffers.wide_sums import start_wide_sum
 from xrank.gradients.plan import GradientPlan, PlannedBucket
-from xrank.gradients.wires.faults import FaultFlag, GradientFault
-from xrank.gradients.wires.wire import GradientWire, Handle
+from xrank.gradients.wire import FaultFlag, GradientFault, GradientWire, Handle
 
 Inspection = Callable[[PlannedBucket], "GradientFault | None"]
 """Checks a bucket before it leaves, after the multiplication by `PlannedBuffer.prescale`."""

@@ -8,8 +8,7 @@ import torch
 
 from xrank.gradients.plan import GradientPlan
 from xrank.gradients.roles import local_of
-from xrank.gradients.wires.faults import GradientFault
-from xrank.gradients.wires.wire import GradientWire
+from xrank.gradients.wire import GradientFault, GradientWire
 
 _CHUNK = 1 << 20
 """Elements that are summed at once, to bound memory."""

@@ -8,7 +8,7 @@ import torch
 
 from xrank.gradients.plan import PlannedParameter
 from xrank.gradients.roles import local_of
-from xrank.gradients.wires.faults import GradientFault
+from xrank.gradients.wire import GradientFault
 
 
 def find_foreign_axis(gradient: Any, parameter: Any, planned: PlannedParameter) -> str | None:

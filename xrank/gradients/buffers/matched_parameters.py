@@ -10,7 +10,7 @@ from xrank.errors import UsageError
 from xrank.gradients.plan import GradientPlan
 from xrank.gradients.plan_maker import iter_parameters
 from xrank.gradients.roles import local_of
-from xrank.gradients.wires.faults import GradientFault
+from xrank.gradients.wire import GradientFault
 
 
 def match_parameters(

@@ -14,7 +14,7 @@ import torch
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedParameter
-from xrank.gradients.wires.faults import GradientFault
+from xrank.gradients.wire import GradientFault
 from xrank.words import list_text
 
 _logger = logging.getLogger(__name__)

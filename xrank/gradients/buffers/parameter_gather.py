@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from xrank.errors import GradientError
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plan import GradientPlan
-from xrank.gradients.wires.wire import GradientWire, Handle
+from xrank.gradients.wire import GradientWire, Handle
 
 
 class ParameterGather:

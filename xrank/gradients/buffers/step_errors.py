@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from xrank.errors import GradientError
 from xrank.gradients.plan import GradientPlan
-from xrank.gradients.wires.faults import GradientFault
+from xrank.gradients.wire import GradientFault
 
 
 def make_drop_fault(rank: int) -> GradientFault:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from xrank.gradients.wires.wire import GradientWire, Handle
+from xrank.gradients.wire import GradientWire, Handle
 
 
 def start_wide_sum(shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> Handle:

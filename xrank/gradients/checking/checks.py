@@ -27,9 +27,8 @@ from xrank.gradients.checking.ownership import find_unowned
 from xrank.gradients.checking.reference_check import compare_with_reference
 from xrank.gradients.checking.replica_check import compare_replicas
 from xrank.gradients.plan import GradientPlan, PlannedParameter, agreement_lines
-from xrank.gradients.plan_exchange import check_agreement, torch_wire
 from xrank.gradients.roles import local_of
-from xrank.gradients.wires.wire import GradientWire
+from xrank.gradients.wire import GradientWire, check_agreement, torch_wire
 
 __all__ = ["GradientCheck", "GradientFinding", "check_gradients"]
 

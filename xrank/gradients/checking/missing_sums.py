@@ -11,7 +11,7 @@ import torch
 from xrank.gradients.checking.findings import GradientFinding
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plan import GradientPlan
-from xrank.gradients.wires.wire import GradientWire
+from xrank.gradients.wire import GradientWire
 from xrank.words import join_words
 
 _MAX_SUMMED = 64

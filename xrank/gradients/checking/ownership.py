@@ -6,7 +6,7 @@ import json
 
 from xrank.gradients.checking.findings import GradientFinding
 from xrank.gradients.plan import GradientPlan
-from xrank.gradients.wires.wire import GradientWire
+from xrank.gradients.wire import GradientWire
 
 
 def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding]:

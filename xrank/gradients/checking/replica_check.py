@@ -10,7 +10,7 @@ from xxhash import xxh128_hexdigest
 
 from xrank.gradients.checking.findings import FindingKind, GradientFinding
 from xrank.gradients.plan import GradientPlan, list_later
-from xrank.gradients.wires.wire import GradientWire
+from xrank.gradients.wire import GradientWire
 from xrank.words import join_words, ranks_text
 from xrank.workspace.plain_memory import row_major_bytes
 
