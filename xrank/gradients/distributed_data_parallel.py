@@ -27,11 +27,11 @@ from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.buffers.first_values import compare_first_values
 from xrank.gradients.buffers.gradient_hooks import GradientHooks
 from xrank.gradients.buffers.matched_parameters import find_frozen, find_unplanned, match_parameters
-from xrank.gradients.buffers.nonfinite import watch
 from xrank.gradients.buffers.parameter_gather import ParameterGather
 from xrank.gradients.buffers.step_errors import make_drop_fault, make_unexchanged_error, make_unfinalized_error
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.mesh_places import MeshPlace
+from xrank.gradients.nonfinite import watch
 from xrank.gradients.plan import GradientPlan, agreement_lines
 from xrank.gradients.roles import local_of, role_of
 from xrank.gradients.step_watch import watch_optimizers

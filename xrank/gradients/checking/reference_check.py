@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from xrank.dialects.placements import describe_mesh, from_placements
-from xrank.gradients.buffers.nonfinite import first_nonfinite
 from xrank.gradients.checking.factors import describe_factor, summarize_factors
 from xrank.gradients.checking.findings import GradientFinding
 from xrank.gradients.checking.missing_sums import Comparable
+from xrank.gradients.nonfinite import first_nonfinite
 from xrank.gradients.plan import GradientPlan, PlannedParameter
 from xrank.gradients.roles import local_of
 from xrank.layout.local_part import local_part
