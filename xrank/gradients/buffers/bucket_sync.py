@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from xrank.errors import GradientError
-from xrank.gradients.buffers.buffer import GradientBuffer
+from xrank.gradients.buffer import GradientBuffer
 from xrank.gradients.buffers.wide_sums import start_wide_sum
 from xrank.gradients.plan import GradientPlan, PlannedBucket
 from xrank.gradients.wire import FaultFlag, GradientFault, GradientWire, Handle

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from xrank.gradients.buffer import GradientBuffer
 from xrank.gradients.buffers.bucket_sync import BucketSync
-from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.buffers.local_gradients import find_foreign_axis, make_foreign_fault, take_local_gradient
 from xrank.gradients.plan import GradientPlan
 
