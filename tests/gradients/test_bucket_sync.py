@@ -8,8 +8,8 @@ import torch
 from tests.gradients.wires import RecordingWire
 from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
+from xrank.gradients.bucket_sync import BucketSync
 from xrank.gradients.buffer import GradientBuffer
-from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.plan import PlannedBucket
 from xrank.gradients.wire import GradientFault
 from xrank.layout import DeviceMesh

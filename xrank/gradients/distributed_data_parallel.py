@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from xrank.errors import GradientError, UsageError
+from xrank.gradients.bucket_sync import BucketSync, GradientHooks
 from xrank.gradients.buffer import GradientBuffer, ParameterGather
-from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.first_values import compare_first_values
-from xrank.gradients.buffers.gradient_hooks import GradientHooks
 from xrank.gradients.buffers.matched_parameters import find_frozen, find_unplanned, match_parameters
 from xrank.gradients.buffers.step_errors import make_drop_fault, make_unexchanged_error, make_unfinalized_error
 from xrank.gradients.config import GradientConfig

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from xrank.gradients.bucket_sync import BucketSync
 from xrank.gradients.buffer import GradientBuffer
-from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedParameter
 from xrank.gradients.wire import GradientFault
 from xrank.words import list_text

@@ -1,20 +1,39 @@
-"""The exchange of one step's gradients: each bucket leaves once, in the order of ids, as soon as it is full.
+"""A reduce-scatter that sends gradients in their own dtype and adds them up in float32: each sum is rounded once.
 
-All ranks use the plan's order from the first batch on, whatever order their backwards take: a full bucket waits for
-those before it. Nothing here raises while collectives are under way: see `faults`.
+A collective's own sum of n gradients of 16 bits is rounded up to n - 1 times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from xrank.errors import GradientError
 from xrank.gradients.buffer import GradientBuffer
-from xrank.gradients.buffers.wide_sums import start_wide_sum
-from xrank.gradients.plan import GradientPlan, PlannedBucket
+from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedParameter
+from xrank.gradients.roles import local_of
 from xrank.gradients.wire import FaultFlag, GradientFault, GradientWire, Handle
+
+
+def start_wide_sum(shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> Handle:
+    """Send a bucket; the handle's wait leaves the sum of all ranks' parts in ``shard``, a view of this rank's part."""
+    if len(ranks) == 1:
+        return wire.reduce_scatter(shard, whole, ranks, "sum")
+    received = torch.empty_like(whole)
+    return _WideSum(wire.all_to_all(received, whole, ranks), received.view(len(ranks), -1), shard)
+
+
+class _WideSum:
+    def __init__(self, handle: Handle, parts: torch.Tensor, shard: torch.Tensor) -> None:
+        self._handle, self._parts, self._shard = handle, parts, shard
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._shard.copy_(self._parts.sum(0, dtype=torch.promote_types(self._shard.dtype, torch.float32)))
+
 
 Inspection = Callable[[PlannedBucket], "GradientFault | None"]
 """Checks a bucket before it leaves, after the multiplication by `PlannedBuffer.prescale`."""
@@ -281,3 +300,139 @@ class BucketSync:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Return complex numbers as pairs of real numbers: some collectives reject complex dtypes."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def find_foreign_axis(gradient: Any, parameter: Any, planned: PlannedParameter) -> str | None:
+    """Return an axis of replicas along which torch itself keeps a gradient as addends or parts; None without one.
+
+    Activations are then DTensors along it, so torch has scaled the gradient by its own rules, not by the plan's.
+    """
+    differing = _find_differing(gradient, parameter)
+    return next((axis for dim in differing for axis in planned.placement_axes[dim] if axis in planned.axes), None)
+
+
+def take_local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter) -> torch.Tensor:
+    """Return a gradient as a strided tensor with the placements of its parameter's local tensor.
+
+    Addends stay addends along axes that finalize reduces later. Along other axes torch adds them up here; all ranks
+    along such an axis do so in the order of their backwards.
+
+    Args:
+        gradient: gradient from autograd.
+        parameter: its parameter.
+        planned: the parameter's entry in the plan.
+    """
+    later = {axis for one in planned.later for axis in one.axes}
+    wanted = list(gradient.placements) if hasattr(gradient, "placements") else []
+    for dim in _find_differing(gradient, parameter):
+        if not later.issuperset(planned.placement_axes[dim]):
+            wanted[dim] = parameter.placements[dim]
+    if wanted and wanted != list(gradient.placements):
+        # A collective along the differing axes: all ranks along them come here, in the order of their backwards.
+        gradient = gradient.redistribute(gradient.device_mesh, wanted)
+    local: torch.Tensor = local_of(gradient)
+    return local if local.layout is torch.strided else local.to_dense()
+
+
+def _find_differing(gradient: Any, parameter: Any) -> list[int]:
+    """Return the dims of the mesh along which placements of a gradient and its parameter differ."""
+    if not hasattr(gradient, "placements") or not hasattr(parameter, "placements"):
+        return []
+    pairs = zip(gradient.placements, parameter.placements, gradient.device_mesh.shape, strict=True)
+    return [dim for dim, (own, its, length) in enumerate(pairs) if own != its and length > 1]
+
+
+def make_foreign_fault(name: str, axis: str, rank: int) -> GradientFault:
+    """Return the fault of a gradient that has a foreign axis."""
+    return GradientFault(
+        f"{name}: on rank {rank} torch keeps its gradient as parts along {axis}, and would add it up by itself",
+        rank,
+        name,
+        got=f"activations that are DTensors along {axis}",
+        want=f"plain tensors, or DTensors along other axes: gradients along {axis} are added up here",
+        next_step=f"leave {axis} out of the mesh of the activations",
+    )
+
+
+class GradientHooks:
+    """Hooks that add each gradient of autograd to its buffer, and ``main_grad``, where kernels and readers find it.
+
+    Args:
+        plan: this rank's plan.
+        parameters: its parameters by name, in the order of the plan.
+        buffers: a buffer for each of the plan's.
+        sync: the exchange that receives the gradients.
+    """
+
+    def __init__(
+        self,
+        plan: GradientPlan,
+        parameters: Mapping[str, torch.nn.Parameter],
+        buffers: Sequence[GradientBuffer],
+        sync: BucketSync,
+    ) -> None:
+        self.is_last_microbatch = True
+        """Whether gradients that come now may send their buckets."""
+        self._plan, self._parameters, self._buffers, self._sync = plan, parameters, buffers, sync
+        self.give_views()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters.values())
+        ]
+
+    def give_views(self) -> None:
+        """Set ``main_grad`` of all parameters."""
+        for planned, parameter in zip(self._plan.parameters, self._parameters.values(), strict=True):
+            parameter.main_grad = self._buffers[planned.buffer].gradient(planned.name)  # type: ignore[attr-defined]
+        self.forget_kernels()
+
+    def take_views(self) -> None:
+        """Delete ``main_grad`` of all parameters."""
+        for parameter in self._parameters.values():
+            if hasattr(parameter, "main_grad"):
+                del parameter.main_grad
+
+    def forget_kernels(self) -> None:
+        """Begin a step: no kernel has added a gradient."""
+        for parameter in self._parameters.values():
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def note_kernels(self) -> None:
+        """Count gradients that kernels added outside of autograd, for which no hook ran."""
+        for index, parameter in enumerate(self._parameters.values()):
+            if getattr(parameter, "grad_added_to_main_grad", False) and not self._sync.arrivals[index]:
+                self._sync.add_gradient(index, None, is_last=False)
+
+    def remove(self) -> None:
+        """Leave the parameters as they were."""
+        self.take_views()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # A weak reference: torch keeps these hooks where the garbage collector sees no cycle, so an unused wrapper
+        # would stay alive with its buffers and process groups.
+        this = weakref.ref(self)
+
+        def add(parameter: torch.Tensor) -> None:
+            hooks = this()
+            if hooks is not None:
+                hooks._take_gradient(index, parameter)
+
+        return add
+
+    @torch.no_grad()
+    def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        planned = self._plan.parameters[index]
+        # Free .grad at once: torch would add the next micro-batch to it.
+        gradient, parameter.grad = parameter.grad, None
+        self._buffers[planned.buffer].demand(planned.name)
+        is_added = getattr(parameter, "grad_added_to_main_grad", False)
+        if gradient is None or (is_added and not getattr(parameter, "zero_out_wgrad", False)):
+            self._sync.add_gradient(index, None, is_last=self.is_last_microbatch)
+            return
+        axis = find_foreign_axis(gradient, parameter, planned)
+        if axis is not None:
+            self._sync.faults.append(make_foreign_fault(planned.name, axis, self._plan.rank))
+        local = take_local_gradient(gradient, parameter, planned)
+        self._sync.add_gradient(index, local, is_last=self.is_last_microbatch)
