@@ -1,21 +1,9 @@
-"""A module whose replicas add up their gradients in contiguous buffers, by its `GradientPlan`.
-
-One step, on all ranks alike::
-
-    ddp.zero_grad_buffer()
-    with ddp.no_sync():
-        for batch in all_but_the_last:
-            loss(ddp(batch)).backward()
-    loss(ddp(last)).backward()  # buckets leave while it runs
-    ddp.finish_grad_sync()      # or finalize_model_grads([ddp]), which also makes the later reductions
-    ...                         # step the parameters with their main_grad
-    ddp.start_param_sync()      # with the distributed optimizer: each rank stepped only its shards
-"""
+"""Matches a module's parameters with a plan: when the module is wrapped, and at the end of each step."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,16 +12,213 @@ import torch
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.bucket_sync import BucketSync, GradientHooks
 from xrank.gradients.buffer import GradientBuffer, ParameterGather
-from xrank.gradients.buffers.first_values import compare_first_values
-from xrank.gradients.buffers.matched_parameters import find_frozen, find_unplanned, match_parameters
-from xrank.gradients.buffers.step_errors import make_drop_fault, make_unexchanged_error, make_unfinalized_error
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.nonfinite import watch
 from xrank.gradients.plan import GradientPlan, agreement_lines
+from xrank.gradients.plan_maker import iter_parameters
 from xrank.gradients.roles import local_of, role_of
 from xrank.gradients.step_watch import watch_optimizers
 from xrank.gradients.wire import GradientFault, GradientWire, check_agreement, torch_wire
+
+
+def match_parameters(
+    module: torch.nn.Module | Sequence[torch.nn.Module], plan: GradientPlan
+) -> dict[str, torch.nn.Parameter]:
+    """Return the module's parameters by their names in the plan, in its order.
+
+    Raises:
+        UsageError: parameters and plan differ, or a parameter already has a gradient.
+    """
+    for part in [module] if isinstance(module, torch.nn.Module) else module:
+        _refuse_other_wrappers(part, plan.rank)
+    found = dict(iter_parameters(module))
+    matched = {}
+    for planned in plan.parameters:
+        parameter = found.get(planned.name)
+        local = None if parameter is None else local_of(parameter)
+        got = "none" if local is None else f"{tuple(local.shape)} in {local.dtype}"
+        if parameter is None or local is None or (tuple(local.shape), local.dtype) != (planned.shape, planned.dtype):
+            raise _make_mismatch_error(planned.name, plan.rank, got, f"{planned.shape} in {planned.dtype}")
+        if not parameter.requires_grad:
+            raise _make_mismatch_error(planned.name, plan.rank, "it is frozen", "a parameter that needs a gradient")
+        if hasattr(parameter, "main_grad"):
+            raise UsageError(
+                f"{planned.name} has a main_grad already: two hooks would take the gradient from each other",
+                tensor=planned.name,
+                rank=plan.rank,
+                got="a wrapped module",
+                want="a module that is not wrapped",
+                next_step="call unwrap() of the DistributedDataParallel that it has",
+            )
+        if parameter.grad is not None:
+            raise UsageError(
+                f"{planned.name} has a gradient already, which would be added to the next",
+                tensor=planned.name,
+                rank=plan.rank,
+                next_step="set .grad to None before the module is wrapped",
+            )
+        matched[planned.name] = parameter
+    for name, parameter in found.items():
+        if parameter.requires_grad and name not in plan:
+            raise _make_mismatch_error(name, plan.rank, "it needs a gradient", "a parameter of the plan")
+    return matched
+
+
+def find_unplanned(module: torch.nn.Module, plan: GradientPlan, known: Container[int]) -> list[GradientFault]:
+    """Return a fault for each parameter that needs a gradient and is not in the plan.
+
+    Args:
+        module: the module at this moment; modules may change.
+        plan: this rank's plan.
+        known: ids of the plan's parameters.
+    """
+    return [
+        GradientFault(
+            f"{name}: it needs a gradient on rank {plan.rank}, and has no place in the plan",
+            plan.rank,
+            name,
+            got="a parameter that was frozen or absent when the plan was made",
+            want="one of the plan's parameters",
+            next_step="call unwrap(), then make the plan and the DistributedDataParallel again",
+        )
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in known
+    ]
+
+
+def find_frozen(parameters: Mapping[str, torch.nn.Parameter], rank: int) -> list[GradientFault]:
+    """Return a fault for each of the plan's parameters that no longer needs a gradient: weight decay would move it."""
+    return [
+        GradientFault(
+            f"{name}: it was frozen on rank {rank} after the plan was made, and optimizers still step it",
+            rank,
+            name,
+            got="requires_grad=False",
+            want="a parameter that needs a gradient, or that is not in the plan",
+            next_step="call unwrap(), freeze it, then make plan, DistributedDataParallel and optimizer again",
+        )
+        for name, parameter in parameters.items()
+        if not parameter.requires_grad
+    ]
+
+
+def _refuse_other_wrappers(module: torch.nn.Module, rank: int) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
+            raise UsageError(
+                f"{name or 'the module'} is wrapped by torch's DistributedDataParallel: both would send gradients",
+                tensor=name or None,
+                rank=rank,
+                got=type(part).__name__,
+                want="a module whose gradients no other wrapper exchanges",
+                next_step="make the plan and the wrapper from its .module",
+            )
+
+
+def _make_mismatch_error(name: str, rank: int, got: str, want: str) -> UsageError:
+    return UsageError(
+        f"{name} differs from the plan",
+        tensor=name,
+        rank=rank,
+        got=got,
+        want=want,
+        next_step="make the plan from the wrapped module in its current state",
+    )
+
+
+_CHUNK = 1 << 20
+"""Elements that are summed at once, to bound memory."""
+_PRIME = 2_147_483_647
+
+
+@torch.no_grad()
+def compare_first_values(
+    parameters: Mapping[str, torch.nn.Parameter], plan: GradientPlan, wire: GradientWire
+) -> list[GradientFault]:
+    """Return a fault for each parameter whose values differ between replicas; all ranks call this together."""
+    faults = []
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for planned in plan.parameters:
+        if len(planned.ranks) > 1:
+            by_ranks.setdefault(planned.ranks, []).append(planned.name)
+    for ranks, names in by_ranks.items():
+        own = torch.tensor([_digest(local_of(parameters[name])) for name in names], dtype=torch.int64)
+        bounds = torch.cat([own, ~own]).to(wire.device)  # the maximum of ~x is ~ of the minimum of x
+        wire.all_reduce(bounds, ranks, "max").wait()
+        for name, high, low in zip(names, bounds[: len(names)].tolist(), (~bounds[len(names) :]).tolist(), strict=True):
+            if high != low:
+                faults.append(
+                    GradientFault(
+                        f"{name}: replicas on ranks {list(ranks)} have different values before the first step",
+                        plan.rank,
+                        name,
+                        got=f"digests {low} to {high}",
+                        want="equal values, which equal gradients keep equal",
+                        next_step="call broadcast_params() on all ranks after the module is wrapped",
+                    )
+                )
+    return faults
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """Return a sum of the tensor's bytes, each with a weight of its place."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_meta:
+        return 0
+    flat = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
+    found = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + part.numel(), device=part.device) % 65_521 + 1
+        found = (found * 31 + int((part % 65_537 * weights).sum())) % _PRIME
+    return found
+
+
+def make_drop_fault(rank: int) -> GradientFault:
+    """Return the fault that ranks receive when they finish a step that this rank drops."""
+    return GradientFault(
+        f"rank {rank} dropped this step, whose gradients other ranks exchange",
+        rank,
+        got="zero_grad_buffer(discard=True)",
+        want="finish_grad_sync or finalize_model_grads, as on other ranks",
+        next_step="drop a step on all ranks, or on none",
+    )
+
+
+def make_unfinalized_error(plan: GradientPlan) -> GradientError:
+    """Return the error of a step without its later reductions."""
+    planned = next(planned for planned in plan.parameters if planned.later)
+    later = planned.later[0]
+    return GradientError(
+        f"{planned.name}: its gradients of this step were added up over replicas, and not along "
+        f"{' and '.join(later.axes)}",
+        tensor=planned.name,
+        rank=plan.rank,
+        got="finish_grad_sync, and no finalize_model_grads",
+        want=f"also a {later.operation} over ranks {list(later.ranks)}: {later.reason}",
+        next_step="call finalize_model_grads instead of it, or zero_grad_buffer(discard=True) on all ranks to drop "
+        "the step",
+    )
+
+
+def make_unexchanged_error(plan: GradientPlan, arrivals: Sequence[int]) -> GradientError:
+    """Return the error of a step whose gradients were not exchanged.
+
+    Args:
+        plan: this rank's plan.
+        arrivals: number of gradients of each of its parameters.
+    """
+    found = zip(plan.parameters, arrivals, strict=True)
+    name = next((planned.name for planned, count in found if count), plan.parameters[0].name)
+    return GradientError(
+        f"{name}: its gradients of this step were never exchanged",
+        tensor=name,
+        rank=plan.rank,
+        got="backward, and no finish_grad_sync",
+        want="finish_grad_sync or finalize_model_grads after the last backward of every step",
+        next_step="call it, or zero_grad_buffer(discard=True) on all ranks to drop the step",
+    )
 
 
 class DistributedDataParallel(torch.nn.Module):
