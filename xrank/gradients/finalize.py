@@ -1,26 +1,265 @@
-"""The exchanges after a step's last backward: each gradient is added up over all ranks that have a part of it.
-
-The order is that of megatron/core/distributed/finalize_model_grads.py: replicas; embedders of all stages; copies along
-tp; the word table, then the position table; biases of routers; and the number of tokens, which divides all gradients.
-"""
+"""One exchange of a step, as `finalize_model_grads` reports it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-from xrank.gradients.later_sync import LaterSync
 from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.reductions import Reduction
-from xrank.gradients.router_bias import RouterBiases
-from xrank.gradients.wire import GradientFault
+from xrank.gradients.plan import LATER_KINDS, LaterReduction, Operation
+from xrank.gradients.wire import GradientFault, GradientWire, Handle
 
-__all__ = ["Reduction", "finalize_model_grads"]
+ReductionKind: TypeAlias = Literal["data", "conditional", "tensor", "word", "position", "router", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One collective of this rank with others.
+
+    Example:
+        >>> from xrank.gradients import Reduction
+        >>> Reduction("data", "sum", ("dp",), (0, 1), ("weight",), numel=2).ranks
+        (0, 1)
+    """
+
+    kind: ReductionKind
+    """In order of execution: replicas, embedders of all stages, copies along tp, tables, routers, tokens."""
+    operation: Operation
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Ranks that took part, this rank among them, ascending; two or more."""
+    names: tuple[str, ...]
+    """Names of parameters, or of router modules. With several models, each starts with the model's number."""
+    numel: int
+    """Elements that each rank sent."""
+
+
+_TABLES = ("word", "position")
+"""Tables are large and few: each is sent from its buffer without a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LaterPart:
+    """The elements of one gradient that this rank exchanges: all of them, or the owned ones."""
+
+    chunk: int
+    name: str
+    inner_name: str
+    """Name without the chunk's number."""
+    gradient: torch.Tensor
+    """A flat view of the buffer."""
+    later: LaterReduction
+    wire: GradientWire
+
+
+class LaterSync:
+    """The later reductions of one step on one rank.
+
+    Args:
+        chunks: the rank's wrapped models.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._num_chunks = len(chunks)
+        self._parts = [part for number, chunk in enumerate(chunks) for part in _parts(number, chunk)]
+        self.faults: list[GradientFault] = []
+        """Faults that all ranks must receive before `run`."""
+        self._copies: dict[str, list[_LaterPart]] = {}
+        for part in self._parts:
+            if part.later.kind == "conditional":
+                self._copies.setdefault(part.inner_name, []).append(part)
+        for first, *others in self._copies.values():
+            self.faults += (
+                _shape_fault(first, other, chunks[0].plan.rank)
+                for other in others
+                if other.gradient.shape != first.gradient.shape
+            )
+
+    def number(self, chunk: int, names: Iterable[str]) -> tuple[str, ...]:
+        """Return names as a `Reduction` contains them: several chunks put the chunk's number before."""
+        return tuple(f"{chunk}.{name}" for name in names) if self._num_chunks > 1 else tuple(names)
+
+    def run(self) -> list[Reduction]:
+        """Run the reductions, on all ranks alike, and return them."""
+        done: list[Reduction] = []
+        for kind in LATER_KINDS:
+            # In Megatron's order: sums that are nested otherwise round otherwise.
+            parts = [part for part in self._parts if part.later.kind == kind]
+            if kind == "conditional":
+                done += self._run_conditional()
+            elif parts:
+                done += self._reduce(parts)
+        return done
+
+    def _run_conditional(self) -> list[Reduction]:
+        """Reduce embedders that all chunks of all stages have. The chunks of this rank are added up first."""
+        # Every chunk of this rank has a part of the gradient: one sum over all stages then serves all copies.
+        for first, *others in self._copies.values():
+            for other in others:
+                first.gradient.add_(other.gradient)
+        done = self._reduce([first for first, *_ in self._copies.values()])
+        for first, *others in self._copies.values():
+            for other in others:
+                other.gradient.copy_(first.gradient)
+        return done
+
+    def _reduce(self, parts: Sequence[_LaterPart]) -> list[Reduction]:
+        """Reduce parts with the same operation and ranks as one flat tensor; reduce tables one by one."""
+        groups: dict[tuple[object, ...], list[_LaterPart]] = {}
+        for number, part in enumerate(parts):
+            later = part.later
+            alone = number if later.kind in _TABLES else -1  # tables get a collective of their own
+            # Sums before averages, then by ranks: all ranks use one order, so that no two wait for each other.
+            key = later.operation != "sum", later.ranks, later.axes, str(part.gradient.dtype), alone
+            groups.setdefault(key, []).append(part)
+        sent: list[tuple[Handle, torch.Tensor, list[_LaterPart]]] = []
+        done = []
+        for _, members in sorted(groups.items()):
+            members = [member for member in members if member.gradient.numel()]
+            if not members:
+                continue  # this rank's shards have no elements of these, nor have those of the ranks in the set
+            later = members[0].later
+            whole = members[0].gradient if len(members) == 1 else torch.cat([one.gradient for one in members])
+            wanted = torch.view_as_real(whole).view(-1) if whole.is_complex() else whole
+            sent.append((members[0].wire.all_reduce(wanted, later.ranks, later.operation), whole, members))
+            names = tuple(name for one in members for name in self.number(one.chunk, [one.name]))
+            done.append(Reduction(later.kind, later.operation, later.axes, later.ranks, names, whole.numel()))
+        for handle, whole, members in sent:
+            handle.wait()
+            # A single gradient was reduced in place; several were copied into one tensor, and are copied back.
+            if len(members) > 1:
+                sizes = [one.gradient.numel() for one in members]
+                for one, reduced in zip(members, torch.split(whole, sizes), strict=True):
+                    one.gradient.copy_(reduced)
+        return done
+
+
+def _parts(number: int, chunk: DistributedDataParallel) -> Iterator[_LaterPart]:
+    is_several = isinstance(chunk.module, torch.nn.ModuleList)
+    for planned in chunk.plan.parameters:
+        if not planned.later:
+            continue
+        gradient = chunk.main_grad(planned.name).view(-1)[slice(*planned.owned)]
+        inner_name = planned.name.partition(".")[2] if is_several else planned.name
+        for later in planned.later:
+            yield _LaterPart(number, planned.name, inner_name, gradient, later, chunk.wire)
+
+
+def _shape_fault(first: _LaterPart, other: _LaterPart, rank: int) -> GradientFault:
+    return GradientFault(
+        f"{other.name}: its shapes in chunks {first.chunk} and {other.chunk} of rank {rank} differ",
+        rank,
+        other.name,
+        got=f"{other.gradient.numel()} elements",
+        want=f"the {first.gradient.numel()} of {first.name}, whose copy it is",
+        next_step="rename parameters that are not copies, or do not mark them over_pp",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    name: str
+    module: torch.nn.Module
+    rate: float | None
+    is_frozen: bool
+
+
+class RouterBiases:
+    """The routers of one rank in one step.
+
+    Args:
+        chunks: the rank's wrapped models.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._chunks = chunks
+        self._routers = [
+            _Router(f"{number}.{name}" if len(chunks) > 1 else name, module, _rate(module), _is_frozen(module))
+            for number, chunk in enumerate(chunks)
+            for name, module in chunk.module.named_modules()
+            if _find_tensor(module, "expert_bias") is not None
+            and _find_tensor(module, "local_tokens_per_expert") is not None
+        ]
+        rank = chunks[0].plan.rank
+        self.faults = [
+            GradientFault(
+                f"{router.name}: the rate at which its expert_bias moves is unknown",
+                rank,
+                f"{router.name}.expert_bias",
+                got="neither config.moe_router_bias_update_rate nor expert_bias_update_rate",
+                want="one of them, a number",
+                next_step="set expert_bias_update_rate on the module; 1e-3 is Megatron's",
+            )
+            for router in self._routers
+            if router.rate is None and not router.is_frozen
+        ]
+
+    def run(self) -> list[Reduction]:
+        """Move the biases, and reset the counts for the next step; on all ranks alike."""
+        done = self._move() if self._routers else []
+        for router in self._routers:
+            _counts(router.module).zero_()
+        for chunk in self._chunks:
+            for module in chunk.module.modules():
+                # Megatron resets this beside the counts, at the end of a step (finalize_model_grads.py).
+                reset = getattr(module, "reset_global_aux_loss_tracker", None)
+                if callable(reset):
+                    reset()
+        return done
+
+    def _move(self) -> list[Reduction]:
+        first = self._chunks[0]
+        place = MeshPlace(first.plan.views, first.plan.rank)
+        axes = tuple(axis for axis in place.dense.axis_names if axis in {"tp", *place.data_axes(False)})
+        ranks = first.plan.ranks_along(*axes)
+        # Counts of frozen routers travel too: this rank does not know the frozen routers of other ranks.
+        total = torch.cat([_counts(router.module).flatten().to(first.wire.device) for router in self._routers])
+        done = []
+        if len(ranks) > 1:
+            first.wire.all_reduce(total, ranks, "sum").wait()
+            axes = tuple(axis for axis in axes if place.dense.axis_length(axis) > 1)
+            names = tuple(router.name for router in self._routers)
+            done.append(Reduction("router", "sum", axes, ranks, names, total.numel()))
+        sizes = [_counts(router.module).numel() for router in self._routers]
+        for router, counts in zip(self._routers, torch.split(total, sizes), strict=True):
+            bias = _find_tensor(router.module, "expert_bias")
+            if router.is_frozen or router.rate is None or bias is None:
+                continue
+            counts = counts.view(bias.shape).to(bias.device)
+            mean = counts.sum(-1, keepdim=True) / counts.shape[-1]
+            # Only the sign of the difference counts, so that the step does not depend on the number of tokens.
+            bias.add_(torch.sign(mean - counts) * router.rate)
+        return done
+
+
+def _find_tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    found = getattr(module, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _counts(module: torch.nn.Module) -> torch.Tensor:
+    counts = _find_tensor(module, "local_tokens_per_expert")
+    assert counts is not None
+    return counts
+
+
+def _rate(module: torch.nn.Module) -> float | None:
+    config = getattr(module, "config", None)
+    rate = getattr(config, "moe_router_bias_update_rate", getattr(module, "expert_bias_update_rate", None))
+    return None if rate is None else float(rate)
+
+
+def _is_frozen(module: torch.nn.Module) -> bool:
+    """Return whether a router has parameters, all of them frozen."""
+    own = [*module.parameters()]
+    return bool(own) and not any(parameter.requires_grad for parameter in own)
+
 
 _Models: TypeAlias = DistributedDataParallel | Sequence[DistributedDataParallel]
 
