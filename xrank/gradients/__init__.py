@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from xrank.gradients.config import GradientConfig
     from xrank.gradients.distributed_data_parallel import DistributedDataParallel
     from xrank.gradients.finalize import Reduction, finalize_model_grads
-    from xrank.gradients.loss_scaler import GradScaler
-    from xrank.gradients.norms import clip_grad_norm, grad_norm
+    from xrank.gradients.norms import GradScaler, clip_grad_norm, grad_norm
     from xrank.gradients.plan import GradientPlan
     from xrank.gradients.roles import mark
     from xrank.gradients.sharding.export import export_gradients, export_optimizer_shards, load_optimizer_shards
@@ -41,7 +40,7 @@ __all__ = [
 
 _HOMES = {
     "DistributedDataParallel": "distributed_data_parallel",
-    "GradScaler": "loss_scaler",
+    "GradScaler": "norms",
     "GradientCheck": "checking.checks",
     "GradientConfig": "config",
     "GradientPlan": "plan",
