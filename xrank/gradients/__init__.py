@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from xrank.gradients.checking.checks import GradientCheck, check_gradients
     from xrank.gradients.config import GradientConfig
     from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+    from xrank.gradients.export import export_gradients, export_optimizer_shards, load_optimizer_shards
     from xrank.gradients.finalize import Reduction, finalize_model_grads
     from xrank.gradients.norms import GradScaler, clip_grad_norm, grad_norm
     from xrank.gradients.plan import GradientPlan
     from xrank.gradients.roles import mark
-    from xrank.gradients.sharding.export import export_gradients, export_optimizer_shards, load_optimizer_shards
     from xrank.gradients.sharding.shards import ParameterShards
 
 __all__ = [
@@ -48,11 +48,11 @@ _HOMES = {
     "Reduction": "finalize",
     "check_gradients": "checking.checks",
     "clip_grad_norm": "norms",
-    "export_gradients": "sharding.export",
-    "export_optimizer_shards": "sharding.export",
+    "export_gradients": "export",
+    "export_optimizer_shards": "export",
     "finalize_model_grads": "finalize",
     "grad_norm": "norms",
-    "load_optimizer_shards": "sharding.export",
+    "load_optimizer_shards": "export",
     "mark": "roles",
 }
 
