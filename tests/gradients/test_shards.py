@@ -8,7 +8,7 @@ import torch
 from tests.gradients.wires import batch_of, loss_of, make_module
 from xrank.errors import GradientError, UsageError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, ParameterShards
-from xrank.gradients.sharding.shards import list_owned_slices
+from xrank.gradients.shards import list_owned_slices
 from xrank.layout import DeviceMesh
 
 pytestmark = pytest.mark.timeout(90)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xrank.gradients.norms import GradScaler, clip_grad_norm, grad_norm
     from xrank.gradients.plan import GradientPlan
     from xrank.gradients.roles import mark
-    from xrank.gradients.sharding.shards import ParameterShards
+    from xrank.gradients.shards import ParameterShards
 
 __all__ = [
     "DistributedDataParallel",
@@ -44,7 +44,7 @@ _HOMES = {
     "GradientCheck": "checking.checks",
     "GradientConfig": "config",
     "GradientPlan": "plan",
-    "ParameterShards": "sharding.shards",
+    "ParameterShards": "shards",
     "Reduction": "finalize",
     "check_gradients": "checking.checks",
     "clip_grad_norm": "norms",

@@ -18,7 +18,7 @@ from xrank.gradients.nonfinite import watch
 from xrank.gradients.plan import GradientPlan, agreement_lines
 from xrank.gradients.plan_maker import iter_parameters
 from xrank.gradients.roles import local_of, role_of
-from xrank.gradients.step_watch import watch_optimizers
+from xrank.gradients.shards import watch_optimizers
 from xrank.gradients.wire import GradientFault, GradientWire, check_agreement, torch_wire
 
 

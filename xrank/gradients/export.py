@@ -18,7 +18,7 @@ from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.optimizer_twins import find_state_shapes
 from xrank.gradients.roles import local_of
-from xrank.gradients.sharding.shards import OwnedSlice, find_slice, list_owned_slices
+from xrank.gradients.shards import OwnedSlice, find_slice, list_owned_slices
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import bind
 from xrank.layout.local_part import infer_shape

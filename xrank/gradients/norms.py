@@ -15,7 +15,7 @@ import torch
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-from xrank.gradients.sharding.shards import OwnedSlice, ParameterShards, find_shards, list_owned_slices
+from xrank.gradients.shards import OwnedSlice, ParameterShards, find_shards, list_owned_slices
 from xrank.gradients.wire import Combination
 
 _Models = DistributedDataParallel | Sequence[DistributedDataParallel]
