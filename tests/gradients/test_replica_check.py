@@ -2,7 +2,7 @@
 
 import torch
 
-from xrank.gradients.checking.replica_check import _digest
+from xrank.gradients.comparisons import _digest
 
 
 def test_a_digest_is_of_the_elements_alone() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from xrank.errors import UsageError
-from xrank.gradients.checking.findings import GradientCheck, GradientFinding, encode_findings, merge_findings
 from xrank.gradients.checking.given_gradients import (
     Given,
     GivenGradients,
@@ -21,10 +20,16 @@ from xrank.gradients.checking.given_gradients import (
     rename_to_plan,
     take_slices,
 )
-from xrank.gradients.checking.missing_sums import explain_missing_sums
-from xrank.gradients.checking.ownership import find_unowned
-from xrank.gradients.checking.reference_check import compare_with_reference
-from xrank.gradients.checking.replica_check import compare_replicas
+from xrank.gradients.comparisons import (
+    GradientCheck,
+    GradientFinding,
+    compare_replicas,
+    compare_with_reference,
+    encode_findings,
+    explain_missing_sums,
+    find_unowned,
+    merge_findings,
+)
 from xrank.gradients.nonfinite import first_nonfinite
 from xrank.gradients.plan import GradientPlan, PlannedParameter, agreement_lines
 from xrank.gradients.roles import local_of
