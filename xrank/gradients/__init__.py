@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
-    from xrank.gradients.checking.checks import GradientCheck, check_gradients
+    from xrank.gradients.checks import GradientCheck, check_gradients
     from xrank.gradients.config import GradientConfig
     from xrank.gradients.distributed_data_parallel import DistributedDataParallel
     from xrank.gradients.export import export_gradients, export_optimizer_shards, load_optimizer_shards
@@ -41,12 +41,12 @@ __all__ = [
 _HOMES = {
     "DistributedDataParallel": "distributed_data_parallel",
     "GradScaler": "norms",
-    "GradientCheck": "checking.checks",
+    "GradientCheck": "checks",
     "GradientConfig": "config",
     "GradientPlan": "plan",
     "ParameterShards": "shards",
     "Reduction": "finalize",
-    "check_gradients": "checking.checks",
+    "check_gradients": "checks",
     "clip_grad_norm": "norms",
     "export_gradients": "export",
     "export_optimizer_shards": "export",
