@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from xrank.dialects.placements import describe_mesh, from_placements
 from xrank.distribution import keras_forms
+from xrank.distribution.calls import Entrance
 from xrank.distribution.datasets import shard_dataset
 from xrank.distribution.devices import list_devices, live_mesh
-from xrank.distribution.entrance import Entrance
 from xrank.distribution.gradient_average import average_gradients
 from xrank.distribution.module_plan import lay_out_parameters, plan_parameters, replicate
 from xrank.distribution.outputs import OutputLayout, output_rules

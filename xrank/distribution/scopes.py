@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook as on_module_registration
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter_registration
 
-from xrank.distribution.entrance import entrance_of
+from xrank.distribution.calls import entrance_of
 
 
 class LaysOut(Protocol):

@@ -1,21 +1,17 @@
-"""Entrances: what surrounds a call of a laid out module from outside.
+"""Losses inside a model: means over the whole batch, from each rank's part of it.
 
-The tensors of a call are plain: this rank's part of the batch, along dim 0. So are all activations inside, and the
-output. Every operation is torch's own, except those that use a laid out parameter, and those that depend on the whole
-batch: losses and batch normalisation. `_Interception` finds them.
-
-Parameters get the gradients of the mean of all ranks' losses, so a mean over this rank's part trains as a mean over the
-whole batch would. A call with DTensors gets this rank's parts of them, and returns DTensors.
+The gradients are those of a loss whose mean over the ranks is the loss of the whole batch. Parts have equal shapes, so
+that is each rank's own mean, except where ranks ignore different numbers of targets.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,11 +23,86 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from xrank.distribution.losses import compute_loss, is_loss
+from xrank.distribution.axis_exchange import average_value
 from xrank.distribution.parallel_operations import batch_norm, embedding, linear
 from xrank.distribution.parameter_use import is_laid_out, release_saved, take_whole
-from xrank.distribution.randomness import Stream, draw_seed
 from xrank.errors import ContradictionError
+
+_COUNTED: dict[Any, int] = {functional.cross_entropy: 1, functional.nll_loss: 1}
+"""Losses that ignore some targets, and the position of the targets among their arguments."""
+if hasattr(functional, "linear_cross_entropy"):  # since torch 2.13
+    _COUNTED[functional.linear_cross_entropy] = 2
+_LOSSES = frozenset(
+    function
+    for name, function in vars(functional).items()
+    if name.endswith(("_loss", "entropy", "_with_logits", "kl_div")) and callable(function)
+)
+
+
+def is_loss(function: Callable[..., Any]) -> bool:
+    """Return whether a function is one of torch's losses."""
+    return function in _LOSSES
+
+
+def compute_loss(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Compute a loss of plain tensors; a mean is that of all ranks' parts. A sum is that of this rank's part.
+
+    Args:
+        function: one of torch's losses.
+        args: its tensors.
+        kwargs: its other arguments, with `reduction`.
+        group: the ranks along the batch axis.
+    """
+    reduction = kwargs.get("reduction", "mean")
+    if reduction not in ("mean", "batchmean"):
+        loss: torch.Tensor = function(*args, **kwargs)
+        return loss
+    targets = args[_COUNTED[function]] if function in _COUNTED else None
+    if targets is None or torch.is_floating_point(targets):
+        loss = function(*args, **kwargs)
+        return loss if loss.ndim else average_value(loss, group)
+    losses = function(*args, **{**kwargs, "reduction": "none"})
+    is_counted = targets != kwargs.get("ignore_index", -100)
+    weight = kwargs.get("weight")
+    if weight is None:
+        count = is_counted.sum(dtype=losses.dtype)
+    else:
+        count = (weight[torch.where(is_counted, targets, 0)] * is_counted).sum()
+    dist.all_reduce(count, group=group)
+    return average_value(losses.sum() / (count / dist.get_world_size(group)), group)
+
+
+def draw_seed() -> int:
+    """Return a number drawn from torch's default generator."""
+    return int(torch.randint(1 << 62, ()).item())
+
+
+class Stream:
+    """Context in which torch's generators continue from a seed; their old states return at the end.
+
+    Args:
+        seed: a number that all ranks agree on.
+        part: index of this rank's part of the batch.
+        device_type: the kind of device whose generator is seeded beside the CPU's.
+    """
+
+    def __init__(self, seed: int, part: int, device_type: str) -> None:
+        # An odd, large factor makes the seeds of parts differ in many of the bits that the generator uses.
+        self._seed = (seed + part * 0x9E3779B97F4A7C15) % (1 << 63)
+        self._device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
+        self._before: tuple[Any, Any] = (None, None)
+
+    def __enter__(self) -> Self:
+        self._before = torch.get_rng_state(), None if self._device is None else self._device.get_rng_state()
+        torch.manual_seed(self._seed)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_rng_state(self._before[0])
+        if self._device is not None:
+            self._device.set_rng_state(self._before[1])
 
 
 class _Call(NamedTuple):
