@@ -23,8 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from xrank.distribution.axis_exchange import average_value
-from xrank.distribution.parallel_operations import batch_norm, embedding, linear
+from xrank.distribution.parallel_operations import average_value, batch_norm, embedding, linear
 from xrank.distribution.parameter_use import is_laid_out, release_saved, take_whole
 from xrank.errors import ContradictionError
 
