@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from xrank.distribution.parallel_operations import average_value, batch_norm, embedding, linear
-from xrank.distribution.parameter_use import is_laid_out, release_saved, take_whole
+from xrank.distribution.parameters import is_laid_out, release_saved, take_whole
 from xrank.errors import ContradictionError
 
 _COUNTED: dict[Any, int] = {functional.cross_entropy: 1, functional.nll_loss: 1}

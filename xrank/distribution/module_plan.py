@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from xrank.distribution.parameter_use import NAMES
+from xrank.distribution.parameters import NAMES
 from xrank.distribution.placed import placements_for
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, TensorLayout

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from xrank.distribution.parameter_use import NAMES, is_laid_out, model_placements, take, take_whole
+from xrank.distribution.parameters import NAMES, is_laid_out, model_placements, take, take_whole
 from xrank.errors import UsageError
 
 
