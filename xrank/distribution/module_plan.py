@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xrank.distribution.parameters import NAMES
@@ -111,7 +112,7 @@ def lay_out_parameters(root: nn.Module, plans: Sequence[ParameterPlan], torch_me
         source = None if plan.parameter.is_meta else 0
         whole = plan.parameter.detach()
         placed = nn.Parameter(
-            distribute_tensor(whole, torch_mesh, plan.placements, src_data_rank=source), plan.parameter.requires_grad
+            dtensor.distribute_tensor(whole, torch_mesh, plan.placements, src_data_rank=source), plan.parameter.requires_grad
         )
         for name in plan.names:
             above, _, last = name.rpartition(".")
@@ -126,7 +127,7 @@ def replicate(tensor: torch.Tensor, torch_mesh: TorchMesh) -> None:
     """Copy the values of the mesh's first rank to every rank, in place."""
     if not tensor.is_meta and not isinstance(tensor, DTensor):
         with torch.no_grad():
-            tensor.copy_(distribute_tensor(tensor.detach(), torch_mesh).to_local())
+            tensor.copy_(dtensor.distribute_tensor(tensor.detach(), torch_mesh).to_local())
 
 
 def _replace_in_optimizers(parameter: nn.Parameter, placed: nn.Parameter) -> None:
