@@ -28,11 +28,11 @@ from xrank.distribution import (
     TensorLayout,
     distribute_tensor,
     list_devices,
-    placed,
+    placing,
     set_distribution,
 )
 from xrank.distribution import distribution as current_distribution
-from xrank.distribution.placed import GATHERS_PIECES, placements_for
+from xrank.distribution.placing import GATHERS_PIECES, placements_for
 from xrank.errors import ContradictionError, LayoutError, UsageError
 
 
@@ -442,7 +442,7 @@ def test_a_dim_cut_by_both_axes_or_in_pieces(rule, rows):
 
 def test_pieces_that_torch_does_not_gather_are_refused(monkeypatch):
     """torch 2.10 stops at an assertion; all versions gather parts of one cut, in whatever order."""
-    monkeypatch.setattr(placed, "GATHERS_PIECES", False)
+    monkeypatch.setattr(placing, "GATHERS_PIECES", False)
     mesh = DeviceMesh((2, 2), ("batch", "model"))
     with pytest.raises(LayoutError, match=r"does not gather dim 0 .* part of several pieces"):
         placements_for(TensorLayout.parse("[2 f/model, h]", mesh), mesh, (8, 4))
@@ -494,7 +494,7 @@ def test_tensors():
     layout = TensorLayout(("model",), mesh)
     whole = torch.arange(8.0).view(4, 2)
     placed = distribute_tensor(whole, layout)
-    assert placed.to_local().equal(whole.chunk(2)[dist.get_rank()])
+    assert placing.to_local().equal(whole.chunk(2)[dist.get_rank()])
     assert distribute_tensor(placed, layout) is placed
     other = distribute_tensor(placed, TensorLayout((None, "model"), mesh))
     assert other.placements == (Shard(1),) and other.full_tensor().equal(whole)

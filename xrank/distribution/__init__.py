@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from xrank.distribution.devices import get_device_count, initialize, list_devices
     from xrank.distribution.distributions import DataParallel, ModelParallel
     from xrank.distribution.keras_forms import DeviceMesh, LayoutMap, TensorLayout
-    from xrank.distribution.placed import distribute_tensor
+    from xrank.distribution.placing import distribute_tensor
     from xrank.distribution.scopes import distribution, set_distribution
 
 __all__ = [
@@ -36,7 +36,7 @@ _HOMES = {
     "LayoutMap": "keras_forms",
     "ModelParallel": "distributions",
     "TensorLayout": "keras_forms",
-    "distribute_tensor": "placed",
+    "distribute_tensor": "placing",
     "distribution": "scopes",
     "get_device_count": "devices",
     "initialize": "devices",

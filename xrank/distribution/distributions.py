@@ -18,12 +18,17 @@ from xrank.distribution import keras_forms
 from xrank.distribution.calls import Entrance
 from xrank.distribution.datasets import shard_dataset
 from xrank.distribution.devices import list_devices, live_mesh
-from xrank.distribution.module_plan import lay_out_parameters, plan_parameters, replicate
-from xrank.distribution.outputs import OutputLayout, output_rules
 from xrank.distribution.parameters import average_gradients
-from xrank.distribution.placed import fit_layout
+from xrank.distribution.placing import (
+    OutputLayout,
+    convert_states,
+    fit_layout,
+    lay_out_parameters,
+    output_rules,
+    plan_parameters,
+    replicate,
+)
 from xrank.distribution.scopes import scope_of
-from xrank.distribution.states import convert_states
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
