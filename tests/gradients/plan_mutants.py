@@ -17,19 +17,24 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import torch
-
 import xrank.gradients
 
 __all__ = ["Mutant", "draw_mutants", "mutated_package"]
 
-_MODULES = (
-    "plan_maker", "later_reductions", "marks", "mesh_places", "placed_parameters", "plan_entries", "plan",
-    "bucket_layout",
-)  # fmt: skip
-_FOLDER = Path(xrank.gradients.__file__).parent / "plans"
+_MODULES = ("plan", "roles", "mesh_places", "bucket_layout")
+_FOLDER = Path(xrank.gradients.__file__).parent
 _PACKAGE = "xrank.gradients"
-_LEFT_OUT = ("explain", "mark", "__reduce__", "__post_init__", "_check_axes", "_rename_axes")
+_LEFT_OUT = (
+    "explain",
+    "_explain_place",
+    "_list_elements",
+    "_dtype",
+    "mark",
+    "__reduce__",
+    "__post_init__",
+    "_check_axes",
+    "_rename_axes",
+)
 """Functions that only refuse, explain or rename."""
 
 _SWAPPED: dict[type[Any], type[Any]] = {
@@ -90,16 +95,14 @@ def mutated_package(mutant: Mutant, source: str) -> Iterator[ModuleType]:
         del sys.modules[name]
     finder = _Finder(mutant, source)
     sys.meta_path.insert(0, finder)
-    add_param_group = torch.optim.Optimizer.add_param_group
     try:
         yield importlib.import_module(_PACKAGE)
     finally:
         sys.meta_path.remove(finder)
         # Its watch of optimizers would not know those that the process's own package attaches.
-        watch = sys.modules.get(f"{_PACKAGE}.step_watch")
+        watch = sys.modules.get(f"{_PACKAGE}.optimizers")
         for handle in () if watch is None else watch._WATCH:
             handle.remove()
-        torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
         for name in [name for name in sys.modules if name.split(".")[:2] == _PACKAGE.split(".")]:
             del sys.modules[name]
         sys.modules.update(kept)
@@ -113,7 +116,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._mutant, self._source = mutant, source
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != f"{_PACKAGE}.plans.{self._mutant.module}":
+        if name != f"{_PACKAGE}.{self._mutant.module}":
             return None
         loader = _Loader(compile(self._source, str(self._mutant), "exec"))
         return importlib.machinery.ModuleSpec(name, loader, origin=str(_FOLDER / f"{self._mutant.module}.py"))

@@ -5,7 +5,7 @@ from torch import nn
 from tests.gradients.planned_modules import MarkedParameter, module_of
 from xrank.errors import GradientError
 from xrank.gradients import GradientConfig, GradientPlan
-from xrank.gradients.plan import agreement_lines, check_lines
+from xrank.gradients.agreement import agreement_lines, check_lines
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
 

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xrank.gradients.bucket_layout import choose_bucket_size, default_bucket_size, lay_out, shard_bounds
 from xrank.gradients.config import GradientConfig
-from xrank.gradients.plan import shard_bounds
-from xrank.gradients.plan_maker import choose_bucket_size, default_bucket_size, lay_out
 
 parameters = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
-    from xrank.gradients.checks import GradientCheck, check_gradients
+    from xrank.gradients.checks import check_gradients
+    from xrank.gradients.comparisons import GradientCheck
     from xrank.gradients.config import GradientConfig
     from xrank.gradients.distributed_data_parallel import DistributedDataParallel
     from xrank.gradients.export import export_gradients, export_optimizer_shards, load_optimizer_shards
@@ -41,7 +42,7 @@ __all__ = [
 _HOMES = {
     "DistributedDataParallel": "distributed_data_parallel",
     "GradScaler": "norms",
-    "GradientCheck": "checks",
+    "GradientCheck": "comparisons",
     "GradientConfig": "config",
     "GradientPlan": "plan",
     "ParameterShards": "shards",

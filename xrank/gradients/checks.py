@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from xrank.errors import UsageError
+from xrank.gradients.agreement import agreement_lines, check_agreement, torch_wire
 from xrank.gradients.comparisons import (
     GradientCheck,
     GradientFinding,
@@ -26,10 +27,9 @@ from xrank.gradients.comparisons import (
 )
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.nonfinite import first_nonfinite
-from xrank.gradients.plan import GradientPlan, PlannedParameter, agreement_lines
-from xrank.gradients.plan_maker import split_instances
+from xrank.gradients.plan import GradientPlan, PlannedParameter, split_instances
 from xrank.gradients.roles import local_of
-from xrank.gradients.wire import GradientWire, check_agreement, torch_wire
+from xrank.gradients.wire import GradientWire
 
 Given: TypeAlias = "Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module]"
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from xrank.errors import GradientError, UsageError
+from xrank.gradients.agreement import agreement_lines, check_agreement, torch_wire
 from xrank.gradients.bucket_sync import BucketSync, GradientHooks
 from xrank.gradients.buffer import GradientBuffer, ParameterGather
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.nonfinite import watch
-from xrank.gradients.plan import GradientPlan, agreement_lines
-from xrank.gradients.plan_maker import iter_parameters
+from xrank.gradients.optimizers import watch_optimizers
+from xrank.gradients.plan import GradientPlan, iter_parameters
 from xrank.gradients.roles import local_of, role_of
-from xrank.gradients.shards import watch_optimizers
-from xrank.gradients.wire import GradientFault, GradientWire, check_agreement, torch_wire
+from xrank.gradients.wire import GradientFault, GradientWire
 
 
 def match_parameters(

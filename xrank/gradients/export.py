@@ -16,7 +16,7 @@ import torch
 from xrank.errors import LayoutError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.optimizer_twins import find_state_shapes
+from xrank.gradients.optimizers import list_states
 from xrank.gradients.roles import local_of
 from xrank.gradients.shards import OwnedSlice, find_slice, list_owned_slices
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
@@ -283,25 +283,22 @@ def export_optimizer_shards(
     """
     slices = _rename_slices(list_owned_slices(models), names)
     places, found = SliceLayouts(layouts), {}
-    fresh = find_state_shapes(optimizer)
-    for name, one, parameter in _find_stepped(optimizer, slices):
+    for name, one, parameter, group in _find_stepped(optimizer, slices):
         found[name] = _check_shape(name, local_of(parameter).detach(), one)
         places.add(name, name, one)
-        stepped = optimizer.state.get(parameter)
-        for key, state in (stepped or fresh.get(id(parameter), {})).items():
-            if state is None:
-                continue
-            full, value = f"state.{name}.{key}", _tensor(state)
+        values = {key: _tensor(state) for key, state in optimizer.state.get(parameter, {}).items() if state is not None}
+        shaped = {key: bool(value.ndim) for key, value in values.items()}
+        for key, is_shaped in (shaped or list_states(optimizer, group)).items():
+            full = f"state.{name}.{key}"
             # A parameter may have such a name itself.
             if full in slices:
                 raise _make_clash_error(full)
-            if value.ndim:
+            if is_shaped:
                 places.add(full, name, one)
-                _check_shape(full, value, one)
             else:
                 places.add_scalar(full, one)
-            if stepped:
-                found[full] = value
+            if key in values:
+                found[full] = _check_shape(full, values[key], one) if is_shaped else values[key]
     return found, places.finish()
 
 
@@ -334,7 +331,7 @@ def load_optimizer_shards(
     """
     stepped = list(_find_stepped(optimizer, _rename_slices(list_owned_slices(models), names)))
     loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-    for name, one, parameter in stepped:
+    for name, one, parameter, _ in stepped:
         if name not in tensors:
             near = get_close_matches(name, tensors, n=1)
             raise UsageError(
@@ -352,7 +349,7 @@ def load_optimizer_shards(
             states[key] = (_check_shape(prefix + key, value, one) if value.ndim else value).clone()
         loaded[parameter] = states
     # Every tensor was checked above: from here on, changes happen.
-    for name, _, parameter in stepped:
+    for name, _, parameter, _ in stepped:
         local_of(parameter).copy_(tensors[name])
         optimizer.state[parameter] = {
             # torch keeps counts of steps, which have no dims, on the CPU.
@@ -373,12 +370,12 @@ def _rename_slices(slices: Mapping[str, OwnedSlice], names: _Names | None) -> di
 
 def _find_stepped(
     optimizer: torch.optim.Optimizer, slices: Mapping[str, OwnedSlice]
-) -> list[tuple[str, OwnedSlice, torch.nn.Parameter]]:
-    """Return name, slice and stepped tensor of each stepped slice, in the order of the slices."""
+) -> list[tuple[str, OwnedSlice, torch.nn.Parameter, Mapping[str, Any]]]:
+    """Return name, slice, stepped tensor and parameter group of each stepped slice, in the order of the slices."""
     by_parameter = {id(one.model.planned_parameters[one.planned.name]): name for name, one in slices.items()}
     by_place = {(id(one.model), one.planned.name): name for name, one in slices.items()}
-    found: dict[str, torch.nn.Parameter] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    found: dict[str, tuple[torch.nn.Parameter, Mapping[str, Any]]] = {}
+    for parameter, group in ((one, its) for its in optimizer.param_groups for one in its["params"]):
         own = find_slice(parameter)
         name = by_parameter.get(id(parameter)) if own is None else by_place.get((id(own.model), own.planned.name))
         if name is None or (own is None and slices[name].is_cut):
@@ -389,8 +386,8 @@ def _find_stepped(
                 want="ParameterShards(models).parameters()",
                 next_step="construct the optimizer over the shards, and give their models",
             )
-        found[name] = parameter
-    return [(name, one, found[name]) for name, one in slices.items() if name in found]
+        found[name] = parameter, group
+    return [(name, one, *found[name]) for name, one in slices.items() if name in found]
 
 
 def _tensor(state: object) -> torch.Tensor:

@@ -1,22 +1,26 @@
-"""Entries of a gradient plan: parameters, buckets, buffers and later reductions. Pure data."""
+"""The gradient plan of a rank: for each parameter its replicas, its reductions and its place in a buffer.
+
+Pure data, made from a module, a mesh and a rank. Needs no processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from xrank.errors import GradientError, UsageError
+import torch
+import torch.distributed as dist
+
+from xrank.errors import UsageError
+from xrank.gradients.bucket_layout import BufferLayout, choose_bucket_size, lay_out, shard_bounds
 from xrank.gradients.config import GradientConfig
-from xrank.gradients.mesh_places import DENSE_DATA_AXES, as_mesh_views, ranks_along
+from xrank.gradients.mesh_places import DENSE_DATA_AXES, MeshPlace, as_mesh_views, check_shard_order, ranks_along
+from xrank.gradients.roles import ParameterRole, local_of, role_of
 from xrank.layout import MeshViews
 from xrank.words import join_words, ranks_text
-
-if TYPE_CHECKING:
-    import torch
-
 
 Operation: TypeAlias = Literal["sum", "average"]
 LaterKind: TypeAlias = Literal["conditional", "tensor", "word", "position"]
@@ -27,12 +31,6 @@ LATER_KINDS: tuple[LaterKind, ...] = ("conditional", "tensor", "word", "position
 def _compute_prescale(operation: Operation, divisor: int, num_ranks: int) -> float:
     """Return the factor of a gradient before its collective, after which the result is the sum over `divisor`."""
     return num_ranks / divisor if operation == "average" else 1.0 / divisor
-
-
-def shard_bounds(start: int, stop: int, num_shards: int, place: int) -> tuple[int, int]:
-    """Return the bounds of one shard of a bucket."""
-    size = (stop - start) // num_shards
-    return start + place * size, start + (place + 1) * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +308,6 @@ class GradientPlan:
             LayoutError: the mesh does not contain the rank, or has an unknown axis.
             UsageError: the role of a parameter contradicts itself or the mesh; or the rank is unknown.
         """
-        from xrank.gradients.plan_maker import make_entries  # imports torch
-
         views = as_mesh_views(mesh, axes)
         return cls(views, *make_entries(module, views, config, rank))
 
@@ -401,63 +397,316 @@ class GradientPlan:
         return explain_parameter(parameter, buffer, self.config, len(self.buckets), self.owners(name))
 
 
-def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
-    """Return the lines that must be equal on all replicas of a buffer, parameters first: a difference names one."""
-    names = [name for bucket_id in buffer.buckets for name in plan.buckets[bucket_id].names]
-    how = f"{buffer.operation}, divided by {buffer.divisor}, among ranks {list(buffer.ranks)}"
-    lines = [f"{name} of shape {plan[name].shape}" for name in names]
-    lines.append(f"a buffer of {buffer.numel} elements of {buffer.grad_dtype} for {buffer.dtype}: {how}")
-    for bucket_id in buffer.buckets:
-        bucket = plan.buckets[bucket_id]
-        lines.append(f"a bucket of elements {bucket.start} to {bucket.stop}, {bucket.numel_unpadded} of them used")
-        lines += (f"{name} at element {plan[name].offset}" for name in bucket.names)
-    return lines
-
-
-def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Return the lines that must be equal among each set of ranks that this rank exchanges gradients with.
-
-    The lines hold configs, buffers and the owned elements of each parameter that is reduced later, so that ranks along
-    tp, or the stages that share a table, exchange equal parts. They omit a table's name: each stage has its own.
-    """
-    lines: dict[tuple[int, ...], list[str]] = {}
-    for buffer in plan.buffers:
-        # A buffer on one rank is not exchanged, so nothing has to agree.
-        if len(buffer.ranks) > 1:
-            lines.setdefault(buffer.ranks, [str(plan.config)]).extend(buffer_lines(plan, buffer))
-    for parameter, later in list_later(plan.parameters):
-        name = parameter.name if later.kind == "tensor" else f"a {later.kind} parameter"
-        elements = _describe_elements(parameter)
-        lines.setdefault(later.ranks, []).append(f"{name}, {later.operation} over {later.axes}: {elements}")
-    return {ranks: tuple(found) for ranks, found in lines.items()}
-
-
-def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
-    """Compare the lines of one set of ranks.
+def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterator[LaterReduction]:
+    """Yield the reductions of a parameter's gradient after the sum over replicas, first to last.
 
     Args:
-        lines: by rank.
+        name: name of the parameter.
+        role: role of the parameter.
+        place: place of this rank.
 
     Raises:
-        GradientError: two ranks differ; it shows the first different line of both.
+        UsageError: the parameter is a table that this rank's stage does not hold.
     """
-    first, *others = sorted(lines)
-    for other in others:
-        mine, theirs = [*lines[first]], [*lines[other]]
-        if mine == theirs:
-            continue
-        at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-        # One is the beginning of the other: the first line that is missing is the difference.
-        at = min(len(mine), len(theirs)) if at is None else at
-        raise GradientError(
-            f"ranks {first} and {other} do not lay out the same gradients",
-            rank=other,
-            got=f"on rank {other}: {theirs[at] if at < len(theirs) else 'nothing more'}",
-            want=f"as on rank {first}: {mine[at] if at < len(mine) else 'nothing more'}",
-            next_step="make the same module with the same marks and GradientConfig on all of them",
+    stages = ranks_along(place.dense, place.rank, ("pp",)) if role.over_pp or role.tied else ()
+    if role.over_pp and len(stages) > 1:
+        why = f"every stage has a part of its gradient: {role.reasons['pp']}"
+        yield LaterReduction("conditional", ("pp",), tuple(sorted(stages)), "sum", why)
+    axis = place.tensor_axis(role.is_expert)
+    along = place.ranks((axis,), role.is_expert)
+    if role.over_tp is not None and len(along) > 1:
+        part = "a part of its gradient" if role.over_tp == "sum" else "a gradient of its own"
+        yield LaterReduction("tensor", (axis,), along, role.over_tp, f"each has {part}: {role.reasons['tp']}")
+    if role.tied is None or len(stages) < 2:
+        return
+    # Megatron ties the first stage's embedding with the last stage's output layer.
+    holding = role.stages or (0, len(stages) - 1)
+    if place.stage() not in holding or max(holding) >= len(stages):
+        raise UsageError(
+            f"{name}: this stage is not one of those that hold the {role.tied} table",
+            tensor=name,
+            rank=place.rank,
+            got=f"stage {place.stage()} of {len(stages)}, and stages {list(holding)} that hold it",
+            want="this stage among them",
+            next_step=f'name the stages that hold it: mark(parameter, tied="{role.tied}", stages=(0, ...))',
         )
+    ranks = tuple(sorted(stages[stage] for stage in holding))
+    why = f"stages {join_words(map(str, holding))} hold the same {role.tied} table: {role.reasons['tied']}"
+    yield LaterReduction(role.tied, ("pp",), ranks, "sum", why)
 
 
-def _describe_elements(parameter: PlannedParameter) -> str:
-    start, stop = parameter.owned
-    return f"elements {start} to {stop} of shape {parameter.shape} in {parameter.grad_dtype}"
+Entries: TypeAlias = tuple[
+    int, GradientConfig, tuple[PlannedParameter, ...], tuple[PlannedBuffer, ...], tuple[PlannedBucket, ...],
+    tuple[str, ...],
+]  # fmt: skip
+"""Rank, config, parameters, buffers, buckets and names of frozen parameters: the fields of a plan after its views."""
+
+_ACROSS_STAGES = ("conditional", "word", "position")
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferKind:
+    """The properties that all parameters of one buffer share."""
+
+    is_expert: bool
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    divisor: int
+    over_tp: tuple[str, ...]
+    """Operation along tp that follows on the shards, if any. Such parameters have a buffer of their own: ranks along tp
+    may hold different numbers of elements of other parameters, which would shift the shards of these."""
+
+
+def make_entries(
+    module: torch.nn.Module | Sequence[torch.nn.Module], views: MeshViews, config: GradientConfig, rank: int | None
+) -> Entries:
+    """Return the entries of a rank's plan; see `GradientPlan.from_module`."""
+    if not isinstance(config, GradientConfig):
+        raise UsageError("the config is not a GradientConfig", got=type(config).__name__, want="a GradientConfig")
+    place = MeshPlace(views, _find_own_rank(views) if rank is None else rank)
+    if config.use_distributed_optimizer:
+        check_shard_order(views)
+    names, frozen = _names_by_parameter(module)
+    kinds: dict[_BufferKind, list[int]] = {}
+    parameters: list[PlannedParameter] = []
+    for index, (parameter, known) in enumerate(names.items()):
+        role = role_of(known[0], parameter, place, config)
+        planned, kind = _plan_parameter(known, parameter, role, place, config)
+        parameters.append(planned)
+        kinds.setdefault(kind, []).append(index)
+    # The default bucket size depends on all elements that the same ranks exchange, over all of their buffers.
+    numels: dict[tuple[int, ...], list[int]] = {}
+    for kind, indices in kinds.items():
+        numels.setdefault(kind.ranks, []).extend(parameters[index].numel for index in indices)
+
+    buffers: list[PlannedBuffer] = []
+    layouts: list[BufferLayout] = []
+    for kind, indices in kinds.items():
+        shard_ranks, across_ranks = split_instances(kind.ranks, place.rank, config)
+        layout = lay_out(
+            tuple(parameters[index].numel for index in indices),
+            tuple(_is_alone(parameters[index], config) for index in indices),
+            choose_bucket_size(config, numels[kind.ranks]),
+            len(shard_ranks) if config.use_distributed_optimizer else 0,
+            config.pad_buckets_for_high_nccl_busbw,
+        )
+        layouts.append(layout)
+        buffers.append(
+            PlannedBuffer(
+                id=len(buffers),
+                is_expert=kind.is_expert,
+                dtype=kind.dtype,
+                grad_dtype=kind.grad_dtype,
+                axes=kind.axes,
+                ranks=kind.ranks,
+                shard_ranks=shard_ranks,
+                rank=place.rank,
+                across_ranks=across_ranks,
+                operation=_operation(config),
+                divisor=kind.divisor,
+                numel=layout.numel,
+                numel_unpadded=layout.numel_unpadded,
+                # Ids are known once all buffers have a layout: buckets are numbered across them.
+                buckets=(),
+            )
+        )
+    buckets = _number_buckets(parameters, buffers, layouts, list(kinds.values()))
+    parts = tuple(_place_parameters(parameters, buffers, buckets, layouts, list(kinds.values()), config))
+    numbered = tuple(
+        replace(buffer, buckets=tuple(bucket.id for bucket in buckets if bucket.buffer == buffer.id))
+        for buffer in buffers
+    )
+    return place.rank, config, parts, numbered, tuple(buckets), frozen
+
+
+def iter_parameters(
+    module: torch.nn.Module | Sequence[torch.nn.Module],
+) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """Yield all names and parameters in the order of registration, a parameter under each of its names.
+
+    Names in several chunks start with the chunk's number, as in a ``ModuleList``.
+    """
+    if isinstance(module, torch.nn.Module):
+        yield from module.named_parameters(remove_duplicate=False)
+        return
+    for number, chunk in enumerate(module):
+        yield from chunk.named_parameters(prefix=str(number), remove_duplicate=False)
+
+
+def _find_own_rank(views: MeshViews) -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    if views.main.size == 1:
+        return views.main.ranks[0]
+    raise UsageError(
+        "the rank of the plan is unknown: torch.distributed is not initialised",
+        got=f"rank=None, on a mesh of {views.main.size} ranks",
+        want="a rank",
+        next_step="give rank=, or call torch.distributed.init_process_group before",
+    )
+
+
+def _names_by_parameter(
+    module: torch.nn.Module | Sequence[torch.nn.Module],
+) -> tuple[dict[torch.nn.Parameter, list[str]], tuple[str, ...]]:
+    """Return the names of each parameter that needs a gradient, and the names of all other parameters."""
+    if not isinstance(module, torch.nn.Module) and not all(isinstance(chunk, torch.nn.Module) for chunk in module):
+        raise UsageError("the object to plan is not a module", got=type(module).__name__, want="a module, or chunks")
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    frozen: list[str] = []
+    for name, parameter in iter_parameters(module):
+        if not parameter.requires_grad:
+            frozen.append(name)
+        elif isinstance(parameter, torch.nn.UninitializedParameter):
+            raise UsageError(
+                f"{name} has no shape yet",
+                tensor=name,
+                got=type(parameter).__name__,
+                want="a parameter with a shape",
+                next_step="run the module once before it is planned",
+            )
+        else:
+            # A tied parameter is one object with one gradient, so it has one place under all of its names.
+            names.setdefault(parameter, []).append(name)
+    return names, tuple(frozen)
+
+
+def _plan_parameter(
+    names: Sequence[str], parameter: torch.nn.Parameter, role: ParameterRole, place: MeshPlace, config: GradientConfig
+) -> tuple[PlannedParameter, _BufferKind]:
+    """Return the entry of a parameter, without its place in a buffer, and the kind of its buffer."""
+    name, *aliases = names
+    if role.is_expert and place.expert is None:
+        raise UsageError(
+            f"{name}: it belongs to an expert, and no mesh has the axis ep",
+            tensor=name,
+            rank=place.rank,
+            got=f"the mesh {place.dense.grid!r}, and {role.reasons.get('expert')}",
+            want="a view with the axes edp, ep, etp",
+            next_step="give both factorings: xrank.layout.mesh.megatron_views(world_size, tp=, ep=)",
+        )
+    local = local_of(parameter)
+    grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else local.dtype
+    if local.dtype.is_complex and not grad_dtype.is_complex:
+        raise UsageError(
+            f"{name}: its gradient is complex, and grad_reduce_in_fp32 keeps real numbers",
+            tensor=name,
+            got=str(local.dtype),
+            want="grad_reduce_in_fp32=False",
+        )
+    axes = tuple(axis for axis in place.data_axes(role.is_expert) if axis not in role.sharded)
+    ranks = place.ranks(axes, role.is_expert)
+    divisor = 1 if config.calculate_per_token_loss else _find_divisor(role, place)
+    later = tuple(plan_later_reductions(name, role, place))
+    planned = PlannedParameter(
+        name=name,
+        aliases=tuple(aliases),
+        shape=tuple(local.shape),
+        dtype=local.dtype,
+        grad_dtype=grad_dtype,
+        axes=axes,
+        ranks=ranks,
+        operation=_operation(config),
+        divisor=divisor,
+        later=later,
+        buffer=0,
+        bucket=0,
+        offset=0,
+        owned=(0, local.numel()),
+        reasons=tuple(why for why in role.reasons.values() if not any(why in one.reason for one in later)),
+        tensor_ranks=place.ranks((place.tensor_axis(role.is_expert),), role.is_expert),
+        is_cut_over_tp=role.is_cut_over_tp,
+        placement_axes=role.placement_axes,
+    )
+    # Without shards the later sum covers whole gradients, and no place in a buffer matters.
+    over_tp = tuple(one.operation for one in later if one.kind == "tensor" and config.use_distributed_optimizer)
+    return planned, _BufferKind(role.is_expert, local.dtype, grad_dtype, axes, ranks, divisor, over_tp)
+
+
+def _find_divisor(role: ParameterRole, place: MeshPlace) -> int:
+    """Return the number of ranks with different data; the same for experts, since each rank saw its part of the batch.
+
+    Axes that cut the parameter do not count: the code that cut it averages its gradient along them.
+    """
+    mesh = place.mesh(role.is_expert)
+    cut = prod(mesh.axis_length(axis) for axis in place.data_axes(role.is_expert) if axis in role.sharded)
+    return len(place.ranks(place.data_axes(False))) // cut
+
+
+def _is_alone(parameter: PlannedParameter, config: GradientConfig) -> bool:
+    """Return whether a parameter has a bucket of its own: all stages that hold it then cut it into the same shards."""
+    return config.use_distributed_optimizer and any(later.kind in _ACROSS_STAGES for later in parameter.later)
+
+
+def split_instances(
+    ranks: tuple[int, ...], rank: int, config: GradientConfig
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of this instance of the distributed optimizer, and the ranks at this place in all instances."""
+    count = config.num_distributed_optimizer_instances
+    if count == 1:
+        return ranks, (rank,)
+    if len(ranks) % count:
+        raise UsageError(
+            f"{len(ranks)} replicas cannot be {count} instances of the distributed optimizer",
+            rank=rank,
+            got=f"ranks {list(ranks)}",
+            want=f"a multiple of {count}",
+            next_step="choose num_distributed_optimizer_instances that divides data parallel ranks of all weights",
+        )
+    size = len(ranks) // count
+    instance, place = divmod(ranks.index(rank), size)
+    return ranks[instance * size : (instance + 1) * size], ranks[place::size]
+
+
+def _number_buckets(
+    parameters: Sequence[PlannedParameter],
+    buffers: Sequence[PlannedBuffer],
+    layouts: Sequence[BufferLayout],
+    members: Sequence[Sequence[int]],
+) -> list[PlannedBucket]:
+    """Return the buckets of all buffers by id: in the order in which a backward fills them."""
+    found = []
+    for buffer, layout, indices in zip(buffers, layouts, members, strict=True):
+        for extent in layout.buckets:
+            held = [indices[member] for member in extent.members]
+            names = tuple(parameters[index].name for index in held)
+            # The backward reaches the first registered parameter last, and so fills the bucket.
+            found.append(
+                (-held[-1], PlannedBucket(0, buffer.id, extent.start, extent.stop, extent.numel_unpadded, names))
+            )
+    found.sort(key=lambda bucket: bucket[0])
+    return [replace(bucket, id=number) for number, (_, bucket) in enumerate(found)]
+
+
+def _place_parameters(
+    parameters: Sequence[PlannedParameter],
+    buffers: Sequence[PlannedBuffer],
+    buckets: Sequence[PlannedBucket],
+    layouts: Sequence[BufferLayout],
+    members: Sequence[Sequence[int]],
+    config: GradientConfig,
+) -> list[PlannedParameter]:
+    """Return the parameters with their places and their owned elements."""
+    offsets = {
+        index: (buffer, offset)
+        for buffer, layout, indices in zip(buffers, layouts, members, strict=True)
+        for index, offset in zip(indices, layout.offsets, strict=True)
+    }
+    bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+    placed = []
+    for index, parameter in enumerate(parameters):
+        (buffer, offset), bucket = offsets[index], bucket_of[parameter.name]
+        owned = (0, parameter.numel)
+        if config.use_distributed_optimizer:
+            # The part of the parameter inside this rank's shard, in its own elements; empty if they do not meet.
+            start, stop = shard_bounds(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
+            owned = (max(start - offset, 0), min(stop - offset, parameter.numel))
+            owned = owned if owned[0] < owned[1] else (0, 0)
+        placed.append(replace(parameter, buffer=buffer.id, bucket=bucket.id, offset=offset, owned=owned))
+    return placed
+
+
+def _operation(config: GradientConfig) -> Operation:
+    return "average" if config.average_in_collective else "sum"

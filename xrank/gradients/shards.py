@@ -1,197 +1,28 @@
-"""Optimizers that cannot step parts of parameters: known by their class, or found by a trial step on eight numbers."""
+"""The tensors that this rank's optimizer steps: the owned slices of all parameters, as plain Parameters.
+
+One step, on all ranks alike::
+
+    shards = ParameterShards(ddp)
+    optimizer = torch.optim.AdamW(shards.named_parameters(), lr=1e-3)
+    shards.attach(optimizer)
+    ...
+    finalize_model_grads([ddp])
+    optimizer.step()  # before it the shards get their gradients, after it all ranks get the parameters
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-from xrank.gradients.optimizer_twins import make_twin
+from xrank.gradients.optimizers import ATTACHED, OWNED, check_optimizer
 from xrank.gradients.plan import PlannedParameter
 from xrank.gradients.roles import local_of
-
-_MIXING = frozenset({"Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "DistributedShampoo", "SOAP"})
-"""Classes whose step of an element depends on others of its parameter: norms, factored moments, orthogonal updates."""
-_UNFIT = {
-    "LBFGS": "it runs the backward inside its step, and those gradients would not be exchanged",
-    "SparseAdam": "it takes sparse gradients, and those in buffers are dense",
-}
-_TOLERANCE = 1e-9
-"""Relative, in float64: a step that works by element differs by rounding at most."""
-
-
-class PartOfParameter(Protocol):
-    """The part of an `OwnedSlice` that a check reads."""
-
-    @property
-    def name(self) -> str:
-        """Name of the parameter."""
-
-    @property
-    def is_part(self) -> bool:
-        """Whether other ranks hold other elements of the parameter."""
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the part is flat."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
-
-    @property
-    def model(self) -> Any:
-        """The wrapped model, whose plan has a rank."""
-
-
-def check_class(optimizer: torch.optim.Optimizer, slices: Iterable[PartOfParameter]) -> None:
-    """Check by the optimizer's class whether it can step these slices; in its constructor, too.
-
-    Raises:
-        UsageError: it mixes elements of a parameter, of which this rank holds a part; or it needs a closure or sparse
-            gradients.
-    """
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    for kind in kinds:
-        if kind in _UNFIT:
-            raise UsageError(f"{kind} cannot step shards: {_UNFIT[kind]}", got=kind, want="an optimizer such as AdamW")
-    mixing = next((kind for kind in kinds if kind in _MIXING), None)
-    if mixing is not None:
-        _refuse(mixing, slices)
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, slices: Sequence[PartOfParameter]) -> None:
-    """Check whether an optimizer can step these slices: by its class, then by a trial for those of other libraries.
-
-    An optimizer whose step cannot be tried, since its constructor sets more than torch's, passes the trial.
-
-    Raises:
-        UsageError: as in `check_class`.
-    """
-    check_class(optimizer, slices)
-    kind = type(optimizer).__name__
-    for is_flat in (False, True):
-        parts = [one for one in slices if one.is_part and one.is_cut == is_flat]
-        if parts and _mixes_elements(optimizer, is_flat=is_flat):
-            _refuse(kind, parts)
-
-
-def _refuse(kind: str, slices: Iterable[PartOfParameter]) -> None:
-    part = next((one for one in slices if one.is_part), None)
-    if part is not None:
-        raise UsageError(
-            f"{part.name}: {kind} steps an element by the others of its parameter, and this rank holds a part",
-            tensor=part.name,
-            rank=part.model.plan.rank,
-            got=f"{kind}, and a slice of shape {list(part.shape)}",
-            want="an optimizer that works element by element, or whole parameters",
-            next_step="use AdamW for cut parameters; use_distributed_optimizer=False leaves those whole that tp "
-            "does not cut",
-        )
-
-
-def _mixes_elements(optimizer: torch.optim.Optimizer, *, is_flat: bool) -> bool:
-    """Return whether steps of two halves of a matrix differ from steps of the whole, with the optimizer's settings."""
-    drawn = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole = _try_steps(optimizer, *drawn)
-    again = _try_steps(optimizer, *drawn)
-    if whole is None or again is None or not torch.equal(whole, again):
-        return False  # it cannot be tried, or it is random
-    halves = [drawn[:, :2], drawn[:, 2:]]
-    stepped = [_try_steps(optimizer, *(half.flatten(1) if is_flat else half)) for half in halves]
-    if any(half is None for half in stepped):
-        return True  # it steps matrices only
-    found = torch.cat([half.flatten() for half in stepped if half is not None])
-    return not torch.allclose(found, whole.flatten(), rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
-def _try_steps(optimizer: torch.optim.Optimizer, values: torch.Tensor, *gradients: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter after a step with each gradient; None if the optimizer raises."""
-    parameter = torch.nn.Parameter(values.clone())
-    # A warm-up may begin with a rate of 0, and a step that changes nothing shows nothing.
-    twin = make_twin(optimizer, [{**optimizer.param_groups[0], "lr": 0.1, "params": [parameter]}])
-    with torch.random.fork_rng(devices=[]):
-        for gradient in gradients:
-            parameter.grad = gradient.clone()
-            try:
-                twin.step()
-            except Exception:  # of an optimizer's own code
-                return None
-    return parameter.detach()
-
-
-OWNED = "xrank_owned"
-"""Attribute of a shard: the slice that it is."""
-ATTACHED: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
-"""The shards that give each optimizer its gradients."""
-
-_SEEN: WeakSet[torch.optim.Optimizer] = WeakSet()
-_WATCH: list[Any] = []
-
-
-def watch_optimizers() -> None:
-    """Check every optimizer of this process when it is made, and at its first step, from now on."""
-    if not _WATCH:
-        _WATCH.append(register_optimizer_step_pre_hook(_check_step))
-        _watch_constructors()
-
-
-def _watch_constructors() -> None:
-    """Check the class of each optimizer that gets shards, before its constructor looks at their shapes.
-
-    Muon's raises an error of its own about a flat tensor without a name. torch has no hook there; every constructor
-    calls `add_param_group`.
-    """
-    add_param_group = torch.optim.Optimizer.add_param_group
-
-    @wraps(add_param_group)
-    def add_checked(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-        given = param_group.get("params")
-        entries = given if isinstance(given, list | tuple) else [given]
-        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        slices = [getattr(tensor, OWNED) for tensor in tensors if hasattr(tensor, OWNED)]
-        if slices:
-            check_class(self, slices)
-        add_param_group(self, param_group)
-
-    torch.optim.Optimizer.add_param_group = add_checked  # type: ignore[method-assign]
-
-
-def _check_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
-    if optimizer in _SEEN or optimizer in ATTACHED:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None or not parameter.numel():
-                continue
-            own = getattr(parameter, OWNED, None)
-            if own is not None:
-                raise UsageError(
-                    f"{own.name}: its shard has no gradient, so this step would not change it",
-                    tensor=own.name,
-                    rank=own.model.plan.rank,
-                    got="an optimizer that ParameterShards.attach did not get",
-                    want="gradients from main_grad before each step",
-                    next_step="call shards.attach(optimizer) after it is made, or give_gradients() before each step "
-                    "and take_parameters() after it",
-                )
-            if hasattr(parameter, "main_grad"):
-                raise UsageError(
-                    f"a parameter of shape {list(parameter.shape)} has its gradient in main_grad and none in .grad, so "
-                    "this step would not change it",
-                    got="an optimizer over the parameters of a wrapped module",
-                    want="an optimizer over ParameterShards",
-                    next_step="make it over ParameterShards(ddp).parameters(), or over map_groups(groups) of them, and "
-                    "attach it",
-                )
-    _SEEN.add(optimizer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -349,15 +180,20 @@ class ParameterShards:
             group["params"] = mapped
         return made
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> None:
         """Make an optimizer call `give_gradients` before each of its steps, and `take_parameters` after it.
+
+        Args:
+            optimizer: an optimizer over these shards.
+            elementwise: accept an optimizer that is not known to step each element of a parameter by itself.
 
         Raises:
             UsageError: the optimizer steps other parameters; or it mixes elements of a parameter, of which this rank
-                holds a part; or it needs a closure or sparse gradients.
+                holds a part, or is not known; or it needs a closure or sparse gradients.
         """
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        check_optimizer(optimizer, [one for name, one in self.slices.items() if id(self._shards[name]) in stepped])
+        slices = [one for name, one in self.slices.items() if id(self._shards[name]) in stepped]
+        check_optimizer(optimizer, slices, is_elementwise=elementwise)
         own = {id(shard) for shard in self._shards.values()}
         for group in optimizer.param_groups:
             if any(id(parameter) not in own for parameter in group["params"]):

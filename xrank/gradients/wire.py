@@ -26,7 +26,6 @@ from xxhash import xxh128_hexdigest
 
 from xrank import environment
 from xrank.errors import GradientError, RankFailedError, RankTimeoutError, UsageError
-from xrank.gradients.plan import GradientPlan, check_lines
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.membership import Membership
 from xrank.ranks.peer import Peer
@@ -488,98 +487,3 @@ def raise_faults(found: Mapping[int, Sequence[GradientFault]]) -> None:
     for line in first_lines([f"also: {message}" for message in others], _MAX_SENT):
         error.add_note(line)
     raise error
-
-
-def torch_wire(plan: GradientPlan) -> GradientWire:
-    """Return the wire of a plan's ranks; on all ranks of the world, as `make_groups`.
-
-    Raises:
-        UsageError: torch.distributed is not initialised.
-        GradientError: a rank has the plan of another rank, or ranks have other meshes; the same on all ranks.
-    """
-    wire = TorchWire(make_groups(plan.groups()))
-    grids = " and ".join(mesh.grid for mesh in (plan.views.main, *(mesh for _, mesh in plan.views.others)))
-    texts = wire.exchange(json.dumps([plan.rank, grids]), tuple(sorted(plan.views.main.ranks)))
-    _check_places({rank: json.loads(text) for rank, text in texts.items()})
-    return wire
-
-
-def check_agreement(lines: Mapping[tuple[int, ...], tuple[str, ...]], wire: GradientWire, plan: GradientPlan) -> None:
-    """Check that the plans of all ranks of the mesh fit together; all raise the same error.
-
-    Args:
-        lines: lines that must be equal, by the set of ranks: `agreement_lines` of the plan.
-        wire: the plan's wire.
-        plan: this rank's plan.
-
-    Raises:
-        GradientError: plans differ; it names the first difference, and two ranks.
-    """
-    everyone = tuple(sorted(plan.views.main.ranks))
-    mine = {_key(ranks): [*found, _order(plan, ranks)] for ranks, found in lines.items()}
-    digests = {key: xxh128_hexdigest("\n".join(found).encode()) for key, found in mine.items()}
-    received = {rank: json.loads(text) for rank, text in wire.exchange(json.dumps(digests), everyone).items()}
-    wrong = _find_difference(received)
-    if wrong is None:
-        return
-    # Lines are long: ranks send them only to name a difference.
-    texts = wire.exchange(json.dumps(mine.get(wrong, [])), everyone)
-    among = [int(rank) for rank in wrong.split()]
-    check_lines({rank: json.loads(texts[rank]) for rank in among})
-    raise GradientError(
-        "ranks do not lay out the same gradients",
-        got=f"among ranks {among}",
-        next_step="give all ranks the same module, plan and config",
-    )
-
-
-def _check_places(places: Mapping[int, tuple[int, str]]) -> None:
-    """Check that each rank has its own plan, and that all plans are on one mesh.
-
-    Args:
-        places: by rank, the rank of its plan, and its meshes.
-
-    Raises:
-        GradientError: shards of a rank would go to another, or an axis has different meanings.
-    """
-    # All ranks compare with the lowest one, so that all name the same pair.
-    first = min(places)
-    for rank, (planned_rank, grids) in sorted(places.items()):
-        if planned_rank != rank:
-            raise GradientError(
-                f"rank {rank} has the plan of rank {planned_rank}",
-                rank=rank,
-                got=f"a plan with rank={planned_rank}",
-                want=f"rank={rank}: each rank owns other elements",
-                next_step="let every rank make its own plan, GradientPlan.from_module without rank=",
-            )
-        if grids != places[first][1]:
-            raise GradientError(
-                f"ranks {first} and {rank} have other meshes",
-                rank=rank,
-                got=f"on rank {rank}: {grids}",
-                want=f"as on rank {first}: {places[first][1]}",
-                next_step="make the same mesh on all ranks",
-            )
-
-
-def _find_difference(digests_by_rank: Mapping[int, Mapping[str, str]]) -> str | None:
-    for key in sorted({key for digests in digests_by_rank.values() for key in digests}):
-        if len({digests_by_rank[int(rank)].get(key) for rank in key.split()}) > 1:
-            return key
-    return None
-
-
-def _order(plan: GradientPlan, ranks: tuple[int, ...]) -> str:
-    """Return the order in which buckets leave among these ranks. Ids would also count buckets of other sets."""
-    buffers = [buffer.id for buffer in plan.buffers if buffer.ranks == ranks]
-    places = [
-        f"{buffers.index(bucket.buffer)}.{plan.buffers[bucket.buffer].buckets.index(bucket.id)}"
-        for bucket in plan.buckets
-        if bucket.buffer in buffers
-    ]
-    return f"buckets leave in the order {' '.join(places)} (buffer.bucket)"
-
-
-def _key(ranks: tuple[int, ...]) -> str:
-    return " ".join(map(str, ranks))

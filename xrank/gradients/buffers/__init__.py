@@ -1,1 +1,0 @@
-"""Memory of gradients, the exchange of their buckets, and the gathering of stepped parameters."""

@@ -1,1 +1,0 @@
-"""Checks of gradients from any framework, and their findings."""

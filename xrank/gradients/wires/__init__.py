@@ -1,1 +1,0 @@
-"""Collectives between ranks, and faults that all ranks raise together."""
