@@ -29,6 +29,7 @@ from xrank.gradients import (
     finalize_model_grads,
     load_optimizer_shards,
 )
+from xrank.gradients.optimizers import _STATES, list_states
 from xrank.layout import DeviceMesh
 from xrank.workspace.nfs import NFSWorkspace
 
@@ -236,20 +237,25 @@ def test_optimizers_that_cannot_step_parts_are_refused_by_name(rank: int) -> Non
         shards = ParameterShards(ddp)
         for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
             with pytest.raises(UsageError, match=f"{kind.__name__} cannot step shards"):
-                kind(list(shards.parameters()))
-        shards.attach(torch.optim.AdamW([{"params": shards.named_parameters()}], lr=0.0))  # a warm-up's first rate
-        shards.attach(_ByElement(shards.parameters(), lr=0.1))
-        scaled = _ByNorm(shards.parameters(), lr=0.1)
-        if sharded:
-            refusal = "weight: {} steps an element by the others of its parameter"
-            for kind in (torch.optim.Adafactor, torch.optim.Muon):  # Muon's own error would not name the weight
-                with pytest.raises(UsageError, match=refusal.format(kind.__name__)):
-                    kind(shards.named_parameters())
-            with pytest.raises(UsageError, match=refusal.format("_ByNorm")):
-                shards.attach(scaled)
-            continue
-        shards.attach(scaled)
+                shards.attach(kind(list(shards.parameters())))
+        shards.attach(torch.optim.AdamW([{"params": shards.named_parameters()}], lr=0.0))
+        unlisted = _ByElement(shards.parameters(), lr=0.1)
         adafactor = torch.optim.Adafactor(shards.parameters())
+        if sharded:
+            refusal = "weight: {}, and this rank holds a part"
+            with pytest.raises(UsageError, match=refusal.format("Adafactor steps an element by the others of .*")):
+                shards.attach(adafactor)
+            with pytest.raises(UsageError, match="weight: Adafactor steps"):
+                adafactor.step()
+            with pytest.raises(UsageError, match="weight: Adafactor steps"):
+                shards.attach(adafactor, elementwise=True)
+            for kind in (_ByElement, _OwnStep):
+                refused = refusal.format(f"{kind.__name__} is not known to step each element by itself")
+                with pytest.raises(UsageError, match=refused):
+                    shards.attach(kind(shards.parameters(), lr=0.1))
+            shards.attach(unlisted, elementwise=True)
+            continue
+        shards.attach(unlisted)
         shards.attach(adafactor)
         alone = nn.Linear(4, 4, bias=False)
         alone.load_state_dict(module.state_dict())
@@ -268,16 +274,38 @@ class _ByElement(torch.optim.Optimizer):
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter -= group["lr"] * self.scale(parameter.grad)
-
-    def scale(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / (gradient.abs() + 1)
+    def step(self, closure: Any = None) -> None: ...
 
 
-class _ByNorm(_ByElement):
-    def scale(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient / (gradient.norm() + 1)
+class _OwnStep(torch.optim.SGD):
+    """A subclass of a listed optimizer with another step."""
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+_SETTINGS: list[tuple[Any, dict[str, Any]]] = [
+    *((kind, {}) for kind in _STATES),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), _SETTINGS)
+def test_states_before_the_first_step_are_those_that_it_makes(kind: Any, settings: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = kind([parameter], lr=0.1, **settings)
+    expected = list_states(optimizer, optimizer.param_groups[0])
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    made = {key: state for key, state in optimizer.state[parameter].items() if state is not None}
+    assert expected == {key: bool(state.ndim) for key, state in made.items()}
+
+
+def test_states_of_an_unlisted_optimizer_are_those_of_its_steps() -> None:
+    optimizer = _ByElement([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))], lr=0.1)
+    (group,) = optimizer.param_groups
+    with pytest.raises(UsageError, match="the states of _ByElement are unknown before its first step"):
+        list_states(optimizer, group)
+    optimizer.state[group["params"][1]] = {"average": torch.ones(3), "count": torch.tensor(1), "none": None}
+    assert list_states(optimizer, group) == {"average": True, "count": False}
