@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; each has up to 8 ranks of its own. Where -m is given twice, the last counts.
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all soak faults oracle corpus lint package matrix docs bench clean
+.PHONY: help demo test test-all soak faults oracle corpus lint house package matrix docs bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
@@ -27,6 +27,7 @@ help:
 	@echo 'make corpus  trainers make 400 folders in corpus/, and xrank gathers each; half an hour, in $(ORACLE_VENV)'
 	@echo '             make corpus ARGS="zero3 lora" takes the folders whose names contain one of the texts'
 	@echo 'make lint    format, style, layers and types'
+	@echo 'make house   counts the library: lines, modules, floors, and the functions that three calls pass'
 	@echo 'make package builds wheel and source archive in dist/, checks them, and uses them where nothing else is'
 	@echo 'make matrix  the tests under Python 3.11 to 3.14, with the oldest torch and the newest, and without torch'
 	@echo '             make matrix PYTHONS=3.12 TORCHES=none takes a part; other options go to pytest by ARGS'
@@ -92,6 +93,9 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
+
+house: $(VENV)/.ready
+	@$(VENV)/bin/python benchmarks/house.py --walk
 
 package: $(VENV)/.ready
 	@rm -rf dist

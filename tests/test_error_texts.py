@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 import xrank
 from xrank import errors
@@ -37,10 +36,14 @@ def texts(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_text_names_an_option_of_the_command_line(path: Path) -> None:
-    found = [text for text in texts(tree_of(path)) if re.search(r"--[a-z]", OTHERS.sub("", f"{text} "))]
-    assert found == []
+def found_in(find: Callable[[ast.Module], list[Any]]) -> dict[str, list[Any]]:
+    """Return what is found in each module in which anything is."""
+    return {str(path.relative_to(ROOT)): found for path in MODULES if (found := find(tree_of(path)))}
+
+
+def test_no_text_names_an_option_of_the_command_line() -> None:
+    pattern = re.compile(r"--[a-z]")
+    assert found_in(lambda tree: [t for t in texts(tree) if pattern.search(OTHERS.sub("", f"{t} "))]) == {}
 
 
 def errors_made(tree: ast.Module) -> Iterator[ast.Call]:
@@ -63,24 +66,28 @@ def has_next_step(call: ast.Call) -> bool:
     return issubclass(kind, errors.LayoutError) or (issubclass(kind, errors.UsageError) and "want" in parts)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_error_has_a_next_step(path: Path) -> None:
-    assert [call.lineno for call in errors_made(tree_of(path)) if not has_next_step(call)] == []
+def test_every_error_has_a_next_step() -> None:
+    assert found_in(lambda tree: [call.lineno for call in errors_made(tree) if not has_next_step(call)]) == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_next_step_removes_what_may_be_a_part_of_a_model(path: Path) -> None:
-    steps = (k.value for call in errors_made(tree_of(path)) for k in call.keywords if k.arg == "next_step")
-    found = [text for step in steps for text in texts(ast.Module([ast.Assign([], step)], []))]
-    assert [text for text in found if re.search(r"\b(remove|delete|rm|clear)\b", text)] == []
+def test_no_next_step_removes_what_may_be_a_part_of_a_model() -> None:
+    def find(tree: ast.Module) -> list[str]:
+        steps = (k.value for call in errors_made(tree) for k in call.keywords if k.arg == "next_step")
+        found = (text for step in steps for text in texts(ast.Module([ast.Assign([], step)], [])))
+        return [text for text in found if re.search(r"\b(remove|delete|rm|clear)\b", text)]
+
+    assert found_in(find) == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_errors_are_right_when_they_are_made(path: Path) -> None:
+def test_errors_are_right_when_they_are_made() -> None:
     """No text of an error is written again; `about` and `advise` are for what only a caller knows."""
     parts = {"message", "got", "want", "next_step"}
-    stores = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
-    assert [n.lineno for n in stores if isinstance(n.ctx, ast.Store) and n.attr in parts] == []
+
+    def find(tree: ast.Module) -> list[int]:
+        stores = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        return [n.lineno for n in stores if isinstance(n.ctx, ast.Store) and n.attr in parts]
+
+    assert found_in(find) == {}
 
 
 def test_steps_that_follow_from_what_is_wanted() -> None:
@@ -89,7 +96,6 @@ def test_steps_that_follow_from_what_is_wanted() -> None:
     assert errors.LayoutError("x").next_step == "correct the layout or the mesh"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_text_speaks_of_the_command_or_the_call_alone(path: Path) -> None:
-    found = [text for text in texts(tree_of(path)) if re.search(r"(run|make) the same (command|call)", text)]
-    assert found == []
+def test_no_text_speaks_of_the_command_or_the_call_alone() -> None:
+    pattern = re.compile(r"(run|make) the same (command|call)")
+    assert found_in(lambda tree: [text for text in texts(tree) if pattern.search(text)]) == {}
