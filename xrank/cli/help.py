@@ -95,7 +95,7 @@ class Command(click.Command):
                     formatter.write_dl([(term.ljust(width), text) for term, text in records])
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A group whose commands, and their groups, have such help pages.
 
     Args:

@@ -11,7 +11,7 @@ import click
 
 from xrank.cli import options
 from xrank.cli.command import Output, reporting
-from xrank.cli.help import Group
+from xrank.cli.help import CommandGroup
 from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from xrank.plan.report import Report
 
 
-@click.group(cls=Group, short_help="Show, compare and prove layouts.", examples=["layout show demo/workspace"])
+@click.group(cls=CommandGroup, short_help="Show, compare and prove layouts.", examples=["layout show demo/workspace"])
 def layout_command() -> None:
     """Show, compare and prove which rank holds which part of each tensor."""
 

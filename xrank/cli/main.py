@@ -13,7 +13,7 @@ import click
 import xrank
 from xrank import environment, system
 from xrank.cli.command import Output, command_name, say, wants_color
-from xrank.cli.help import Group
+from xrank.cli.help import CommandGroup
 from xrank.errors import UsageError
 
 _M_ARENA_MAX = -8  # of glibc's malloc.h
@@ -39,7 +39,7 @@ _SECTIONS = {
 }
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     """The commands, each imported when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

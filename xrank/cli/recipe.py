@@ -8,7 +8,7 @@ import click
 
 from xrank.cli import options
 from xrank.cli.command import Output, reporting
-from xrank.cli.help import Group
+from xrank.cli.help import CommandGroup
 from xrank.cli.options import PATH
 from xrank.words import list_text, plural
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from xrank.plan.report import Report
 
 
-@click.group(cls=Group, short_help="List, print, check and draft recipes.", examples=["recipe list"])
+@click.group(cls=CommandGroup, short_help="List, print, check and draft recipes.", examples=["recipe list"])
 def recipe_command() -> None:
     """List, print, check and draft recipes, which rename and split tensors for Hugging Face."""
 

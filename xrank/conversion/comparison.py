@@ -80,7 +80,7 @@ def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: B
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class ComparedPair:
     """The two models under the same names."""
 
     ours: Compared
@@ -93,7 +93,7 @@ class Pair:
     notes: tuple[tuple[str, str], ...] = ()
 
 
-def pair_plain(ours: ComparedSide, theirs: ComparedSide, recipe: str | os.PathLike[str] | None) -> Pair:
+def pair_plain(ours: ComparedSide, theirs: ComparedSide, recipe: str | os.PathLike[str] | None) -> ComparedPair:
     """Return both as they are, or under Hugging Face's names where those differ."""
     models = [side.source.model for side in (ours, theirs)]
     if ours.shapes.keys() != theirs.shapes.keys() or recipe is not None:
@@ -103,7 +103,7 @@ def pair_plain(ours: ComparedSide, theirs: ComparedSide, recipe: str | os.PathLi
         if chosen == [None, None]:
             chosen[0] = recipe  # its error names what does not fit
         models = [_name_model(sides[0], sides[1], chosen[0]), _name_model(sides[1], sides[0], chosen[1])]
-    return Pair(_make_compared(ours, models[0]), _make_compared(theirs, models[1]))
+    return ComparedPair(_make_compared(ours, models[0]), _make_compared(theirs, models[1]))
 
 
 def _fits(model: StoredModel, recipe: str | os.PathLike[str]) -> bool:
@@ -121,14 +121,14 @@ def _make_compared(side: ComparedSide, model: StoredModel) -> Compared:
     return Compared(side.path, side.with_tied(model), side.manifest, side.source.config)
 
 
-def pair_adapters(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None) -> Pair:
+def pair_adapters(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None) -> ComparedPair:
     """Return both with their adapter's tensors apart."""
     assert ours.names is not None and theirs.names is not None
     our_model, our_notes = _drop_base(ours, theirs)
     their_model, their_notes = _drop_base(theirs, ours)
     num_saved = len(ours.names.saved)
     notes = [("adapter", f"{num_saved:,} of the tensors compared are an adapter's"), *our_notes, *their_notes]
-    return Pair(
+    return ComparedPair(
         Compared(ours.path, our_model, ours.manifest, ours.source.config),
         Compared(theirs.path, their_model, theirs.manifest, theirs.source.config),
         proof={"num_adapter_tensors": num_saved},
@@ -194,7 +194,7 @@ def _merge(side: ComparedSide, other: ComparedSide, options: GatherOptions, base
 
 def pair_merged(
     side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None, base: BaseModel | None
-) -> Pair:
+) -> ComparedPair:
     """Return the first side as a merge would write it, and the other as it is."""
     options = GatherOptions(adapter="merge", adapter_config=given)
     try:
@@ -209,7 +209,7 @@ def pair_merged(
         raise
     assert adapted is not None and adapted.updates is not None
     notes = [(code, f"{side.path}, compared as merged: {text}") for code, text in adapted.notes]
-    return Pair(
+    return ComparedPair(
         _make_compared(side, adapted.source),
         _make_compared(other, other.source.model),
         adapted.factors,
@@ -644,13 +644,13 @@ def plan_comparison(
     return Check(plan, judge, lambda error: _rename_error(error, pair, found))
 
 
-def _outputs(pair: Pair, found: Correspondence) -> list[OutputTensor]:
+def _outputs(pair: ComparedPair, found: Correspondence) -> list[OutputTensor]:
     """Return the compared tensors in the form in which they are compared."""
     shards = (pair.ours.shards[name] for name in found.names)
     return [OutputTensor(shard.name, found.cast.get(shard.name, shard.dtype), shard.shape) for shard in shards]
 
 
-def _plan(pair: Pair, found: Correspondence, outputs: Sequence[OutputTensor], made: Sequence[OutputTensor]) -> Plan:
+def _plan(pair: ComparedPair, found: Correspondence, outputs: Sequence[OutputTensor], made: Sequence[OutputTensor]) -> Plan:
     """Return the plan that compares every value.
 
     The tensors that are the same on both sides are copies of one another: theirs count as replicas of ours. Merged
@@ -673,7 +673,7 @@ def _plan(pair: Pair, found: Correspondence, outputs: Sequence[OutputTensor], ma
     )
 
 
-def _rename_error(error: XrankError, pair: Pair, found: Correspondence) -> XrankError:
+def _rename_error(error: XrankError, pair: ComparedPair, found: Correspondence) -> XrankError:
     """Return an error in the names of the two sides, as a difference between them where it is one."""
     text, is_within = error.message, (error.tensor or "").startswith(_OTHER)
     error.rename(_OTHER, "")
@@ -696,7 +696,7 @@ def _rename_error(error: XrankError, pair: Pair, found: Correspondence) -> Xrank
     )
 
 
-def _tie_error(error: ContradictionError, pair: Pair, one: TiedName) -> ContradictionError:
+def _tie_error(error: ContradictionError, pair: ComparedPair, one: TiedName) -> ContradictionError:
     path, other_path = (pair.theirs.path, pair.ours.path) if one.side else (pair.ours.path, pair.theirs.path)
     return ContradictionError(
         f"{one.name} is in {path} alone, and is not {one.target} there",
@@ -709,7 +709,7 @@ def _tie_error(error: ContradictionError, pair: Pair, one: TiedName) -> Contradi
     )
 
 
-def _check_digests(pair: Pair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget) -> None:
+def _check_digests(pair: ComparedPair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget) -> None:
     """Check that merged or cast tensors are the same on both sides."""
     found = {
         tensor.output.name: (tensor, digest)
