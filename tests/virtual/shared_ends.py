@@ -3,9 +3,8 @@
 import contextlib
 import os
 
-from xrank.virtual.channels.channel import HOST
-from xrank.virtual.channels.segment import Segment
-from xrank.virtual.channels.shared_channel import SharedLinks
+from xrank.virtual.channels import HOST
+from xrank.virtual.shared_channels import Segment, SharedLinks
 
 
 @contextlib.contextmanager
