@@ -24,10 +24,8 @@ from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
 from xrank.plan.replicas import spread_copies
 from xrank.readers.live.local_model import local_model
-from xrank.refit.card import Card
-from xrank.refit.runs import Runs, cut_calls, find_runs, join_runs
-from xrank.refit.targets import ModuleTarget
-from xrank.refit.trainer_model import read_trainer_model
+from xrank.refit.directory import Card, read_trainer_model
+from xrank.refit.targets import ModuleTarget, Runs, cut_calls, find_runs, join_runs
 
 HIDDEN, FFN, DENSE_FFN, EXPERTS, VOCAB, HEADS = 7168, 2048, 18432, 384, 163_840, 64 * 128
 

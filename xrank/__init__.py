@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from xrank.conversion.verify import verify_model
     from xrank.decisions.quantization import Quantization
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
-    from xrank.refit.engine_layout import record_layouts
-    from xrank.refit.offer import offer_weights
-    from xrank.refit.take import take_weights
+    from xrank.refit.publish import offer_weights
+    from xrank.refit.receive import take_weights
+    from xrank.refit.recording import record_layouts
+    from xrank.simulation.simulation import simulate
     from xrank.version import __version__
-    from xrank.virtual.simulation.simulation import simulate
     from xrank.workspace.nfs import NFSWorkspace
     from xrank.workspace.objects import ObjectWorkspace
     from xrank.workspace.shared_memory import SharedMemoryWorkspace
@@ -68,13 +68,13 @@ _HOMES = {
     "inspect": "conversion.inspect",
     "iter_model": "conversion.iterate",
     "load_model": "conversion.load",
-    "offer_weights": "refit.offer",
+    "offer_weights": "refit.publish",
     "open_checkpoint": "conversion.checkpoint",
-    "record_layouts": "refit.engine_layout",
+    "record_layouts": "refit.recording",
     "reshard_checkpoint": "conversion.reshard",
     "save_model": "conversion.export",
-    "simulate": "virtual.simulation.simulation",
-    "take_weights": "refit.take",
+    "simulate": "simulation.simulation",
+    "take_weights": "refit.receive",
     "verify_model": "conversion.verify",
 }
 

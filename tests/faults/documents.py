@@ -41,13 +41,10 @@ from xrank.readers.base import Hints
 from xrank.readers.orbax import OrbaxReader
 from xrank.readers.orbax.items import read_leaves
 from xrank.readers.torch_checkpointing.item_files import find_model_files
-from xrank.refit.card import Address
-from xrank.refit.offer_card import find_trainer_ranks
-from xrank.refit.peer_rank import PeerRank
-from xrank.refit.relayed_engines import RelayedEngines
-from xrank.refit.status import STATUS_NBYTES, Phase, Status
-from xrank.refit.takers import Takers
-from xrank.refit.trainer_model import read_trainer_model
+from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_model
+from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, Status
+from xrank.refit.relay import RelayedEngines
+from xrank.refit.trainer_ranks import Takers
 from xrank.workspace.memory_file import MemoryPlace
 from xrank.workspace.message_file import MessageReceipt
 from xrank.workspace.socket_messages import _Receipt

@@ -9,9 +9,7 @@ import pytest
 
 from xrank.errors import RankFailedError
 from xrank.lending.memory_offer import MemoryOffer
-from xrank.refit.engine_ranks import EngineRanks
-from xrank.refit.peer_rank import PeerRank
-from xrank.refit.status import Phase, Status, StatusBlock
+from xrank.refit.peers import EngineRanks, PeerRank, Phase, Status, StatusBlock
 
 DONE = Status(Phase.DONE, step=7, round=3, offer=5)
 

@@ -16,7 +16,7 @@ import xrank
 from tests.layout.test_layouts_through_files import DTYPES, drawn_layouts, facts, local_tensors, made_tensor
 from tests.refit.drawn_engine import DrawnEngine
 from xrank.layout import LayoutMap
-from xrank.refit import transfer
+from xrank.refit import targets
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -77,9 +77,9 @@ def serve(folder: str, seeds: list[int]) -> list[tuple[int, int, int]]:
     for seed in seeds:
         first, second, _, layouts, takes_tiny = draw(seed)
         held, cuts, wanted = make_target(seed, rank, (first, second), layouts)
-        smallest = 0 if takes_tiny else transfer._SMALLEST_RUN_NBYTES
+        smallest = 0 if takes_tiny else targets._SMALLEST_RUN_NBYTES
         with (
-            patch.object(transfer, "_SMALLEST_RUN_NBYTES", smallest),
+            patch.object(targets, "_SMALLEST_RUN_NBYTES", smallest),
             xrank.take_weights(held, f"{folder}/{seed}", **cuts) as weights,
         ):
             assert weights.update(timeout_seconds=200).step == 1

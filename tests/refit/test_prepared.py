@@ -18,8 +18,7 @@ from xrank import Quantization
 from xrank.errors import ContradictionError, RankFailedError, UsageError
 from xrank.layout import LayoutMap
 from xrank.layout.nests import Nest, addresses
-from xrank.refit.matrix_tiles import cut_matrix_tiles
-from xrank.refit.prepared_part import _choose_form
+from xrank.refit.prepared_part import _choose_form, cut_matrix_tiles
 
 pytestmark = pytest.mark.timeout(900)
 

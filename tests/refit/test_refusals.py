@@ -25,8 +25,8 @@ from xrank.errors import (
     RankTimeoutError,
     UsageError,
 )
-from xrank.refit.offer_card import find_trainer_ranks
-from xrank.refit.peer_rank import PeerRank, check_phase
+from xrank.refit.directory import find_trainer_ranks
+from xrank.refit.peers import PeerRank, check_phase
 from xrank.refit.recording import record_loader
 
 pytestmark = pytest.mark.timeout(120)

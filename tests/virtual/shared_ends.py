@@ -3,8 +3,9 @@
 import contextlib
 import os
 
-from xrank.virtual.channels import HOST
-from xrank.virtual.shared_channels import Segment, SharedLinks
+from xrank.virtual.channels.channel import HOST
+from xrank.virtual.channels.segment import Segment
+from xrank.virtual.channels.shared_channel import SharedLinks
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.sampled import count_of
 from tests.virtual.shared_ends import memory_of
 from xrank.errors import NoSpaceError
-from xrank.virtual.shared_channels import BlockArena, Segment, free_block, lend, view
+from xrank.virtual.channels.block_arena import BlockArena, free_block, lend, view
+from xrank.virtual.channels.segment import Segment
 
 STEPS = st.lists(st.one_of(st.integers(0, 300_000), st.floats(0, 1, exclude_max=True)), max_size=60)
 

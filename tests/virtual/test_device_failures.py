@@ -12,11 +12,13 @@ import pytest
 
 from tests.virtual.remains import own_nbytes, remains
 from xrank.errors import LayoutError, RankFailedError, RankTimeoutError
-from xrank.virtual import VirtualCluster, processes
-from xrank.virtual.channels import make_heading
-from xrank.virtual.engine import Job
-from xrank.virtual.processes import find_deadlock
-from xrank.virtual.shared_channels import Segment, SharedChannel
+from xrank.virtual import VirtualCluster
+from xrank.virtual.channels.channel import make_heading
+from xrank.virtual.channels.segment import Segment
+from xrank.virtual.channels.shared_channel import SharedChannel
+from xrank.virtual.engines import process_engine
+from xrank.virtual.engines.engine import Job
+from xrank.virtual.engines.watch import find_deadlock
 
 TIMEOUTS = (0.8, 5, 25)
 """Time limit of hanging devices, in seconds: a busy machine may not start them in the first one."""
@@ -232,7 +234,7 @@ def test_endless_sends_to_the_host_reach_the_time_limit(monkeypatch):
 
     monkeypatch.setattr(SharedChannel, "collect", collect)
     with pytest.raises(RankTimeoutError, match=r"device 1 did not end within 0\.5 seconds"):
-        processes.run([Job(1, sleeps)], timeout_seconds=0.5)
+        process_engine.run([Job(1, sleeps)], timeout_seconds=0.5)
 
 
 def test_a_deadlock_is_reported_at_once():
@@ -299,7 +301,7 @@ def test_all_failures_are_reported_in_order():
         yield np.zeros(1)
 
     with pytest.raises(RankFailedError, match="device 1 failed: ValueError: of 1") as caught:
-        processes.run([Job(0, fail), Job(1, fail), Job(2, lambda links: 0, packets())], timeout_seconds=50)
+        process_engine.run([Job(0, fail), Job(1, fail), Job(2, lambda links: 0, packets())], timeout_seconds=50)
     os.close(pids)
     os.close(pids_there)
     assert [(failure.rank, str(failure.__cause__)) for failure in caught.value.failures] == [(1, "of 1"), (0, "of 0")]
@@ -322,7 +324,7 @@ def test_a_failure_is_reported_beside_an_unpicklable_result():
         yield np.zeros(1)
 
     with pytest.raises(RankFailedError, match="device 0 failed: ValueError: of 0") as caught:
-        processes.run([Job(0, live), Job(1, live), Job(2, lambda links: 0, packets())], timeout_seconds=50)
+        process_engine.run([Job(0, live), Job(1, live), Job(2, lambda links: 0, packets())], timeout_seconds=50)
     os.close(pids)
     os.close(pids_there)
     assert [(f.rank, type(f.__cause__)) for f in caught.value.failures] == [(0, ValueError), (1, TypeError)]
@@ -370,7 +372,7 @@ def test_a_kept_error_keeps_no_memory(monkeypatch):
         device.all_gather(np.zeros(2 << 20))
         raise ValueError
 
-    monkeypatch.setattr(processes, "Segment", KeptSegment)
+    monkeypatch.setattr(process_engine, "Segment", KeptSegment)
     with pytest.raises(RankFailedError) as caught:
         VirtualCluster(2).run(live)
     assert os.fstat(kept[0]).st_blocks == 0

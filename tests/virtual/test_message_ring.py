@@ -4,7 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
-from xrank.virtual.shared_channels import BlockArena, RingReader, RingWriter, Segment, num_sent
+from xrank.virtual.channels.block_arena import BlockArena
+from xrank.virtual.channels.message_ring import RingReader, RingWriter, num_sent
+from xrank.virtual.channels.segment import Segment
 
 STEPS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 100_000), st.none()), max_size=80)
 

@@ -18,10 +18,13 @@ import torch
 from tests.virtual.remains import children, remains
 from xrank.errors import RankFailedError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual import VirtualCluster, processes, shared_channels
-from xrank.virtual.arrays import ArraySpec, bytes_of, from_bytes, kind_of, spec_of
-from xrank.virtual.channels import HOST, make_heading
-from xrank.virtual.engine import Job
+from xrank.virtual import VirtualCluster
+from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
+from xrank.virtual.channels import segment
+from xrank.virtual.channels.channel import HOST, make_heading
+from xrank.virtual.engines import process_engine
+from xrank.virtual.engines.engine import Job
 
 MESHES = [DeviceMesh((2, 3), ("x", "y")), DeviceMesh((2, 2, 2), ("a", "b", "c")), DeviceMesh((3,), ("x",), [7, 0, 4])]
 DTYPES = ["F32", "F64", "BF16", "F16", "I32", "U8", "BOOL", "F8_E4M3"]
@@ -126,7 +129,7 @@ def test_packets_come_in_order_and_returned_arrays_outlive_the_run():
             links.to_host.send(got, make_heading("return", call=number))
         return links.to_host.sent.messages
 
-    outcome = processes.run([Job(5, body, packets, 50), Job(2, body, packets, 50)], timeout_seconds=30)
+    outcome = process_engine.run([Job(5, body, packets, 50), Job(2, body, packets, 50)], timeout_seconds=30)
     assert outcome.results == (50, 50)
     for returned in outcome.returned:
         assert [array.shape for array in returned] == [(n, 1000) for n in range(50)]
@@ -409,7 +412,7 @@ def test_an_object_that_cannot_be_unpickled_is_named():
 
 
 def test_processors_that_see_stores_out_of_order_are_refused(monkeypatch):
-    monkeypatch.setattr(shared_channels, "STORES_ARE_ORDERED", False)
+    monkeypatch.setattr(segment, "STORES_ARE_ORDERED", False)
     with pytest.raises(UsageError, match="may see a message on these processors before its bytes") as caught:
         VirtualCluster(2).run(lambda device: device.index)
     assert caught.value.next_step == 'give engine="in-process"'

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xrank.errors import UsageError
-from xrank.virtual.schedule import (
+from xrank.virtual.pipelines.schedule import (
     SCHEDULES,
     Schedule,
     StageWork,

@@ -13,9 +13,10 @@ from tests.virtual.shared_ends import memory_of, shared_ends
 from tests.workspace.failing_os import FailingOs
 from xrank import dtypes
 from xrank.errors import NoSpaceError, UsageError
-from xrank.virtual import shared_channels as segment_module
-from xrank.virtual.arrays import ArraySpec, bytes_of, from_bytes, kind_of, spec_of
-from xrank.virtual.channels import HOST, make_heading
+from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
+from xrank.virtual.channels import segment as segment_module
+from xrank.virtual.channels.channel import HOST, make_heading
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (100_003,), (2, 33, 1025)]
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from xrank.virtual import stacks
-from xrank.virtual.stacks import StackRequest, collect_stacks, state_of
+from xrank.virtual.engines import stacks
+from xrank.virtual.engines.stacks import StackRequest, collect_stacks, state_of
 
 
 @contextmanager

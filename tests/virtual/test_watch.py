@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.virtual.shared_ends import shared_ends
-from xrank.virtual import processes
-from xrank.virtual.channels import HOST, make_heading
-from xrank.virtual.processes import find_deadlock
+from xrank.virtual.channels.channel import HOST, make_heading
+from xrank.virtual.engines import watch
+from xrank.virtual.engines.watch import find_deadlock
 
 HEADING = make_heading("broadcast", root=0, group=(0, 1, 2), call=3)
 
@@ -55,7 +55,7 @@ def test_deadlock_check_ignores_a_circle_that_ended_meanwhile(ends, monkeypatch)
     """Device 0 waits for another message when it is looked at again: it was not waiting all the time."""
     waits(ends, 0, 1)
     waits(ends, 1, 0)
-    look = processes.find_waits
+    look = watch.find_waits
     looks = []
 
     def look_and_go_on(links, devices):
@@ -66,6 +66,6 @@ def test_deadlock_check_ignores_a_circle_that_ended_meanwhile(ends, monkeypatch)
         looks.append(found)
         return found
 
-    monkeypatch.setattr(processes, "find_waits", look_and_go_on)
+    monkeypatch.setattr(watch, "find_waits", look_and_go_on)
     assert find_deadlock(ends[-1], (0, 1, 2), {0, 1}) == {}
     assert list(find_deadlock(ends[-1], (0, 1, 2), {0, 1})) == [0, 1]

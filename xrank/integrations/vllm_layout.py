@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from xrank.decisions.base_model import open_base_model
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.refit.engine_layout import EngineRank, record_layouts
+from xrank.refit.recording import EngineRank, record_layouts
 
 
 def record_vllm_layouts(

@@ -16,8 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from xrank.errors import UsageError
 from xrank.integrations.vllm import BACKEND
-from xrank.refit.offer import offer_weights
-from xrank.refit.weights_offer import WeightsOffer
+from xrank.refit.publish import WeightsOffer, offer_weights
 
 
 @dataclass

@@ -1,22 +1,201 @@
-"""The part of the backend "xrank" in each of vLLM's workers: it takes the trainer's weights."""
+"""A vLLM model's weights in the form of a checkpoint, beside the form that its kernels use.
+
+After it has loaded a model, vLLM may pack, quantise or swap the weights of each layer for its kernels. Its layerwise
+reload (``vllm/model_executor/model_loader/reload``) gives a layer the parameters back that its loader fills, and
+processes them again. This module keeps such parameters in host memory over all updates, so that their addresses and
+what a loader copies into them stay the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from vllm import _custom_ops as custom_ops
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    initialize_online_processing,
+    is_deferred_attention_layer,
 )
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from xrank.errors import UsageError
-from xrank.integrations.vllm_form import CheckpointForm
-from xrank.refit.report import UpdateReport
-from xrank.refit.take import take_weights
-from xrank.refit.taken_weights import TakenWeights
+from xrank.refit.receive import TakenWeights, UpdateReport, take_weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parameter:
+    """A parameter of a layer in the form of a checkpoint."""
+
+    layer: torch.nn.Module
+    name: str
+    """Name in the layer."""
+    tensor: torch.Tensor
+    """In host memory, with vLLM's class and attributes."""
+
+
+class CheckpointForm:
+    """The parameters that a vLLM model's loader fills.
+
+    Args:
+        model: a worker's model, loaded.
+        model_config: vLLM's config of it.
+        device: the worker's device.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, device: torch.device) -> None:
+        self._model, self._model_config, self._device = model, model_config, device
+        self._parameters: list[_Parameter] = []
+        self._left_out: list[tuple[torch.nn.Module, str]] = []
+        """Scales of attention, which vLLM drops after the first load; kernels keep those of the first load."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Name -> the tensor to fill; tied parameters are one tensor under the first one's name."""
+        with self._restored():
+            self._make_tensors()
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Run the model's own loader on `tensors`; kernels keep theirs."""
+        with self._restored():
+            for parameter in self._parameters:
+                setattr(parameter.layer, parameter.name, parameter.tensor)
+            for layer, name in self._left_out:
+                layer._parameters[name].weight_loader = _refuse  # type: ignore[union-attr]
+            return self._model.load_weights(weights)  # type: ignore[operator]
+
+    def process(self) -> None:
+        """Let vLLM process `tensors` for its kernels, layer by layer, into the memory that they use."""
+        # The default element type as at vLLM's first load: some of its kernels are made for it.
+        with torch.no_grad(), self._device, set_default_torch_dtype(self._model_config.dtype), _keep_kernel_scales():
+            if self._device.type == "cpu":
+                _forget_expert_kernels(self._model)
+            initialize_layerwise_reload(self._model)
+            loaders = [_get_original_loader(_present(parameter)) for parameter in self._parameters]
+            for parameter in self._parameters:
+                _present(parameter).weight_loader = _fill
+            for layer in {id(parameter.layer): parameter.layer for parameter in self._parameters}.values():
+                initialize_online_processing(layer)  # it counts what `_fill` fills
+            for parameter in self._parameters:
+                present = _present(parameter)
+                present.weight_loader(present, parameter.tensor)
+            finalize_layerwise_reload(self._model, self._model_config)
+        for parameter, loader in zip(self._parameters, loaders, strict=True):
+            present = _present(parameter)
+            if getattr(present, "weight_loader", None) is _fill:  # a parameter that vLLM does not exchange
+                present.weight_loader = loader
+
+    def _make_tensors(self) -> None:
+        first: dict[int, torch.Tensor] = {}
+        for path, layer in self._model.named_modules():
+            kernel_tensors = get_layerwise_info(layer).kernel_tensors
+            for name, present in layer._parameters.items():
+                if present is None:
+                    continue
+                if kernel_tensors is not None and name not in kernel_tensors[0] and is_deferred_attention_layer(layer):
+                    self._left_out.append((layer, name))
+                    continue
+                kernel = present if kernel_tensors is None else kernel_tensors[0].get(name, present)
+                tensor = first.get(id(kernel))
+                if tensor is None:
+                    tensor = first[id(kernel)] = _make_tensor(present)
+                    self.tensors[f"{path}.{name}" if path else name] = tensor
+                self._parameters.append(_Parameter(layer, name, tensor))
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Give all layers the parameters of a checkpoint, on the meta device, and those of the kernels back."""
+        # As vLLM's own backend "sharded_rdt" does; the package has no public function that undoes the first one.
+        kept = [(layer, dict(layer._parameters)) for layer in self._model.modules()]
+        loaders = [
+            (parameter, parameter.weight_loader)  # type: ignore[union-attr]
+            for _, parameters in kept
+            for parameter in parameters.values()
+            if hasattr(parameter, "weight_loader")
+        ]
+        initialize_layerwise_reload(self._model)
+        try:
+            yield
+        finally:
+            for layer, parameters in kept:
+                info = get_layerwise_info(layer)
+                if info.can_load():
+                    _place_kernel_tensors(layer, info)
+                    info.reset()
+                for name, parameter in parameters.items():
+                    if parameter is not None and layer._parameters.get(name) is not parameter:
+                        setattr(layer, name, parameter)
+            for parameter, loader in loaders:
+                parameter.weight_loader = loader  # type: ignore[union-attr]
+
+
+def _make_tensor(present: torch.Tensor) -> torch.Tensor:
+    """Return host memory for a parameter, with vLLM's class and attributes of it and its own loader."""
+    tensor: Any = torch.zeros_like(present, device="cpu", requires_grad=False)
+    tensor.__class__ = present.__class__
+    tensor.__dict__ = present.__dict__.copy()
+    if hasattr(tensor, "weight_loader"):
+        tensor.weight_loader = _get_original_loader(present)
+    made: torch.Tensor = tensor
+    return made
+
+
+def _present(parameter: _Parameter) -> Any:
+    """Return the tensor that the layer has now."""
+    return getattr(parameter.layer, parameter.name)
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Let vLLM prepare the weights of experts as at the first load.
+
+    Otherwise vLLM 0.32 does not pack them for its CPU kernels, and computes with unpacked weights
+    (``UnquantizedFusedMoEMethod._setup_kernel``), as after its own ``reload_weights``. No CPU graph keeps addresses.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+@contextmanager
+def _keep_kernel_scales() -> Iterator[None]:
+    """Keep the scales of kernels alive that have only their address.
+
+    vLLM 0.32 makes a new oneDNN kernel for int8 at each reload, copies the new scales to the old ones' place, and frees
+    the new ones, which the kernel reads (``_custom_ops.create_onednn_scaled_mm``).
+    """
+    create = custom_ops.create_onednn_scaled_mm
+
+    def create_and_keep(weight: torch.Tensor, weight_scales: torch.Tensor, *args: Any) -> Any:
+        handler = create(weight, weight_scales, *args)
+        handler.kept_scales = weight_scales
+        return handler
+
+    custom_ops.create_onednn_scaled_mm = create_and_keep
+    try:
+        yield
+    finally:
+        custom_ops.create_onednn_scaled_mm = create
+
+
+def _fill(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def _refuse(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    raise UsageError(
+        "vLLM takes scales of the key-value cache at its start alone",
+        got="such scales among the trainer's tensors",
+        want="the model's weights",
+        next_step="leave the scales of keys, values and queries out of what the trainer offers",
+    )
 
 
 @dataclass

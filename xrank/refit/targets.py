@@ -1,28 +1,83 @@
-"""The tensors that an engine rank fills: a module's with layouts, or those that an engine's own loader fills."""
+"""The memory of a model's tensors. Both sides keep addresses, so they must notice when a tensor gets another one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
+from xrank import dtypes
 from xrank.decisions.load_plan import plan_load
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
-from xrank.lending.tensor_target import check_fillable
+from xrank.layout.nest_table import IntArray, NestTable
+from xrank.lending.local_bytes import locate_elements
+from xrank.lending.peer_memory import MAX_SPANS, SpanArray
+from xrank.lending.peer_source import PeerSource, SpanMemory
+from xrank.lending.tensor_target import TensorTarget, check_fillable
+from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile, OutputTensor
-from xrank.plan.planner import Plan, make_plan
+from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
 from xrank.plan.source import StoredModel
+from xrank.plan.windows import share_all
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, list_tensors
-from xrank.refit.held_memory import MemoryPlaces, find_moved, list_places
-from xrank.refit.trainer_model import TrainerModel
+from xrank.refit.directory import TrainerModel
 from xrank.words import list_text
 
 if TYPE_CHECKING:
     import torch
 
     from xrank.refit.recording import Fill, Recording
+
+
+MemoryPlaces: TypeAlias = dict[str, tuple[object, ...]]
+"""Name -> dtype, shape, strides and address of the local tensor."""
+
+
+def list_places(model: FilledModule) -> MemoryPlaces:
+    """Return the places of a model's tensors on this rank."""
+    places: MemoryPlaces = {}
+    for number, (name, tensor) in enumerate(list_tensors(model)):
+        local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+        key = name if name not in places else f"{name} ({number})"  # Megatron's chunks may repeat names
+        places[key] = (str(local.dtype), tuple(local.shape), tuple(local.stride()), _address(local))
+    return places
+
+
+def find_moved(old: MemoryPlaces, new: MemoryPlaces) -> tuple[str, str, str] | None:
+    """Return the first tensor in another place, with its old and its new one as text; None if all are the same."""
+    if old == new:
+        return None
+    name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
+    return name, _describe(old.get(name)), _describe(new.get(name))
+
+
+def count_versions(views: Sequence[torch.Tensor]) -> list[int]:
+    """Return torch's counts of changes in place, 0 for inference tensors, which have none."""
+    return [0 if view.is_inference() else view._version for view in views]
+
+
+def _describe(place: tuple[object, ...] | None) -> str:
+    if place is None:
+        return "no tensor"
+    dtype, shape, strides, address = place
+    return f"{dtype}, shape {shape}, strides {strides}, at address {address}"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is _strided() and tensor.device.type != "meta" else 0
+
+
+def _strided() -> torch.layout:
+    import torch
+
+    return torch.strided
+
 
 Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
 """An engine's function that takes a model's tensors by Hugging Face's names, such as ``model.load_weights``."""
@@ -208,3 +263,304 @@ def _make_staging(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
 def _find_unused(source: StoredModel, recording: Recording) -> tuple[str, ...]:
     used = {copy.output.name for copy in recording.copies} | set(recording.whole)
     return tuple(shard.name for shard in source.shards if shard.name not in used)
+
+
+_CALL_NBYTES = 8 << 20
+"""Bytes of one call at most: threads share the calls, and look for failures between two of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Runs of bytes; arrays of one length."""
+
+    there: IntArray
+    """Address in the other process."""
+    here: IntArray
+    """Address in this process."""
+    nbytes: IntArray
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all runs."""
+        return int(self.nbytes.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The arguments of one process_vm_readv(2)."""
+
+    there: SpanArray
+    here: SpanArray
+    nbytes: int
+
+
+def mean_run_nbytes(nests: NestTable, width: int) -> float:
+    """Return the mean length of the runs that `find_runs` would return, before they are joined."""
+    return int(nests.sizes.sum()) * width / max(1, int(count_runs(nests).sum()))
+
+
+def count_runs(nests: NestTable) -> IntArray:
+    """Return the number of runs of each nest, before they are joined."""
+    return nests.sizes // np.maximum(1, _run_lengths(nests)[1])
+
+
+def find_runs(nests: NestTable, width: int) -> Runs:
+    """Return the runs of nests from one record (x) to one tensor (y), as byte offsets.
+
+    Args:
+        nests: canonical; addresses in elements.
+        width: bytes of an element.
+    """
+    depth, lengths = _run_lengths(nests)
+    nest, there, here = np.arange(len(nests)), nests.x, nests.y
+    for level in range(int(depth.max(initial=0))):
+        n, xs, ys = nests.loops[nest, level].T
+        n = np.where(level < depth[nest], n, 1)
+        each = np.repeat(np.arange(len(nest)), n)
+        step = np.arange(len(each)) - (np.cumsum(n) - n)[each]
+        nest, there, here = nest[each], there[each] + step * xs[each], here[each] + step * ys[each]
+    return Runs(there * width, here * width, lengths[nest] * width)
+
+
+def _run_lengths(nests: NestTable) -> tuple[IntArray, IntArray]:
+    """Return the number of loops outside each nest's runs, and the elements of a run."""
+    rows = np.arange(len(nests))
+    depth = (nests.loops[:, :, 0] != 1).sum(axis=1)
+    lengths = np.ones(len(nests), np.int64)
+    if nests.loops.shape[1]:
+        inner = nests.loops[rows, np.maximum(depth - 1, 0)]
+        is_run = (depth > 0) & (inner[:, 1] == 1) & (inner[:, 2] == 1)
+        lengths = np.where(is_run, inner[:, 0], 1)
+        depth = depth - is_run
+    return depth, lengths
+
+
+def join_runs(parts: Sequence[Runs]) -> Runs:
+    """Return all runs of one other process by rising address there; runs that continue each other become one."""
+    there, here, nbytes = (np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__slots__)
+    order = np.argsort(there, kind="stable")
+    there, here, nbytes = there[order], here[order], nbytes[order]
+    is_first = np.ones(len(there), bool)
+    is_first[1:] = (there[1:] != there[:-1] + nbytes[:-1]) | (here[1:] != here[:-1] + nbytes[:-1])
+    first = np.flatnonzero(is_first)
+    return Runs(there[first], here[first], np.add.reduceat(nbytes, first) if len(first) else nbytes)
+
+
+def cut_calls(runs: Runs) -> Iterator[Call]:
+    """Yield the calls that copy all runs, in order.
+
+    Either side of a call is joined by itself: rows of a matrix that become columns elsewhere are one span here, and
+    many there.
+    """
+    runs = _split_long(runs)
+    ends = np.cumsum(runs.nbytes)
+    begin = 0
+    while begin < len(runs.nbytes):
+        limit = (ends[begin - 1] if begin else 0) + _CALL_NBYTES
+        end = min(begin + MAX_SPANS, int(np.searchsorted(ends, limit, side="right")))
+        end = max(end, begin + 1)
+        nbytes = runs.nbytes[begin:end]
+        there, here = _join_side(runs.there[begin:end], nbytes), _join_side(runs.here[begin:end], nbytes)
+        yield Call(there, here, int(nbytes.sum()))
+        begin = end
+
+
+def _split_long(runs: Runs) -> Runs:
+    """Cut runs that are longer than a call."""
+    counts = -(-runs.nbytes // _CALL_NBYTES)
+    if (counts <= 1).all():
+        return runs
+    owner = np.repeat(np.arange(len(counts)), counts)
+    skip = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * _CALL_NBYTES
+    nbytes = np.minimum(_CALL_NBYTES, runs.nbytes[owner] - skip)
+    return Runs(runs.there[owner] + skip, runs.here[owner] + skip, nbytes)
+
+
+def _join_side(addresses: IntArray, nbytes: IntArray) -> SpanArray:
+    is_first = np.ones(len(addresses), bool)
+    is_first[1:] = addresses[1:] != addresses[:-1] + nbytes[:-1]
+    first = np.flatnonzero(is_first)
+    return np.ascontiguousarray(np.stack((addresses[first], np.add.reduceat(nbytes, first)), axis=1)).astype(np.uint64)
+
+
+_CHECK_SECONDS = 0.02
+"""Time between two looks at the other ranks while the kernel copies."""
+_SMALLEST_RUN_NBYTES = 64
+"""Mean length of a tensor's runs below which the buffers' strided copies are faster than a span for each run."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """The copies of one rank; see `make_transfer`."""
+
+    nbytes: int
+    """Bytes that the copies fill."""
+    source: PeerSource
+    """To be closed by the caller."""
+    calls: list[tuple[SpanMemory, Call]]
+    buffered: Plan | None
+    buffered_tensors: tuple[torch.Tensor, ...]
+    budget: Budget
+
+    @property
+    def direct_nbytes(self) -> int:
+        """Bytes that the kernel copies straight to their places."""
+        return sum(call.nbytes for _, call in self.calls)
+
+    def run(self, check: Callable[[], object]) -> int:
+        """Fill all tensors once, and return the number of bytes that were read.
+
+        The bytes are those of one step only if the trainer's statuses are the same before and after.
+
+        Args:
+            check: called now and then between two calls of the kernel or windows, by one thread at a time; it may
+                raise.
+
+        Raises:
+            LendingEndedError, UnreadableMemoryError: a trainer rank's memory cannot be read any more.
+            RankFailedError, RankTimeoutError: as `PeerSource.read_into`.
+        """
+        self._run_calls(check)
+        return self.direct_nbytes + self._run_buffered(check)
+
+    def _run_calls(self, check: Callable[[], object]) -> None:
+        lock, next_check = threading.Lock(), 0.0
+        left: Iterator[tuple[SpanMemory, Call]] = iter(self.calls)
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            nonlocal next_check
+            try:
+                while True:
+                    with lock:
+                        if failures or (job := next(left, None)) is None:
+                            return
+                        if monotonic() >= next_check:
+                            check()
+                            next_check = monotonic() + _CHECK_SECONDS
+                    memory, call = job
+                    memory.copy_spans(call.there, call.here)
+            except BaseException as error:  # raised below
+                failures.append(error)
+
+        helpers = [
+            threading.Thread(target=work, name=f"xrank-refit-{i}", daemon=True)
+            for i in range(min(self.budget.workers, len(self.calls)) - 1)
+        ]
+        for thread in helpers:
+            thread.start()
+        work()
+        for thread in helpers:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def _run_buffered(self, check: Callable[[], object]) -> int:
+        if self.buffered is None:
+            return 0
+        source, target = _CountedSource(self.source), TensorTarget(dict(enumerate(self.buffered_tensors)))
+
+        def cancelled() -> bool:
+            check()
+            return False
+
+        try:
+            execute(
+                self.buffered,
+                source,
+                target,
+                budget=self.budget,
+                shares=share_all(self.buffered),
+                cancelled=cancelled,
+            )
+        finally:
+            target.finish()
+        return source.nbytes
+
+
+def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSource, budget: Budget) -> Transfer:
+    """Return the copies of a proven plan; nothing is read yet.
+
+    Args:
+        plan: one file with one tensor for each of `tensors`. Its replicas are not read: they are compared by their own
+            ranks.
+        tensors: detached tensors to fill.
+        source: reads the plan's records.
+        budget: threads and buffers.
+    """
+    runs: dict[SpanMemory, list[Runs]] = {}
+    buffered: list[TensorPlan] = []
+    buffered_tensors: list[torch.Tensor] = []
+    for one, tensor in zip(plan.tensors, tensors, strict=True):
+        found = _find_direct(one, tensor, source)
+        if found is None:
+            buffered.append(_without_replicas(one))
+            buffered_tensors.append(tensor)
+            continue
+        for memory, its in found:
+            runs.setdefault(memory, []).append(its)
+    calls = [(memory, call) for memory, parts in runs.items() for call in cut_calls(join_runs(parts))]
+    files = tuple(FilePlan(OutputFile.bare(one.output), (one,)) for one in buffered)
+    return Transfer(
+        plan.nbytes,
+        source,
+        _interleave(calls),
+        Plan(plan.source, files) if files else None,
+        tuple(buffered_tensors),
+        budget,
+    )
+
+
+def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> list[tuple[SpanMemory, Runs]] | None:
+    """Return the runs that fill a tensor; None if it must pass the buffers."""
+    width = dtypes.dtype(one.output.dtype).nbytes
+    if one.source_dtype != one.output.dtype or one.changed or one.update is not None or one.output.is_padded:
+        return None
+    here = locate_elements(tensor)[0]
+    if here is None or mean_run_nbytes(one.copies.nests, width) < _SMALLEST_RUN_NBYTES:
+        return None
+    found: list[tuple[SpanMemory, Runs]] = []
+    for record in np.unique(one.copies.record).tolist():
+        place = source.find_memory(record)
+        if place is None:
+            return None
+        memory, there = place
+        its = find_runs(one.copies.nests.take(np.flatnonzero(one.copies.record == record)), width)
+        found.append((memory, Runs(its.there + there, its.here + here, its.nbytes)))
+    return found
+
+
+def _without_replicas(one: TensorPlan) -> TensorPlan:
+    none = np.zeros(0, np.int64)
+    return replace(one, replicas=Copies(none, none, one.replicas.nests.take(none)))
+
+
+def _interleave(calls: Sequence[tuple[SpanMemory, Call]]) -> list[tuple[SpanMemory, Call]]:
+    """Return the calls with those of different processes in turn: two readers of one process wait for its lock."""
+    by_memory: dict[SpanMemory, list[Call]] = {}
+    for memory, call in calls:
+        by_memory.setdefault(memory, []).append(call)
+    turns = max(map(len, by_memory.values()), default=0)
+    return [(memory, its[turn]) for turn in range(turns) for memory, its in by_memory.items() if turn < len(its)]
+
+
+class _CountedSource:
+    """A source that counts the bytes it reads."""
+
+    def __init__(self, source: PeerSource) -> None:
+        self._source, self._lock = source, threading.Lock()
+        self.nbytes = 0
+
+    def read_into(self, record: int, start: int, into: memoryview) -> None:
+        """Read as the source does."""
+        self._count(len(into))
+        self._source.read_into(record, start, into)
+
+    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
+        """Fetch as the source does."""
+        self._count(nbytes)
+        return self._source.fetch(record, start, nbytes, staging)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes

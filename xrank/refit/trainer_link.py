@@ -16,15 +16,9 @@ from xrank.lending.mooncake_memory import MooncakeEngine
 from xrank.lending.peer_source import PeerSource
 from xrank.plan.executor import Budget
 from xrank.plan.replicas import spread_copies
-from xrank.refit.card import Address, Card
-from xrank.refit.held_memory import MemoryPlaces
-from xrank.refit.offer_card import find_trainer_ranks, number_of
-from xrank.refit.pause import Pause
-from xrank.refit.peer_rank import PeerRank, check_phase
-from xrank.refit.status import Phase, Status, is_past
-from xrank.refit.targets import Filling, Target
-from xrank.refit.trainer_model import read_trainer_model
-from xrank.refit.transfer import Transfer, make_transfer
+from xrank.refit.directory import Address, Card, find_trainer_ranks, number_of, read_trainer_model
+from xrank.refit.peers import Pause, PeerRank, Phase, Status, check_phase, is_past
+from xrank.refit.targets import Filling, MemoryPlaces, Target, Transfer, make_transfer
 
 CARD_SECONDS = 0.25
 """Time between two looks for another trainer's card."""

@@ -1,12 +1,12 @@
-"""Array functions that work alike on numpy arrays and torch tensors; the only module that knows the differences."""
+"""Array functions that work alike on numpy arrays and torch tensors; the only module that knows the differences.
+
+A result has the kind of its input. Torch is imported only after the caller has created a tensor.
+"""
 
 from __future__ import annotations
 
-import io
-import pickle
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,29 +15,11 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.errors import UsageError
+from xrank.virtual.array_spec import ArraySpec
 from xrank.workspace.plain_memory import has_memory, kind_without_elements, row_major_bytes
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """A shape and an element type.
-
-    Args:
-        shape: the length of each dim.
-        dtype: an element type's name as in a safetensors header: ``"BF16"``.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = "F32"
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the elements."""
-        return prod(self.shape) * dtypes.dtype(self.dtype).nbytes
-
 
 Array: TypeAlias = Any
 """A numpy array or a torch tensor in main memory."""
@@ -259,40 +241,3 @@ def _numpy_fold(left: Array, right: Array, reduction: str) -> Array:
 @cache
 def _numpy_names() -> dict[Any, str]:
     return {dtypes.numpy_dtype(name): name for name in dtypes.DTYPES}
-
-
-def pack_object(value: Any) -> list[memoryview]:
-    """Return an object as parts: its pickle, then the elements of the arrays in it.
-
-    Tensors without a gradient of their own travel as their elements, each for itself, even where two share memory.
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    _Pickler(stream, buffers).dump(value)
-    return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
-
-
-def unpack_object(parts: Sequence[memoryview]) -> Any:
-    """Return the object of `pack_object`; its arrays lie where the parts lie."""
-    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - from our own processes
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=buffers.append)
-
-    def reducer_override(self, value: Any) -> Any:
-        """Give a plain tensor as its elements; torch itself would write a file of its own into the pickle."""
-        torch = sys.modules.get("torch")
-        if torch is None or type(value) is not torch.Tensor or value.requires_grad:
-            return NotImplemented
-        try:
-            kind_of(value)
-            spec = spec_of(value)
-        except UsageError:
-            return NotImplemented
-        return _tensor, (spec.dtype, spec.shape, pickle.PickleBuffer(bytes_of(value).data))
-
-
-def _tensor(dtype: str, shape: tuple[int, ...], content: Any) -> Array:
-    return from_bytes(np.frombuffer(content, np.uint8), ArraySpec(shape, dtype), "torch")

@@ -1,0 +1,559 @@
+"""Ranks of both jobs as others see them: statuses and outcomes in their memory, and whether they live."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from struct import Struct
+from time import monotonic, sleep, thread_time
+from typing import Any
+from zlib import crc32
+
+from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, XrankError
+from xrank.lending.memory_offer import PeerOffer
+from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError, address_of, memory_at
+from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
+
+OUTCOME_HEAD = Struct("<II")
+"""Before an outcome in memory: checksum and length of its text."""
+_NBYTES = 4 << 20
+"""Most bytes of an outcome: 4,000 engine ranks that all failed take 2.5 MB."""
+_KINDS = {kind.__name__: kind for kind in (RankFailedError, RankTimeoutError, ContradictionError)}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a step, the same on all ranks of the trainer."""
+
+    step: int
+    takers: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Engine ranks that failed, and why."""
+    error: XrankError | None = None
+    """Raised by all ranks."""
+    is_over: bool = False
+    """Whether a trainer rank has failed, so that no engine may take the step."""
+
+    def to_json(self) -> bytes:
+        """Return the outcome as text for other ranks."""
+        error = None if self.error is None else describe_error(self.error)
+        return json.dumps([self.step, self.takers, dict(self.failed), error, self.is_over]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Outcome:
+        """Return the outcome of such a text."""
+        step, takers, failed, error, is_over = json.loads(text)
+        return cls(step, tuple(takers), failed, None if error is None else make_described_error(error), is_over)
+
+
+class OutcomeBlock:
+    """This rank's last outcome in memory, lent as any other bytes."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, _NBYTES))  # no page until used
+        self.nbytes = _NBYTES
+        self.address: int | None = address_of(self._memory)
+
+    def write(self, outcome: Outcome) -> None:
+        """Replace the outcome; the status then shows its step."""
+        text = outcome.to_json()
+        end = OUTCOME_HEAD.size + len(text)
+        self._memory[:end] = OUTCOME_HEAD.pack(crc32(text), len(text)) + text
+
+    def find_row(self, start: int, nbytes: int) -> memoryview | None:
+        """Return the bytes from `start` on in place."""
+        return self._memory[start : start + nbytes]
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+        into[:] = self._memory[start : start + len(into)]
+
+
+def describe_error(error: XrankError) -> dict[str, Any]:
+    """Return an error of another rank as JSON."""
+    kind = type(error).__name__
+    parts: dict[str, Any] = {name: getattr(error, name) for name in ("rank", "host", "got", "want", "next_step")}
+    if isinstance(error, RankFailedError):
+        parts |= {"pid": error.pid, "cause": error.cause}
+        parts["failures"] = [describe_error(one) for one in error.failures if one is not error]
+    elif isinstance(error, RankTimeoutError):
+        parts["waiting_for"] = error.waiting_for
+    return {"kind": kind, "message": error.message, **parts}
+
+
+def make_described_error(described: Mapping[str, Any]) -> XrankError:
+    """Return the error of a description."""
+    parts = dict(described)
+    kind, message = _KINDS[parts.pop("kind")], parts.pop("message")
+    if kind is RankTimeoutError:
+        return RankTimeoutError(message, **{**parts, "waiting_for": tuple(parts["waiting_for"])})
+    failures = tuple(make_described_error(one) for one in parts.pop("failures", ()))
+    error = kind(message, **parts)
+    if isinstance(error, RankFailedError) and failures:
+        error.failures = (error, *failures)
+    return error
+
+
+_FIELDS = Struct("<qqqqqqqH")
+STATUS_NBYTES = 512
+"""Bytes of a status: a checksum, the fields, and the cause as text."""
+_TEXT_NBYTES = STATUS_NBYTES - 4 - _FIELDS.size
+
+
+class Phase(IntEnum):
+    """The state of a rank."""
+
+    CLOSED = 0
+    """Trainer: the weights may change. Engine: the rank is outside `update`."""
+    WAITING = 8
+    """Engine: the rank waits for a step."""
+    OPEN = 1
+    """Trainer: the weights are those of the step, and the rank counts its checks of them."""
+    STEADY = 2
+    """Trainer: a snapshot has the weights of the step; it needs no checks."""
+    READING = 3
+    """Engine: the rank writes to its tensors."""
+    COPIED = 10
+    """Engine: the rank has copied all bytes of a step, and waits until each trainer rank confirms them."""
+    DONE = 4
+    """Engine: the rank has all weights of the step."""
+    LATE = 5
+    """Engine: no new step came in time, and the rank raised. The trainer waits for its next call."""
+    MEASURED = 9
+    """Trainer: the other ranks may read the values of the step that this rank has measured, to prepare their own."""
+    FAILED = 6
+    """The rank raised; the cause is known."""
+    ENDED = 7
+    """The rank has closed its offer or its weights."""
+
+
+_PHASES = frozenset(Phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a rank at one moment."""
+
+    phase: Phase = Phase.CLOSED
+    step: int = -1
+    """Trainer: the step that is open, or was last. Engine: the last step that the rank has taken."""
+    generation: int = 0
+    """Trainer: the number of changes of the phase. Engine: the number of times that the rank began to write to its
+    tensors. Weights read between two equal ones are of one step."""
+    checks: int = 0
+    """Trainer: the number of checks, since the step is open, that no tensor changed."""
+    round: int = 0
+    """Engine: the number of the call of `update` that the rank is in or has left; ranks in one call have the same."""
+    offer: int = 0
+    """Engine: the number of the offer that `step` belongs to."""
+    committed: int = 0
+    """Trainer: the last step whose outcome this rank knows. Engine: the last round in which this rank saw all ranks
+    with one step."""
+    cause: str = ""
+    """The reason of a failure."""
+
+    def to_bytes(self) -> bytes:
+        """Return the status as `STATUS_NBYTES` bytes."""
+        text = self.cause.encode()[:_TEXT_NBYTES]
+        numbers = (self.phase, self.step, self.generation, self.checks, self.round, self.offer, self.committed)
+        body = _FIELDS.pack(*numbers, len(text)) + text
+        return crc32(body).to_bytes(4, "little") + body.ljust(STATUS_NBYTES - 4, b"\0")
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Status | None:
+        """Return the status; None if the bytes are none, as while their owner writes them."""
+        body = content[4:]
+        *fields, length = _FIELDS.unpack_from(body)
+        end = _FIELDS.size + length
+        if end > len(body) or crc32(body[:end]) != int.from_bytes(content[:4], "little") or fields[0] not in _PHASES:
+            return None
+        phase, step, generation, checks, round_, offer, committed = fields
+        text = body[_FIELDS.size : end].decode(errors="replace")
+        return cls(Phase(phase), step, generation, checks, round_, offer, committed, text)
+
+
+class StatusBlock:
+    """This rank's status in memory, lent as any other bytes; one thread writes it.
+
+    Args:
+        status: the first one.
+    """
+
+    def __init__(self, status: Status = Status()) -> None:  # it is immutable
+        self.nbytes = STATUS_NBYTES
+        self._memory = (ctypes.c_ubyte * STATUS_NBYTES)()
+        self.address: int | None = ctypes.addressof(self._memory)
+        self.value = status
+        self.write(status)
+
+    def write(self, status: Status) -> None:
+        """Replace the status. A reader that sees a part of it reads again."""
+        self.value = status
+        ctypes.memmove(self._memory, status.to_bytes(), STATUS_NBYTES)
+
+    def find_row(self, start: int, nbytes: int) -> memoryview | None:
+        """Return the bytes from `start` on in place."""
+        return memory_at(ctypes.addressof(self._memory) + start, nbytes)
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+        into[:] = memory_at(ctypes.addressof(self._memory) + start, len(into))
+
+
+def is_past(status: Status, step: int) -> bool:
+    """Return whether a trainer rank will not show a step any more."""
+    return status.step > step or (status.step == step and status.phase is Phase.CLOSED)
+
+
+_SHORTEST_SECONDS = 0.0005
+_LONGEST_SECONDS = 0.04
+_REST_SHARE = 50.0
+"""Seconds of a pause for each second of processor time that a look has taken: waiting takes 2 % of a core."""
+_ANSWER_SHARE = 4.0
+"""Seconds of a pause for each second that a look has taken: other ranks that answer slowly have much to answer."""
+_WAITED_SHARE = 0.1
+"""Longest pause as a share of the time waited so far, so that short waits end soon."""
+
+
+class Pause:
+    """Sleeps between two looks of a thread, which wait for the same event.
+
+    The ranks that are waited for may need the cores: on a host with as many ranks as cores, trainer ranks that looked
+    each half millisecond took 40 % of the time of the engine's copies.
+
+    Example:
+        >>> pause, looks = Pause(), iter([False, False, True])
+        >>> while not next(looks):
+        ...     pause()
+    """
+
+    def __init__(self) -> None:
+        self._began = self._looked = monotonic()
+        self._resumed = thread_time()
+
+    def __call__(self) -> None:
+        """Sleep for a time that suits the cost of the last look."""
+        now = monotonic()
+        longest = min(_LONGEST_SECONDS, _WAITED_SHARE * (now - self._began))
+        seconds = max(_REST_SHARE * (thread_time() - self._resumed), _ANSWER_SHARE * (now - self._looked))
+        sleep(max(_SHORTEST_SECONDS, min(longest, seconds)))
+        self._looked, self._resumed = monotonic(), thread_time()
+
+
+_SILENT_SECONDS = 1.5
+"""Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
+_LOOK_SECONDS = 0.25
+"""Time between two looks at the state of a process of this host."""
+_STOPPED = ("T", "t")
+"""proc(5), /proc/pid/stat: stopped by a signal, or by a tracer."""
+_PAUSE_SECONDS = 0.0005
+_MAX_WAIT_SECONDS = 2.0
+_DAMAGED_SECONDS = 1.5
+"""Longest time in which an owner may write its status: on a busy machine the kernel may pause it meanwhile."""
+
+
+class PeerRank:
+    """Reads the status of a rank: by the kernel on this host, else over a socket.
+
+    Args:
+        role: the rank in words, such as ``"trainer rank 3"``.
+        rank: its number.
+        description: of its `MemoryOffer`, whose last view is its status.
+
+    Raises:
+        CorruptError: the description is invalid.
+        RankFailedError: its process has ended.
+    """
+
+    def __init__(self, role: str, rank: int, description: Mapping[str, Any]) -> None:
+        self.role, self.rank = role, rank
+        self._offer = PeerOffer.from_description(rank, description)
+        if self._offer.nbytes[-1:].tolist() != [STATUS_NBYTES]:
+            raise CorruptError(
+                f"{role} does not describe its status",
+                rank=rank,
+                got=f"views of {self._offer.nbytes[-3:].tolist()} bytes",
+                want=f"a last one of {STATUS_NBYTES} bytes",
+                next_step="use the same version of xrank in both jobs",
+            )
+        self._offer.watch(direct=True)
+        self._view = len(self._offer.nbytes) - 1
+        self._connection: PeerConnection | None = None
+        self._looked_at = -_LOOK_SECONDS
+        self._stopped_since: float | None = None
+        self._content = bytearray(STATUS_NBYTES)
+        self._last: tuple[bytes, Status] | None = None
+        self._lock = threading.Lock()
+        self.may_return = False
+        """Whether the last error was that the rank is stopped or silent, and not that it ended."""
+        self.has_answered = False
+        """Whether its status could be read the last time."""
+
+    @property
+    def place(self) -> str:
+        """The host and the process, for errors."""
+        return f"host {self._offer.host}, pid {self._offer.pid}"
+
+    def read(self) -> Status:
+        """Return its status.
+
+        Raises:
+            RankFailedError: its process ended, no longer lends its memory, or is stopped.
+            RankTimeoutError: it does not answer over the network.
+        """
+        with self._lock:
+            self.may_return = self.has_answered = False
+            if self._offer.has_ended:
+                raise self.make_error("its process ended")
+            end = monotonic() + _DAMAGED_SECONDS
+            while True:
+                self._bring(self._view, memoryview(self._content))
+                status = self._decode()
+                self._look()
+                if status is not None:
+                    self.has_answered = True
+                    return status
+                if monotonic() > end:
+                    break
+                if self._offer.has_ended:
+                    raise self.make_error("its process ended")
+                sleep(_PAUSE_SECONDS)
+        raise self.make_error("its status is damaged")
+
+    @property
+    def last(self) -> Status | None:
+        """The status that was read last, also of a rank that is stopped since; None if it was damaged."""
+        return None if self._last is None else self._last[1]
+
+    def read_outcome(self) -> bytes:
+        """Return the text of the outcome that a trainer rank keeps beside its status; errors as `read`."""
+        head = bytearray(OUTCOME_HEAD.size)
+        with self._lock:
+            end = monotonic() + _DAMAGED_SECONDS
+            while monotonic() < end:
+                self._bring(self._view - 1, memoryview(head))
+                checksum, length = OUTCOME_HEAD.unpack(head)
+                text = bytearray(len(head) + min(length, int(self._offer.nbytes[self._view - 1]) - len(head)))
+                self._bring(self._view - 1, memoryview(text))
+                if text.startswith(head) and crc32(text[len(head) :]) == checksum:
+                    return bytes(text[len(head) :])
+                sleep(_PAUSE_SECONDS)
+        raise self.make_error("its outcome is damaged")
+
+    def _decode(self) -> Status | None:
+        """Return the status that was read; most looks find the bytes of the last one."""
+        if self._last is not None and self._last[0] == self._content:
+            return self._last[1]
+        content = bytes(self._content)
+        status = Status.from_bytes(content)
+        self._last = None if status is None else (content, status)
+        return status
+
+    def make_error(self, cause: str) -> RankFailedError:
+        """Return the error that names this rank."""
+        return make_failure(self.role, self.rank, cause, self._offer.host, self._offer.pid)
+
+    def close(self) -> None:
+        """Close the connection, and stop watching the process."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._offer.close()
+
+    def _bring(self, view: int, into: memoryview) -> None:
+        memory, address = self._offer.memory, int(self._offer.addresses[view])
+        if memory is not None:
+            try:
+                memory.read_into(address, into)
+            except LendingEndedError:
+                raise self.make_error("its process ended, or no longer lends its memory") from None
+            except UnreadableMemoryError:
+                self._offer.memory = None
+            else:
+                return
+        while True:
+            is_fresh = self._connection is None
+            try:
+                if self._connection is None:
+                    offer = self._offer
+                    self._connection = connect(offer.socket, offer.port, offer.hosts, offer.token, self._tick)
+                self._connection.read_into(view, 0, into, self._tick)
+            except BaseException as error:
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+                # A service with too many connections closes idle ones, and still serves new ones.
+                if isinstance(error, PeerGoneError) and error.is_early and not is_fresh:
+                    continue
+                if isinstance(error, PeerGoneError | PeerRefusalError):
+                    raise self.make_error(str(error)) from None
+                raise
+            return
+
+    def _tick(self, silent_seconds: float) -> None:
+        if self._offer.has_ended:
+            raise self.make_error("its process ended")
+        self._look()
+        if silent_seconds > _SILENT_SECONDS:
+            self.may_return = True
+            raise RankTimeoutError(
+                f"{self.role} has not answered for {silent_seconds:.1f} s",
+                rank=self.rank,
+                host=self._offer.host,
+                waiting_for=(self.rank,),
+                got=f"no answer from {self.place}",
+                next_step=f"check whether {self.role} is stopped, or its host cut off; then repeat the call",
+            )
+
+    def _look(self) -> None:
+        """Raise if its process has been stopped for two looks.
+
+        Raises:
+            RankFailedError: it is stopped.
+        """
+        now = monotonic()
+        if self._offer.life is None:
+            return
+        if now >= self._looked_at + _LOOK_SECONDS:
+            self._looked_at = now
+            if not _is_stopped(self._offer.pid):
+                self._stopped_since = None
+            elif self._stopped_since is None:
+                self._stopped_since = now
+        if self._stopped_since is not None and self._looked_at >= self._stopped_since + _LOOK_SECONDS:
+            self.may_return = True
+            raise self.make_error("its process is stopped (SIGSTOP)")
+
+
+def make_failure(role: str, rank: int, cause: str, host: str | None = None, pid: int | None = None) -> RankFailedError:
+    """Return the error that names a rank, and its process if that is known."""
+    return RankFailedError(
+        f"{role} failed: {cause}",
+        rank=rank,
+        host=host,
+        pid=pid,
+        cause=cause,
+        got=cause if host is None else f"{cause}; host {host}, pid {pid}",
+        next_step=f"look at {role}'s own error first, start it again if it ended, then repeat the call",
+    )
+
+
+def check_phase(peer: PeerRank, status: Status) -> None:
+    """Raise if a rank reports that it has failed or ended.
+
+    Raises:
+        RankFailedError: it names the rank and its cause.
+    """
+    if status.phase in (Phase.FAILED, Phase.LATE):
+        raise peer.make_error(status.cause)
+    if status.phase is Phase.ENDED:
+        raise peer.make_error(f"it has closed its side{f' after {status.cause}' if status.cause else ''}")
+
+
+def wait_until_done(peers: Sequence[PeerRank], needs: Callable[[Status], bool]) -> None:
+    """Wait, for a moment at most, until no rank needs this one any more: it is about to close.
+
+    Args:
+        peers: the other ranks of this side.
+        needs: whether a rank of that status still looks for this one. Ranks that have failed need nothing.
+    """
+    end, waiting = monotonic() + _MAX_WAIT_SECONDS, list(peers)
+    while waiting and monotonic() < end:
+        for peer in list(waiting):
+            try:
+                if needs(peer.read()):
+                    continue
+            except (RankFailedError, RankTimeoutError):
+                pass
+            waiting.remove(peer)
+        if waiting:
+            sleep(_PAUSE_SECONDS)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name of the program, in parentheses, may contain anything (proc(5)).
+            return file.read().rpartition(")")[2].split()[0] in _STOPPED
+    except (OSError, IndexError):
+        return False
+
+
+class EngineRanks:
+    """The other ranks of this engine, by their statuses.
+
+    Args:
+        block: this rank's status.
+        peers: the other ranks.
+    """
+
+    def __init__(self, block: StatusBlock, peers: Sequence[PeerRank]) -> None:
+        self._block, self._peers = block, peers
+
+    def find_round(self) -> int:
+        """Return the number of this rank's next call.
+
+        Ranks that have failed may have repeated their calls before this rank made its own: it joins them. They cannot
+        have committed a step without this rank. `check` finds ranks that cannot be read.
+        """
+        rounds = [self._block.value.round + 1]
+        for peer in self._peers:
+            with suppress(RankFailedError, RankTimeoutError):
+                rounds.append(peer.read().round)
+        return max(rounds)
+
+    def check(self) -> None:
+        """Raise if another rank has failed in this call of `update`, has ended, or is stopped.
+
+        Raises:
+            RankFailedError, RankTimeoutError: it names the rank.
+        """
+        own = self._block.value.round
+        for peer in self._peers:
+            status = peer.read()
+            if status.phase is Phase.ENDED or status.round == own:
+                check_phase(peer, status)
+            elif status.round > own > status.committed:
+                raise peer.make_error("it has failed in this call, and has repeated it meanwhile")
+
+    def wait_for_all(self, own: Status, check: Callable[[], object]) -> bool:
+        """Wait until all ranks hold this rank's step; return False if one holds a newer step, or another trainer's.
+
+        A rank that holds a step leaves it only for a newer one of another rank. So if each rank was seen with the same
+        step, even one after the other, all of them keep it.
+
+        Args:
+            own: this rank's status, with the step that it holds.
+            check: raises if a rank has failed or the time is over.
+        """
+        waiting = list(self._peers)
+        while waiting:
+            for peer in list(waiting):
+                status = peer.read()
+                if status.committed >= own.round:  # it saw all ranks with one step
+                    waiting.remove(peer)
+                elif status.round == own.round and status.phase in (Phase.DONE, Phase.CLOSED):
+                    if status.offer != own.offer or status.step > own.step:
+                        return False
+                    if status.step == own.step:
+                        waiting.remove(peer)
+            if waiting:
+                check()
+                sleep(_PAUSE_SECONDS)
+        return True
+
+    def wait_until_seen(self) -> None:
+        """Wait until no rank still looks for this rank's last step, for a moment at most: it is about to close."""
+        own = self._block.value.round
+        wait_until_done(self._peers, lambda status: status.phase is Phase.DONE and status.round == own)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for peer in self._peers:
+            peer.close()

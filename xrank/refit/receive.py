@@ -1,0 +1,570 @@
+"""Receive: an engine's ranks take the weights of a trainer of another job, step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic, sleep
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from xrank.decisions.given_layouts import live_layouts
+from xrank.decisions.live_arguments import check_meeting, check_types
+from xrank.decisions.options import default_workers, parse_size
+from xrank.errors import (
+    ContradictionError,
+    IncompleteError,
+    RankFailedError,
+    RankTimeoutError,
+    UsageError,
+    XrankError,
+    names_own_arguments,
+    option,
+    require_torch,
+)
+from xrank.lending.memory_offer import MemoryOffer, add_token
+from xrank.lending.mooncake_memory import is_mooncake
+from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
+from xrank.plan.executor import Budget
+from xrank.ranks.deadline import Deadline
+from xrank.readers.live.module_tensors import FilledModule
+from xrank.refit.directory import Address, Card, number_of
+from xrank.refit.peers import EngineRanks, PeerRank, Phase, Status, StatusBlock
+from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngines
+from xrank.refit.targets import Filling, Loader, LoaderTarget, ModuleTarget, Target
+from xrank.refit.trainer_link import CARD_SECONDS, TrainerLink, connect_trainer
+from xrank.system import require_linux
+from xrank.teams.agreement import check_alike, nbytes_text
+from xrank.teams.launches import find_group_team, find_world
+from xrank.teams.team import Team
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from xrank.layout import LayoutMap
+    from xrank.refit.targets import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """The result of `WeightsOffer.publish`; all but `seconds` is the same on all ranks of the trainer."""
+
+    step: int
+    takers: tuple[str, ...]
+    """Engine ranks that have taken the step."""
+    failed: Mapping[str, str]
+    """Engine ranks that have failed and therefore not taken the step, and why: those that ended or were stopped since
+    the last report, and those whose last `update` raised."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The result of `TakenWeights.update` on one engine rank."""
+
+    step: int
+    nbytes: int
+    """Bytes that this rank holds and has filled."""
+    moved_nbytes: int
+    """Bytes that were read from trainer ranks for them."""
+    direct_nbytes: int
+    """Bytes of `moved_nbytes` that the kernel copied straight to their places."""
+    seconds: float
+    """Duration of the copies and their confirmation, without the wait for the step."""
+    copy_seconds: float
+    """Duration of the copies alone."""
+    plan_seconds: float
+    """Duration of the planning; 0 if an earlier update has planned."""
+    whole: Mapping[str, int]
+    """Tensors that the engine's loader took whole because their way could not be recorded, and their bytes."""
+    unused: tuple[str, ...]
+    """Tensors of the trainer of which this rank holds no part."""
+
+
+def make_update_report(
+    step: int,
+    filling: Filling,
+    transfer: Transfer,
+    moved: int,
+    seconds: float,
+    copy_seconds: float,
+    plan_seconds: float,
+) -> UpdateReport:
+    """Return the report of an update in which `moved` bytes were read."""
+    return UpdateReport(
+        step=step,
+        nbytes=transfer.nbytes,
+        moved_nbytes=moved,
+        direct_nbytes=transfer.direct_nbytes if moved else 0,
+        seconds=seconds,
+        copy_seconds=copy_seconds,
+        plan_seconds=plan_seconds,
+        whole={name: tensor.nbytes for name, tensor in filling.whole.items()},
+        unused=filling.unused,
+    )
+
+
+class TakenWeights:
+    """An engine rank's weights, made by `xrank.take_weights`. One thread may use it; it is a context manager, too."""
+
+    def __init__(
+        self,
+        place: Address,
+        target: Target,
+        block: StatusBlock,
+        offer: MemoryOffer,
+        siblings: EngineRanks,
+        loan: ExitStack,
+        max_memory_nbytes: int,
+        number: int,
+        engine: str,
+        relay: Relay | None,
+        *,
+        by_mooncake: bool,
+    ) -> None:
+        self._place, self._target, self._block, self._offer = place, target, block, offer
+        self._siblings, self._loan, self._max_memory_nbytes = siblings, loan, max_memory_nbytes
+        self._number, self._engine, self._relay, self._by_mooncake = number, engine, relay, by_mooncake
+        self._link: TrainerLink | None = None
+        self._is_closed = False
+        self._is_writing = False
+        self._planned = False
+        self._is_late = False
+        """Whether the present call has waited in vain for a new step."""
+        self._trainer: Card | None = None
+        """The card of the last trainer that was there."""
+        self._held_offer = 0
+        """Number of the trainer's offer that `step` is of."""
+        self.step: int | None = None
+        """The step whose weights all tensors hold; None before the first update, and after one that failed while it
+        wrote: the values are then undefined, and the engine must not serve until the next update."""
+
+    @names_own_arguments
+    def update(self, step: int | None = None, *, timeout_seconds: float = 600.0) -> UpdateReport:
+        """Take the weights of a step; every rank of the engine makes this call.
+
+        It waits for a step that this engine does not hold yet, and returns when all ranks of the engine hold it and
+        each trainer rank has confirmed that its weights did not change meanwhile. The tensors are written in place: no
+        request may use them during the call.
+
+        Args:
+            step: the step to take; None: the next one that is visible, or the newest.
+            timeout_seconds: how long the trainer and the other ranks may take.
+
+        Raises:
+            UsageError: the step is past, or the engine's tensors do not fit the trainer's.
+            IncompleteError: no trainer came to the address in time.
+            RankFailedError: a rank of the trainer or of this engine has failed, ended or was stopped. `step` is None
+                if the tensors are undefined; the next call takes a whole step again.
+            RankTimeoutError: no new step became visible in time, or a rank does not answer.
+            ContradictionError: the trainer has changed its weights while they were visible.
+            XrankError: as `xrank.load_model`, before a tensor changes.
+        """
+        return self._call(lambda deadline: self._update(step, deadline), timeout_seconds)
+
+    @names_own_arguments
+    def copy_from_engines(self, *, timeout_seconds: float = 600.0) -> UpdateReport:
+        """Take the newest step of another engine at the address; every rank of the engine makes this call.
+
+        It is for an engine that starts while the trainer is busy or gone. The other engine must have been made with
+        ``take_weights(..., relay=True)``; it goes on serving. All bytes are compared with the digests that its ranks
+        computed when they took the step. `update` then takes later steps of the trainer.
+
+        Args:
+            timeout_seconds: how long an engine may be in an update of its own, and the other ranks may take.
+
+        Raises:
+            IncompleteError: no other engine lends a step that this one does not hold.
+            RankFailedError: the only engine that does has failed, or a rank of this engine; `step` as for `update`.
+            ContradictionError: the other engine's tensors are not those of its step any more.
+            UsageError: the engines' tensors do not fit, or the other engine has cast one to a smaller type.
+
+        Example:
+            >>> import torch, xrank
+            >>> first, second = {"weight": torch.zeros(2)}, {"weight": torch.zeros(2)}
+            >>> with xrank.take_weights(first, "refit", relay=True) as old, xrank.take_weights(second, "refit") as new:
+            ...     with xrank.offer_weights({"weight": torch.ones(2)}, "refit", snapshot=True) as offer:
+            ...         _ = offer.publish(7)
+            ...         _ = old.update()
+            ...     new.copy_from_engines().step  # the trainer is gone
+            7
+        """
+        return self._call(self._copy_from_engines, timeout_seconds)
+
+    def close(self) -> None:
+        """Stop taking weights: the trainer no longer waits for this rank. Further calls do nothing."""
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Close everything; the trainer's report names this rank if its last update has failed, or `error` ends it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._siblings.wait_until_seen()
+        status = self._block.value
+        cause = "" if status.phase is Phase.LATE else status.cause
+        if error is not None and not cause:
+            cause = f"{type(error).__name__}: {error}"
+        last = replace(status, phase=Phase.ENDED, cause=cause, step=self._find_held_step())
+        self._leave_last_words(last)
+        self._block.write(last)
+        if self._relay is not None:
+            self._relay.close()
+        self._drop_link()
+        self._siblings.close()
+        self._loan.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    def _find_held_step(self) -> int:
+        """Return the step that this rank holds of the trainer that it knows; -1 if there is none."""
+        is_known = self._trainer is not None and number_of(self._trainer) == self._held_offer
+        return self.step if is_known and self.step is not None else -1
+
+    def _leave_last_words(self, last: Status) -> None:
+        """Write down for the trainer how this rank ends: it may look when the status cannot be read any more."""
+        if self._trainer is None or not (last.cause or last.step >= 0):
+            return
+        numbers = {"trainer": number_of(self._trainer), "round": last.round, "step": last.step}
+        content = {"engine": self._engine, "rank": self._number, "cause": last.cause, **numbers}
+        left = self._place.write_left(self._engine, self._number, content)
+        card = self._place.read_trainer()
+        if card is None or card.id != self._trainer.id:  # it has closed, and looks no more
+            self._place.remove(left)
+
+    def _call(self, work: Callable[[Deadline], UpdateReport], timeout_seconds: float) -> UpdateReport:
+        deadline = Deadline(timeout_seconds)
+        if self._is_closed:
+            raise UsageError("the weights are closed", want="open weights", next_step="call take_weights again")
+        self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._siblings.find_round(), cause=""))
+        self._is_writing = self._is_late = False
+        try:
+            return work(deadline)
+        except BaseException as error:
+            phase = Phase.LATE if self._is_late and not self._is_writing else Phase.FAILED
+            failed = replace(self._block.value, phase=phase, cause=f"{type(error).__name__}: {error}")
+            if self._is_writing:
+                self.step = None
+                failed = replace(failed, step=-1)  # no other engine may copy the tensors
+            self._block.write(failed)
+            raise
+
+    def _update(self, step: int | None, deadline: Deadline) -> UpdateReport:
+        while True:
+            link = self._connect(deadline)
+            check = partial(self._check, deadline, "a new step" if step is None else f"step {step}")
+            open_statuses = link.wait_for_step(self._place, step, self.step, check)
+            if open_statuses is None:  # another trainer has come
+                continue
+            found, started = open_statuses[0].step, monotonic()
+            moved = self._copy(link, open_statuses)
+            copy_seconds = monotonic() - started
+            self._block.write(replace(self._block.value, phase=Phase.COPIED))
+            check = partial(self._check, deadline, "the trainer's confirmation")
+            if not link.wait_for_confirmation(open_statuses, check):
+                if step is not None:
+                    raise ContradictionError(
+                        f"the trainer closed step {found} before this rank had read it",
+                        want="a step that stays visible until it is read",
+                        next_step="let publish wait longer, and take the next step",
+                    )
+                continue
+            link.held_step = found
+            if self._commit(link.filling, found, link.number, deadline):
+                break
+        plan_seconds = link.plan_seconds if self._planned else 0.0
+        self._planned = False
+        seconds = monotonic() - started
+        return make_update_report(found, link.filling, link.transfer, moved, seconds, copy_seconds, plan_seconds)
+
+    def _commit(self, filling: Filling, step: int, offer: int, deadline: Deadline) -> bool:
+        """Complete a step on all ranks of this engine; return False if another rank holds a newer one."""
+        self._target.finish(filling)
+        if self._relay is not None:
+            self._relay.record(filling)
+        self._block.write(replace(self._block.value, phase=Phase.DONE, step=step, offer=offer))
+        if not self._siblings.wait_for_all(self._block.value, lambda: self._check(deadline, "the other ranks")):
+            return False
+        self.step, self._held_offer, self._is_writing = step, offer, False
+        self._block.write(replace(self._block.value, phase=Phase.CLOSED, committed=self._block.value.round))
+        return True
+
+    def _begin_writing(self, filling: Filling, step: int, offer: int) -> None:
+        self._is_writing = True
+        old = self._block.value
+        self._block.write(replace(old, phase=Phase.READING, step=step, offer=offer, generation=old.generation + 1))
+        self._target.begin(filling)
+
+    def _copy_from_engines(self, deadline: Deadline) -> UpdateReport:
+        with ExitStack() as loan:
+            engines = RelayedEngines(self._place, loan, self._engine)
+            while True:
+                found, failure = engines.find()
+                for engine in found:
+                    try:
+                        report = self._copy_from(engine, deadline)
+                    except EngineGoneError as error:
+                        failure = error.failure
+                        continue
+                    if report is not None:
+                        return report
+                if not found:
+                    raise failure or IncompleteError(
+                        f"no other engine lends a step at {self._place.path}",
+                        file=self._place.path,
+                        got=f"step {'none' if self.step is None else self.step} is held",
+                        want="an engine of take_weights(..., relay=True) that has taken a newer step",
+                        next_step="wait for the trainer by update",
+                    )
+                self._check(deadline, "a newer step of another engine")
+                sleep(CARD_SECONDS / 10)
+        raise AssertionError
+
+    def _copy_from(self, engine: RelayedEngine, deadline: Deadline) -> UpdateReport | None:
+        """Return the report of a copy; None if the engine holds no newer step, or begins an update meanwhile."""
+        started = monotonic()
+        copy = engine.copy_into(
+            self._target,
+            self._offer,
+            lambda filling, number: self._begin_writing(filling, -1, number),
+            self._siblings.check,
+            max_memory_nbytes=self._max_memory_nbytes,
+            number=self._number,
+            held_step=self.step,
+        )
+        if copy is None or not self._commit(copy.filling, copy.step, copy.number, deadline):
+            return None
+        if self._link is not None and self._link.number == copy.number:
+            self._link.held_step = copy.step
+        seconds = monotonic() - started - copy.plan_seconds
+        return make_update_report(
+            copy.step, copy.filling, copy.transfer, copy.moved_nbytes, seconds, copy.copy_seconds, copy.plan_seconds
+        )
+
+    def _connect(self, deadline: Deadline) -> TrainerLink:
+        """Return the link to the trainer of the present card, and plan if there is none yet."""
+        if self._link is not None and (self._link.is_over or self._link.places != self._target.list_places()):
+            self._drop_link()  # the trainer has ended, or the engine has new tensors
+        failure: XrankError | None = None
+        while True:
+            card = self._place.read_trainer()
+            self._trainer = card or self._trainer
+            if card is not None and self._link is not None and self._link.card.id == card.id:
+                return self._link
+            self._drop_link()
+            if card is not None:
+                try:
+                    self._link = connect_trainer(
+                        card,
+                        self._target,
+                        self._offer,
+                        self._max_memory_nbytes,
+                        self._siblings.check,
+                        self._number,
+                        by_mooncake=self._by_mooncake,
+                    )
+                except (RankFailedError, RankTimeoutError) as error:
+                    failure = error  # an earlier trainer's card: another one may come
+                else:
+                    self._planned = True
+                    if self._link.number == self._held_offer and self.step is not None:
+                        self._link.held_step = self.step  # taken from another engine
+                    return self._link
+            if deadline.has_passed:
+                self._is_late = True
+                raise IncompleteError(
+                    f"no trainer offers its weights at {self._place.path}",
+                    file=self._place.trainer_path,
+                    got="no card" if failure is None else str(failure),
+                    want="a live trainer that has called offer_weights with this directory",
+                    next_step="start the trainer, then repeat the call",
+                )
+            self._siblings.check()
+            sleep(CARD_SECONDS / 10)
+
+    def _copy(self, link: TrainerLink, statuses: Sequence[Status]) -> int:
+        """Fill all tensors, and return the number of bytes read."""
+        self._begin_writing(link.filling, link.held_step, link.number)
+        try:
+            return link.transfer.run(self._siblings.check)
+        except (LendingEndedError, UnreadableMemoryError):
+            self._explain_end(link)
+        except (RankFailedError, RankTimeoutError):
+            link.read()  # it names the rank with its side
+            raise
+
+    def _explain_end(self, link: TrainerLink) -> NoReturn:
+        link.watch()  # it names the rank that has ended or is stopped
+        self._drop_link()
+        if self._by_mooncake:
+            raise RankTimeoutError(
+                "Mooncake could not read the trainer's tensors, although all of its ranks answer",
+                want="a network on which Mooncake reaches the trainer's hosts",
+                next_step="look at what Mooncake has logged, and check its variables (MOONCAKE_PROTOCOL, "
+                f"MOONCAKE_DEVICE, MOONCAKE_LOCAL_HOSTNAME) on both sides; or leave {option('wire')} out on both",
+            )
+        raise ContradictionError(
+            "memory of a trainer's tensor cannot be read any more",
+            want="the memory that the offer describes",
+            next_step="keep the offered tensors alive; then let the trainer offer its weights again",
+        )
+
+    def _check(self, deadline: Deadline, what: str) -> None:
+        """Raise if another rank of this engine has failed, or the time is over."""
+        self._siblings.check()
+        if deadline.has_passed:
+            self._is_late = True
+            raise RankTimeoutError(
+                f"{what} did not come in {deadline.timeout_seconds:g} s",
+                got=f"step {'none' if self.step is None else self.step} is held",
+                want=what,
+                next_step="check that the trainer publishes, and all ranks of the engine call update; then repeat it",
+            )
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+@names_own_arguments
+def take_weights(
+    target: FilledModule,
+    address: str | os.PathLike[str],
+    *,
+    layouts: LayoutMap | None = None,
+    mesh: Any = None,
+    loader: Loader | None = None,
+    relay: bool = False,
+    max_memory: str | int = "64MB",
+    wire: str | None = None,
+    group: ProcessGroup | None = None,
+    timeout_seconds: float = 1800.0,
+) -> TakenWeights:
+    """Prepare to take a trainer's weights; every rank of the engine makes this call, in any order with the trainer.
+
+    The engine is a job of its own, with a world of its own or none. `TakenWeights.update` then takes step after step.
+    The first one plans: it composes the trainer's layouts with those of the target, and proves that each element of
+    each tensor is written once.
+
+    Args:
+        target: the rank's module or state dict, as for `xrank.load_model`, under Hugging Face's names; or, with
+            `loader`, the engine's module in its own form.
+        address: the directory of the trainer's `xrank.offer_weights`.
+        layouts: the layouts of plain tensors that are cut; other plain tensors are whole.
+        mesh: the mesh of `layouts`, if they have none, or of a Megatron module.
+        loader: the engine's own function that takes (Hugging Face name, tensor) pairs and fills `target`, such as
+            vLLM's ``model.load_weights``. It runs once on tensors without memory, which shows its copies; tensors that
+            it changes on the way are given to it whole at each update (`UpdateReport.whole`). No layouts are needed.
+        relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
+            Each update then computes digests of the rank's bytes.
+        max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
+        wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
+            None: the kernel copies on one host, sockets between hosts.
+        group: the ranks of the engine, which take each step all together; None: all of the world.
+        timeout_seconds: how long the engine's ranks may take to arrive.
+
+    Raises:
+        UsageError: an argument is wrong, or a tensor has no memory to fill.
+
+    Example:
+        >>> import torch, xrank
+        >>> weights = xrank.take_weights({"weight": torch.zeros(2, 2)}, "refit")
+        >>> offer = xrank.offer_weights({"weight": torch.ones(2, 2)}, "refit", snapshot=True)
+        >>> _ = offer.publish(7)
+        >>> weights.update().moved_nbytes
+        16
+        >>> weights.close(); offer.close()
+    """
+    require_torch("take_weights")
+    require_linux("take_weights")
+    check_meeting(group, timeout_seconds)
+    place = Address(address)
+    team = find_group_team(
+        group, os.path.join(place.path, "engine"), timeout_seconds=timeout_seconds, call="take_weights"
+    )
+    loan, block = ExitStack(), StatusBlock()
+
+    def read_arguments() -> tuple[Target, int]:
+        check_types(layouts, mesh)
+        nbytes = parse_size(max_memory, "max_memory")
+        Budget.from_memory(nbytes, default_workers())
+        is_mooncake(wire, "take_weights")
+        return _make_target(target, layouts, mesh, loader), nbytes
+
+    def describe(made: tuple[Target, int]) -> dict[str, str | None]:
+        return {
+            "call": "take_weights",
+            "relay": str(relay),
+            "address": place.path,
+            "max_memory": nbytes_text(made[1]),
+            "wire": wire,
+        }
+
+    try:
+        with team.together():
+            (made, nbytes), _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
+            offer = MemoryOffer([block], across_hosts=True, secret=team.secret)
+            loan.callback(offer.close)
+            own = add_token(offer.describe(), team.secret)
+            _, texts = team.agree(
+                "the engine's ranks",
+                lambda: json.dumps(offer.describe()),
+                lambda text: text,
+                lambda _, texts: list(texts),
+            )
+            engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
+            card = place.write_engine(engine, team.rank, {"engine": engine, "rank": team.rank, "offer": own})
+            loan.callback(place.remove, card)
+        lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
+        siblings = _find_siblings(texts, team)
+    except BaseException:
+        loan.close()
+        raise
+    ranks = EngineRanks(block, siblings)
+    return TakenWeights(
+        place,
+        made,
+        block,
+        offer,
+        ranks,
+        loan,
+        nbytes,
+        team.rank,
+        engine,
+        lender,
+        by_mooncake=is_mooncake(wire, "take_weights"),
+    )
+
+
+def _make_target(target: FilledModule, layouts: LayoutMap | None, mesh: Any, loader: Loader | None) -> Target:
+    if loader is None:
+        rank, world_size = find_world()
+        return ModuleTarget(target, live_layouts(layouts, mesh), mesh, rank, world_size)
+    if layouts is not None or mesh is not None:
+        raise UsageError(
+            f"{option('loader')} shows how it cuts tensors; {option('layouts')} and {option('mesh')} have no use",
+            got="a loader, and layouts or a mesh",
+            want="one of the two",
+            next_step="leave layouts and mesh out",
+        )
+    return LoaderTarget(target, loader)
+
+
+def _find_siblings(texts: Sequence[str], team: Team) -> list[PeerRank]:
+    return [
+        PeerRank(f"engine rank {rank}", rank, add_token(json.loads(text), team.secret))
+        for rank, text in zip(team.ranks, texts, strict=True)
+        if rank != team.rank
+    ]

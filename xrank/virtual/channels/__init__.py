@@ -1,0 +1,1 @@
+"""Channels: message headings, and the shared memory that carries messages and arrays between processes."""

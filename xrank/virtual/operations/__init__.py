@@ -1,0 +1,1 @@
+"""Operations over sharded tensors: products, feed-forward layers, and the choice among their shardings."""

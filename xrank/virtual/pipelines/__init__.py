@@ -1,0 +1,1 @@
+"""Pipelines: schedules, stages, and a multi-layer perceptron trained by them."""
