@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from safetensors.torch import save_file
-
 import xrank
-from tests.conversion.adapted_models import base_model, leave_adapted
+from tests.conversion.adapted_models import leave_adapted
 from tests.conversion.made_workspaces import CONFIG, LAYOUTS, MESH, cut, leave, made_model
 from tests.faults.findings import Findings
 from tests.writers.gathered import EXTRA
 from tests.writers.kill_points import in_child
 from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.recipe import draft_recipe
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.workspace.nfs import NFSWorkspace
@@ -302,26 +299,13 @@ class _SmallFile(Job):
 
 
 def _small_files(folder: Path) -> Iterator[Job]:
-    """Files that commands write beside their work: a layout file, a page, a drafted recipe."""
-    folder.mkdir()
-    base, source = base_model(), {}
-    for name, tensor in base.items():
-        source[name.replace("model.", "body_")] = tensor
-    for place, model in ((folder / "base", base), (folder / "src", source)):
-        place.mkdir()
-        save_file(model, place / "model.safetensors")
-        (place / "config.json").write_text("{}")
+    """Files that commands write beside their work: a layout file."""
     layouts = LayoutMap(MESH)
     layouts["embed.weight"] = "[v/tp, h]"
-    for name, work in (
-        ("layout file", layouts.write),
-        ("drafted recipe", lambda file: draft_recipe(folder / "src", base_model=folder / "base", out=file)),
-    ):
-        file = folder / name / "file"
-        file.parent.mkdir()
-        has_old = name == "layout file"  # a draft does not replace a file
-        job = _SmallFile(name, file.parent, file, partial(work, file), has_old=has_old)
-        yield job.learn(partial(file.write_text, "old") if has_old else None)
+    file = folder / "file"
+    folder.mkdir()
+    job = _SmallFile("layout file", folder, file, partial(layouts.write, file), has_old=True)
+    yield job.learn(partial(file.write_text, "old"))
 
 
 _MAKERS: tuple[Callable[[Path], Iterator[Job]], ...] = (_gathers, _adapters, _reshards, _exports, _states, _small_files)

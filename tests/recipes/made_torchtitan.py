@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from tests.drafting.refused import tiny_gpt_oss
 from tests.recipes.made_checkpoints import as_torchtitan, config_of, saved, tiny
 
 State = dict[str, torch.Tensor]
@@ -38,6 +37,25 @@ _NEW = {
     "moe.experts.mlp2_weight": "moe.routed_experts.inner_experts.mlp2_weight_EDF",
     "moe.experts.mlp2_bias": "moe.routed_experts.inner_experts.mlp2_bias_ED",
 }  # fmt: skip
+
+_GPT_OSS = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 37,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def tiny_gpt_oss() -> torch.nn.Module:
+    """Return a tiny GPT-OSS whose values all differ."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**_GPT_OSS))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    return model
+
 
 TORCHTITAN_RECIPES = ("qwen3", "qwen3-moe", "deepseek-v3", "gpt-oss", "llama3", "llama4", "flux")
 

@@ -1,4 +1,4 @@
-"""``xrank recipe``: lists, prints, checks and drafts recipes."""
+"""``xrank recipe``: lists, prints and checks recipes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from xrank.plan.report import Report
 
 
-@click.group(cls=CommandGroup, short_help="List, print, check and draft recipes.", examples=["recipe list"])
+@click.group(cls=CommandGroup, short_help="List, print and check recipes.", examples=["recipe list"])
 def recipe_command() -> None:
-    """List, print, check and draft recipes, which rename and split tensors for Hugging Face."""
+    """List, print and check recipes, which rename and split tensors for Hugging Face."""
 
 
 @recipe_command.command("list", short_help="List the recipes that come with xrank.", examples=["recipe list --json"])
@@ -70,40 +70,6 @@ def check(output: Output, file: str, path: str, base_model: str | None, tensors:
         output.report(report, _check_rows(report, tensors=tensors))
     if report.fault is not None:
         output.fail(report.fault, report)
-
-
-@recipe_command.command(
-    short_help="Draft a recipe from a checkpoint and a base model.",
-    examples=["recipe draft checkpoint-2000 --base-model Qwen/Qwen3-8B -o own.toml"],
-)
-@click.argument("path", metavar="SRC", type=PATH)
-@options.base_model("the wanted names.", required=True)
-@options.out("File to write; otherwise the recipe is printed.", metavar="FILE", required=False)
-@reporting
-def draft(output: Output, path: str, base_model: str, out: str | None) -> None:
-    """Draft the recipe that makes the base model's tensors of those of SRC.
-
-    Pairs tensors by names, shapes and sampled values, and finds fusions, transposes and stacks. The base model may be
-    the one that training started from. Tensors that nothing decides are named in comments at the end.
-    """
-    from xrank.conversion.recipe import draft_recipe
-
-    report = draft_recipe(path, base_model=base_model, out=out)
-    details = report.details
-    if out is None:
-        output.picture(report, details["toml"])
-        return
-    num_decided = sum(rule["tensors"] for rule in details["rules"])
-    rows = [
-        ("source", f"{report.source['path']}: {report.source['format']}"),
-        ("rules", f"{len(details['rules'])}, of {num_decided:,} of {plural(report.source['num_tensors'], 'tensor')}"),
-    ]
-    for row in details["undecided"]:
-        more = f" and {plural(len(row['names']) - 1, 'more tensor')} alike" if len(row["names"]) > 1 else ""
-        rows.append(("undecided", f"{row['names'][0]}{more}: {row['reason']}"))
-    if details["missing"]:
-        rows.append(("missing", list_text(details["missing"], 3)))
-    output.report(report, [*rows, ("wrote", f"{out}; next: xrank recipe check {out} {path} --base-model {base_model}")])
 
 
 def _check_rows(report: Report, *, tensors: bool) -> list[tuple[str, str]]:

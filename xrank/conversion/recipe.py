@@ -12,10 +12,7 @@ from xrank.decisions.base_model import open_base_model
 from xrank.decisions.found_source import read_source
 from xrank.decisions.recipe_choice import load_recipe
 from xrank.decisions.recipe_fit import RecipeFit, fit_recipe
-from xrank.drafting.draft import draft
-from xrank.drafting.recipe_text import write_recipe
-from xrank.errors import LayoutError, OutputExistsError, UsageError, XrankError, option
-from xrank.layout.layout_map import write_whole
+from xrank.errors import LayoutError, UsageError, XrankError
 from xrank.plan.report import RecipeDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import target_sides
@@ -99,82 +96,6 @@ def check_recipe(
         source=source,
         fault=fault,
         details=_details(fit, found.model),
-    )
-
-
-def draft_recipe(
-    path: str | os.PathLike[str], *, base_model: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
-) -> Report:
-    """Draft the recipe from a source's names to a base model's, from names, shapes and sampled values.
-
-    The text is in the report's ``details``, under ``toml``; undecided tensors are comments in it. The bytes that are
-    read, and the memory, do not grow with the number of layers' elements: a few lines of each tensor are sampled.
-
-    Args:
-        path: the source, under training names.
-        base_model: a model folder or cached ID, with weights, whose names and shapes the recipe shall make.
-        out: the file to write; None: none.
-
-    Raises:
-        OutputExistsError: `out` exists.
-        UsageError: the base model has no weights, or the source has its names already.
-        XrankError: the source or the base model cannot be read.
-    """
-    started = time.monotonic()
-    target = None if out is None else os.fspath(out)
-    if target is not None and os.path.lexists(target):
-        raise OutputExistsError(f"{target} exists", file=target, next_step=f"choose another file with {option('out')}")
-    base = open_base_model(base_model)
-    if not base.tensors:
-        raise UsageError(
-            f"{base.path} has no weights to compare with",
-            file=base.path,
-            got="a config.json alone",
-            want="a model folder with safetensors",
-            next_step=f"give {option('base_model')} a folder with weights",
-        )
-    found, known = read_source(places.enter(path), base=base, keeps_names=True), read_source(base.path)
-    if {shard.name for shard in found.model.shards} <= base.tensors.keys():
-        raise UsageError(
-            f"{found.model.path} has the base model's names already",
-            file=found.model.path,
-            got=f"names such as {found.model.shards[0].name}" if found.model.shards else "no tensors",
-            want="a source under other names",
-            next_step="gather it without a recipe",
-        )
-    config = base.config or {}
-    drafted = draft(found.model, known.model, config)
-    text = write_recipe(drafted, config, found.model.path, base.path)
-    if target is not None:
-        try:
-            write_whole(text.encode(), target)
-        except OSError as error:
-            raise UsageError(
-                f"the recipe {target} cannot be written: {error.strerror}",
-                file=target,
-                next_step="name a place that can be written",
-            ) from error
-    details = RecipeDetails(
-        toml=text,
-        rules=[
-            {
-                "source": rule.source,
-                "targets": dict(rule.targets),
-                "evidence": rule.evidence,
-                "tensors": len(rule.names),
-            }
-            for rule in drafted.rules
-        ],
-        undecided=[{"names": list(one.names), "reason": one.reason} for one in drafted.undecided],
-        missing=[name for one in drafted.missing for name in one.names],
-    )
-    return Report(
-        "recipe draft",
-        path=target,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
-        source=SourceFacts(path=found.model.path, format=found.model.format).extended(**model_facts(found.model)),
-        details=details,
     )
 
 

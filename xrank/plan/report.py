@@ -234,10 +234,6 @@ class RecipeDetails(Facts):
     missing: Sequence[str] = ()
     """Required targets that nothing becomes."""
     ignored: Sequence[str] = ()
-    rules: Sequence[Mapping[str, Any]] = ()
-    """Rules of a draft, each with its evidence."""
-    undecided: Sequence[Mapping[str, Any]] = ()
-    """The source's tensors that a draft has no rule for, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
