@@ -41,9 +41,9 @@ import xrank
 from benchmarks.fused_engine import FusedEngine, Sizes, whole_shapes
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.lending.local_bytes import local_bytes
-from xrank.lending.memory_offer import MemoryOffer
-from xrank.lending.peer_memory import PeerMemory
+from xrank.ranks.tensor_bytes import local_bytes
+from xrank.ranks.loans import MemoryOffer
+from xrank.ranks.peer_memory import PeerMemory
 from xrank.plan.executor import Budget
 
 TRAINERS, ENGINES = 4, 2

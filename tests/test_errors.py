@@ -82,8 +82,8 @@ def test_an_error_keeps_its_marks() -> None:
 
 
 def test_another_rank_renders_a_failure_for_its_own_face() -> None:
-    content = FailureRecord.from_error(UsageError("no", got=option("dtype", "x")), 3, "its plan").to_bytes()
-    error = FailureRecord.from_bytes(content).to_error()
+    content = FailureRecord.from_error(UsageError("no", got=option("dtype", "x")), 3, "its plan").to_text()
+    error = FailureRecord.from_text(content).to_error()
     assert isinstance(error, RankFailedError)
     assert error.cause == 'UsageError: no; got dtype="x"'
     assert COMMAND.render(error.message) == "rank 3 failed: UsageError: no; got --dtype x"

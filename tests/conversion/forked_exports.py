@@ -20,6 +20,7 @@ from tests.conversion.forker import Forker, answer_jobs, fork_answer, forker, re
 from tests.conversion.made_workspaces import MESH, cut, layout_of, wide_model
 from tests.conversion.strikes import Board, arm, digests, watch
 from tests.open_files import open_files
+from tests.other_hosts import move_to_host
 from xrank.layout import LayoutMap
 
 
@@ -100,9 +101,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
 
     import xrank
     from xrank.conversion import load
-    from xrank.lending import memory_offer
     from xrank.plan import division, executor, windows
-    from xrank.ranks import appointment, peer
 
     torch.set_num_threads(1)
     for module in (windows, executor, load):
@@ -110,8 +109,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
     assert division.windows is windows and division.windows is windows
     division.ROUND_NBYTES = job.get("round_nbytes", 20_000)
     if job.get("far"):
-        for module in (peer, appointment, memory_offer):
-            module.process_space = lambda: f"host {rank}"  # type: ignore[attr-defined]
+        move_to_host(rank)
     store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job["num_ranks"])
     dist.barrier()  # one that ends at once would break the connections that a slower one is still making

@@ -87,7 +87,7 @@ def befall(what: str, moment: int) -> None:
     if what in ("before", "after"):
         kill_at_request(what, moment)
         return
-    from xrank.gather.exchange import GatherExchange
+    from xrank.ranks.exchange import GatherExchange
 
     calls = 0
 
@@ -140,13 +140,13 @@ def kill_at_request(when: str, moment: int) -> None:
 
 
 def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:
-    import xrank.ranks.peer
+    import xrank.ranks.processes
     from xrank.cli.main import main
     from xrank.plan import division, executor, windows
 
     os.environ.update(environ)
     if job.get("far"):
-        xrank.ranks.peer.process_space = lambda: f"host {rank}"
+        xrank.ranks.processes.process_space = lambda: f"host {rank}"
     for module in (windows, executor):
         module.WINDOW_NBYTES = job.get("window_nbytes", windows.WINDOW_NBYTES)  # type: ignore[attr-defined]
     division.ROUND_NBYTES = job.get("round_nbytes", division.ROUND_NBYTES)

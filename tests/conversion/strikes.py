@@ -110,7 +110,7 @@ def _after(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     """Call `reach` each time the step is done."""
-    from xrank.teams.shared_team import SharedTeam
+    from xrank.ranks.shared_team import SharedTeam
     from xrank.writers import rename, stage, staging
     from xrank.writers.stage import Stage
 
@@ -159,9 +159,9 @@ def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
 
 def _watch_progress(reach: Callable[[], None]) -> None:
     """Call `reach` after each call that reads a window, changes a file, or tells another rank something."""
-    from xrank.gather.exchange import GatherExchange
-    from xrank.lending.peer_source import PeerSource
     from xrank.plan.buffers import FileSource
+    from xrank.ranks.exchange import GatherExchange
+    from xrank.ranks.loans import PeerSource
 
     for name in ("pwrite", "fsync", "rename", "open", "unlink"):
         _after(os, name, lambda *_: reach())
@@ -174,7 +174,7 @@ def _watch_progress(reach: Callable[[], None]) -> None:
 
 def _fail_to_read(number: int, *, only_lent: bool) -> None:
     """Let reads of this rank's own tensors fail from the N-th on, by whomever they are asked for or by others alone."""
-    from xrank.lending.local_bytes import TensorBytes
+    from xrank.ranks.tensor_bytes import TensorBytes
 
     class Broken(TensorBytes):
         calls = 0

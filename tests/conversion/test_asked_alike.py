@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 
 import xrank
 from tests.conversion.exported import llama, tensors_of
+from tests.other_hosts import modules_that_ask
 from xrank.errors import ContradictionError, RankFailedError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.lending import memory_offer
-from xrank.ranks import appointment, peer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,7 +57,7 @@ def calls_of(source: Path) -> dict[str, Callable[..., Any]]:
 def test_other_calls_are_named_on_both(rank: int, source: Path, far: bool) -> None:
     calls, out = calls_of(source), source.parent / "out"
     with pytest.MonkeyPatch.context() as patch:
-        for module in (peer, appointment, memory_offer) if far else ():
+        for module in modules_that_ask() if far else ():
             patch.setattr(module, "process_space", lambda: f"host {rank}")
         for first in calls:
             for second in calls:

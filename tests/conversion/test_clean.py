@@ -20,7 +20,7 @@ from tests.cli.bench import refusal, run
 from xrank.conversion.clean import clean
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import IncompleteError
-from xrank.workspace.directory_messages import DirectoryMessages
+from xrank.ranks.directory_messages import DirectoryMessages
 from xrank.writers import cleaning, stage_inspection
 from xrank.writers.journal import JOURNAL_NAME, encode_journal
 from xrank.writers.output_lock import hold_lock

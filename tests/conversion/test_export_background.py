@@ -21,7 +21,7 @@ from tests.conversion.forked_exports import ForkedExports, forked_exports
 from tests.conversion.made_workspaces import wide_model
 from tests.sampled import sampled
 from xrank.errors import NoSpaceError, RankFailedError, UsageError, XrankError
-from xrank.lending import copied_part
+from xrank.lending import lent_model
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -124,7 +124,7 @@ def test_a_copy_beyond_the_budget_is_refused_on_every_rank(rank, tmp_path):
     own = UsageError if rank == 2 else RankFailedError
     with pytest.raises(own, match=r"the copy of rank 2's part takes 8.0 MB, and max_memory= leaves 6.0 MB"):
         xrank.export_model(tensors, tmp_path / "out", background=True, max_memory="70MB")
-    copied_part.available_memory_nbytes = lambda: 7_000_000
+    lent_model.available_memory_nbytes = lambda: 7_000_000
     own = NoSpaceError if rank == 2 else RankFailedError
     with pytest.raises(own, match=r"the host has 7.0 MB of memory left for 4 rank"):
         xrank.export_model(tensors, tmp_path / "out", background=True)

@@ -3,9 +3,9 @@
 import pytest
 
 from xrank.errors import RankFailedError, UsageError
-from xrank.teams import shared_team as module
-from xrank.teams.launches import find_launch
-from xrank.teams.shared_team import SharedTeam
+from xrank.ranks import shared_team as module
+from xrank.ranks.shared_team import SharedTeam
+from xrank.ranks.team import find_launch
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}

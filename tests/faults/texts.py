@@ -51,10 +51,10 @@ from xrank.layout.mesh import DeviceMesh, mesh_from_order
 from xrank.layout.notation import render
 from xrank.layout.parser import parse
 from xrank.layout.tensor_name import parse_name
+from xrank.ranks.directory_messages import MessageReceipt
 from xrank.recipes.recipe_file import read_recipe
 from xrank.recipes.side import parse_side
 from xrank.recipes.terms import evaluate, is_term
-from xrank.workspace.message_file import MessageReceipt
 from xrank.writers.journal import JournalLine, encode_journal, parse_journal
 from xrank.writers.manifest import (
     ManifestFile,

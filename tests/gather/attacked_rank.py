@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 import xrank
-from xrank.lending import memory_offer
-from xrank.ranks import appointment, membership, peer, rendezvous
+from tests.other_hosts import move_to_host
 
 SECRET = 1234.5
 """Value of all weights."""
@@ -34,8 +33,7 @@ def main(work: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if work.startswith("far-"):
-        for module in (peer, rendezvous, membership, appointment, memory_offer):
-            module.process_space = lambda: f"host {rank}"
+        move_to_host(rank)
     say(folder, f"ready-{rank}", "go")
     mine = torch.full((300, 1000), SECRET)
     if work.endswith("gather"):

@@ -15,8 +15,8 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 
-from xrank.lending.peer_source import MemoryOffer, PeerSource
-from xrank.sockets.host_addresses import host_addresses
+from xrank.ranks.byte_service import host_addresses
+from xrank.ranks.loans import MemoryOffer, PeerSource
 
 NBYTES = (6_000_001, 3_000_017, 0, 40)
 """The first in a row, the second not, the third empty; the last cannot be read."""

@@ -1,7 +1,6 @@
 """A rank in one of two pods: it gathers, is intruded on, dies or names the one that died, and writes what it saw.
 
-python -m tests.gather.pod_rank MOMENT FOLDER VICTIM, by torchrun.
-`VICTIM` is the rank that dies, and `MOMENT` the time: "before" its first gather, or "after".
+python -m tests.gather.pod_rank FOLDER VICTIM, by torchrun. `VICTIM` is the rank that dies.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from tests.gather.forked_ranks import attempt, gather, kill_self
 from tests.gather.pods import sent_nbytes
 from xrank.gather.parallel import get_tensors_parallel
-from xrank.sockets.peer_wire import TOKEN_NBYTES
-from xrank.workspace.socket_messages import SocketMessages
+from xrank.ranks.byte_service import TOKEN_NBYTES
+from xrank.ranks.socket_messages import SocketMessages
 
 NBYTES = 32 << 20
 _WAIT_SECONDS = 150
@@ -76,15 +75,14 @@ def intrude(rank: int) -> dict[str, Any]:
     return got
 
 
-def main(moment: str, folder: str, victim: str) -> None:
+def main(folder: str, victim: str) -> None:
     """Write this rank's results."""
     faulthandler.dump_traceback_later(_WAIT_SECONDS, exit=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends a pod in which a rank died; this one names it first
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     result: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
-    if moment == "after":
-        result |= {"right": gather_on_all(rank), "sent": measure_traffic(rank), "intruder": intrude(rank)}
+    result |= {"right": gather_on_all(rank), "sent": measure_traffic(rank), "intruder": intrude(rank)}
     dist.barrier()
     if rank == int(victim):
         kill_self()

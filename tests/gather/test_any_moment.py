@@ -1,4 +1,4 @@
-"""A rank that dies at any moment before, between and after meetings is named on all others in time, on any medium."""
+"""A rank that dies at any moment after its first gather is named on all others in time, on any medium."""
 
 import random
 import signal
@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.gather.forked_ranks import attempt, gather, run_many
-from xrank.ranks import membership, peer, rendezvous
+from tests.other_hosts import move_to_host
+from xrank.ranks import meeting
 
 WAYS = {"memory": 2, "directory": 2, "sockets of one host": 2, "sockets between hosts": 15}
 """Seconds that a death may take to be named, on a quiet machine."""
@@ -20,7 +21,7 @@ MAX_DELAY_SECONDS = 0.25
 
 
 def draw(seed):
-    """Return the victim, its life in seconds, and the pause of each rank before its first gather."""
+    """Return the victim, its life in seconds, and the pause of each rank before its first of the counted gathers."""
     chosen = random.Random(f"moment {seed}")
     pauses = [chosen.choice((0.0, 0.05)) * chosen.random() for _ in range(WORLD)]
     return chosen.randrange(WORLD), 1e-6 + MAX_DELAY_SECONDS * chosen.random() ** 2, pauses
@@ -31,9 +32,9 @@ def gather_until_a_death(rank, argument):
     victim, seconds, pauses = draw(int(seed))
     if way.startswith("sockets"):
         # Without the other two, process numbers still count, as of containers that share them.
-        for module in (rendezvous, peer, membership) if way == "sockets-between-hosts" else (rendezvous,):
-            module.process_space = lambda: f"host {rank}"
+        move_to_host(rank, *(() if way == "sockets-between-hosts" else (meeting,)))
     store = dist.distributed_c10d._get_default_store()
+    gather(rank, list(range(WORLD)))  # a rank that dies before its first gather has left no sign
     dist.barrier()
     if rank == victim:
         store.set("death", str(time.monotonic() + seconds))

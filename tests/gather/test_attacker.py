@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.free_port import free_port
 from tests.gather.attacked_rank import SECRET
-from xrank.sockets.peer_connection import PeerGoneError, connect
+from xrank.ranks.byte_service import PeerGoneError, connect
 
 NUM_SILENT = 40
 """Connections of the stranger to each place, which say nothing."""

@@ -102,7 +102,7 @@ def test_defect_4_none_keeps_its_place(rank):
 def test_defect_5_nothing_on_the_way_of_a_gather_is_unpickled():
     # The pool's ranks get their tests by pickle, so this one looks at what the modules hold.
     package = Path(sys.modules["xrank.gather.parallel"].__file__).parents[1]
-    modules = [*package.glob("gather/*.py"), *package.glob("ranks/*.py"), package / "workspace/arena.py"]
+    modules = [*package.glob("gather/*.py"), *package.glob("ranks/*.py")]
     assert len(modules) > 10
     for module in modules:
         text = module.read_text()
@@ -164,7 +164,7 @@ def test_defects_6_7_8_jobs_beside_and_after_each_other_and_one_killed_whole(tmp
 def test_defect_9_no_memory_is_an_error_with_numbers(monkeypatch):
     import errno
 
-    from xrank.workspace.arena import Arena
+    from xrank.ranks.memory_messages import Arena
 
     def full(fd: int, data: object, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -179,7 +179,7 @@ def test_defect_9_no_memory_is_an_error_with_numbers(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_defect_9_the_others_receive_the_failure(rank):
-    import xrank.workspace.arena as arena
+    import xrank.ranks.memory_messages as arena
 
     pwrite = os.pwrite
     if rank == 1:

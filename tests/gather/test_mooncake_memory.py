@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrank.errors import UsageError
-from xrank.lending.local_bytes import local_bytes
-from xrank.lending.memory_offer import MemoryOffer, PeerOffer
-from xrank.lending.mooncake_memory import MooncakeEngine, MooncakeMemory, is_mooncake, pair_spans
-from xrank.lending.peer_memory import UnreadableMemoryError
+from xrank.ranks.loans import MemoryOffer, PeerOffer
+from xrank.ranks.peer_memory import MooncakeEngine, MooncakeMemory, UnreadableMemoryError, is_mooncake, pair_spans
+from xrank.ranks.tensor_bytes import local_bytes
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 

@@ -19,13 +19,11 @@ import torch
 from tests.gather.lender import CONTENT, NBYTES, Row, Scattered, assert_right, lender, source, views
 from tests.open_files import open_files, opened_since
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
-from xrank.lending import peer_memory, peer_source
-from xrank.lending.local_bytes import local_bytes
-from xrank.lending.peer_memory import LendingSign, address_of
-from xrank.lending.peer_source import MemoryOffer, PeerSource
-from xrank.sockets import peer_connection, peer_service, peer_wire
-from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
-from xrank.sockets.peer_wire import AnswerKind
+from xrank.ranks import byte_service, loans, peer_memory
+from xrank.ranks.byte_service import AnswerKind, PeerConnection, PeerGoneError, PeerRefusalError, connect
+from xrank.ranks.loans import MemoryOffer, PeerSource
+from xrank.ranks.peer_memory import LendingSign, address_of
+from xrank.ranks.tensor_bytes import local_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +42,7 @@ def nothing_left(request):
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
-    monkeypatch.setattr(peer_source, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(loans, "_GRACE_SECONDS", 0.1)
 
 
 def new_files(before: dict[int, str]) -> list[str]:
@@ -281,7 +279,7 @@ def test_a_killed_peer_is_named(view):
 
 @pytest.mark.parametrize("view", [0, 1])
 def test_a_known_reason_of_a_peers_end_is_raised_instead(view, monkeypatch):
-    monkeypatch.setattr(peer_source, "_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(loans, "_GRACE_SECONDS", 30.0)
     has_ended, asked = [], []
 
     def check() -> None:  # a failure is reported a moment after the failed rank has gone
@@ -358,7 +356,7 @@ def test_a_peer_that_was_killed_before_anybody_watched_it_is_named():
 
 
 def test_a_silent_place_is_left_for_the_next_and_finally_given_up(monkeypatch):
-    monkeypatch.setattr(peer_connection, "_PLACE_SECONDS", 1.5)
+    monkeypatch.setattr(byte_service, "_PLACE_SECONDS", 1.5)
     with lender() as other, socket.create_server(("127.0.0.2", 0)) as silent:
         address, port = silent.getsockname()
         # The first address leads to another program's port, as a container's address may on another host.
@@ -370,9 +368,9 @@ def test_a_silent_place_is_left_for_the_next_and_finally_given_up(monkeypatch):
 
 
 def test_a_reader_that_was_stopped_while_connecting_connects_again(monkeypatch):
-    monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)
-    monkeypatch.setattr(peer_connection, "_PLACE_SECONDS", 0.2)
-    real, sent_away = peer_connection._open_socket, []
+    monkeypatch.setattr(byte_service, "_STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(byte_service, "_PLACE_SECONDS", 0.2)
+    real, sent_away = byte_service._open_socket, []
 
     def stop_meanwhile(family, place, tick):
         sock = real(family, place, tick)
@@ -382,7 +380,7 @@ def test_a_reader_that_was_stopped_while_connecting_connects_again(monkeypatch):
             sent_away.extend(end.poll(50_000))
         return sock
 
-    monkeypatch.setattr(peer_connection, "_open_socket", stop_meanwhile)
+    monkeypatch.setattr(byte_service, "_open_socket", stop_meanwhile)
     with closing(MemoryOffer(views(), across_hosts=False)) as offer, source(offer.describe(), way="unix") as made:
         into = memoryview(bytearray(10))
         made.read_into(0, 5, into)
@@ -393,13 +391,13 @@ def connect_to(told: dict, addresses: list[str], silence_at=None) -> PeerConnect
     tick = lambda seconds: None  # noqa: E731
     if silence_at is None:
         return connect(told["socket"], told["port"], addresses, bytes.fromhex(told["token"]), tick)
-    real = peer_connection._open_socket
+    real = byte_service._open_socket
 
     def mislead(family, place, tick):
         return real(family, silence_at if place == (addresses[0], told["port"]) else place, tick)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_connection, "_open_socket", mislead)
+        patch.setattr(byte_service, "_open_socket", mislead)
         return connect("nobody", told["port"], addresses, bytes.fromhex(told["token"]), tick)
 
 
@@ -435,7 +433,7 @@ def test_silent_and_nonsensical_connections_are_closed(monkeypatch):
             stranger.sendall(said)
             strangers.append(stranger)
         monkeypatch.setattr(
-            peer_service, "_STRANGER_SECONDS", 0.3
+            byte_service, "_STRANGER_SECONDS", 0.3
         )  # from now on: earlier guests have proven themselves
         for stranger in strangers:
             stranger.settimeout(50)
@@ -560,7 +558,7 @@ def test_readers_that_stop_do_not_delay_others():
         stopped = [connect_to(offer.describe(), []) for _ in range(30)]
         for number, connection in enumerate(stopped):  # ask for much, and take nothing
             view = 0 if number % 10 == 0 else 1
-            connection._send(peer_service.REQUEST.pack(view, 0, NBYTES[view]), wait)
+            connection._send(byte_service.REQUEST.pack(view, 0, NBYTES[view]), wait)
         assert_right(made, seed=10, repeats=5)
         threads_are_right(made)
         whole = memoryview(bytearray(NBYTES[1]))
@@ -575,14 +573,14 @@ def test_readers_that_stop_do_not_delay_others():
 def fill_answer(connection: PeerConnection, into: memoryview) -> None:
     """Receive the answer to a request that was sent earlier."""
     while into:
-        kind, nbytes = peer_wire.PART.unpack(connection._receive(peer_wire.PART.size, wait))
+        kind, nbytes = byte_service.PART.unpack(connection._receive(byte_service.PART.size, wait))
         assert kind == AnswerKind.DATA
         connection._fill(into[:nbytes], wait)
         into = into[nbytes:]
 
 
 def test_few_connections_are_kept(monkeypatch):
-    monkeypatch.setattr(peer_source, "_MAX_IDLE", 2)
+    monkeypatch.setattr(loans, "_MAX_IDLE", 2)
     with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
         threads_are_right(made)
         assert len(made._idle) <= 2

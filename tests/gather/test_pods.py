@@ -21,14 +21,14 @@ def pods():
         pytest.skip(f"needs root and network namespaces: {why}")
 
 
-def run(moment, folder, victim=3):
+def run(folder, victim=3):
     others = [rank for rank in range(4) if rank != victim]
 
     def ranks():
         return sorted(int(file.stem) for file in folder.glob("*.json"))
 
     written = run_pods(
-        "tests.gather.pod_rank", moment, str(folder), str(victim),
+        "tests.gather.pod_rank", str(folder), str(victim),
         folder=folder, is_over=lambda: ranks() == others, timeout_seconds=400,
     )  # fmt: skip
     assert ranks() == others, written[-6000:]
@@ -38,21 +38,16 @@ def run(moment, folder, victim=3):
         death = result["death"]
         assert death["error"] == "RankFailedError" and death["rank"] == victim, result
         assert death["seconds"] < BUSY_SECONDS, result
-    print(moment, [round(result["death"]["seconds"], 1) for result in results])
+    print([round(result["death"]["seconds"], 1) for result in results])
     return results
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_death_before_the_first_gather_is_named_in_both_pods(tmp_path, victim):
-    run("before", tmp_path, victim)
-
-
 def test_a_death_of_the_first_rank_is_named_in_both_pods(tmp_path):
-    assert all(all(result["right"]) for result in run("after", tmp_path, 0))
+    assert all(all(result["right"]) for result in run(tmp_path, 0))
 
 
 def test_pods_gather_over_sockets_and_name_a_death(tmp_path):
-    results = run("after", tmp_path)
+    results = run(tmp_path)
     for result in results:
         assert len(result["right"]) >= 9 and all(result["right"]), result
     # Ranks 2 and 3 send their tensors to rank 0, once; rank 1's stays in its pod.

@@ -7,25 +7,19 @@ import pytest
 import torch
 
 from tests.gather.forked_ranks import attempt, gather, kill_self, run_ranks
+from tests.other_hosts import move_to_host
 from xrank.errors import CorruptError, IncompleteError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
-from xrank.ranks import membership, peer, rendezvous
-from xrank.sockets.peer_wire import TOKEN_NBYTES
-from xrank.workspace import socket_messages
-from xrank.workspace.socket_messages import SocketMessages
+from xrank.ranks import socket_messages
+from xrank.ranks.byte_service import TOKEN_NBYTES
+from xrank.ranks.socket_messages import SocketMessages
 
 SOON_SECONDS = 40
 """Fifteen seconds on a quiet machine; on a busy one a heartbeat may wait that long for a processor."""
 
 
-def move_to_own_host(rank):
-    """Let this rank be on a host of its own, as far as it can tell: no shared memory, and no process numbers."""
-    for module in (peer, rendezvous, membership):
-        module.process_space = lambda: f"host {rank}"
-
-
 def gather_apart(rank):
-    move_to_own_host(rank)
+    move_to_host(rank)
     lists, results = [[0, 1, 2], [2, 0], [1, 2]], []
     for number in range(3):
         for ranks in lists:
@@ -47,7 +41,7 @@ def test_ranks_without_shared_memory_gather_over_sockets():
 
 def share_memory_by_two(rank):
     if rank == 2:
-        move_to_own_host(rank)
+        move_to_host(rank)
     return [gather(rank, [0, 1, 2]), gather(rank, [0, 1]) if rank < 2 else None]
 
 
@@ -56,7 +50,7 @@ def test_one_rank_apart_moves_all_to_sockets_and_no_other_gather():
 
 
 def raise_in_the_body(rank):
-    move_to_own_host(rank)
+    move_to_host(rank)
 
     def fail_body():
         with get_tensors_parallel(torch.ones(5), [0, 1]):
@@ -74,9 +68,7 @@ def test_a_failure_ends_one_gather_over_sockets_and_the_next_works():
 
 
 def die(rank, moment):
-    move_to_own_host(rank)
-    if rank == 1 and moment == "before":
-        kill_self()
+    move_to_host(rank)
     if moment == "after":
         gather(rank, [0, 1, 2])
         if rank == 1:
@@ -95,10 +87,7 @@ def publish_and_die(messages, header, tensors, publish=SocketMessages.publish):
     return receipt
 
 
-SLOW = [pytest.param(moment, marks=pytest.mark.slow) for moment in ("after", "in the transfer")]
-
-
-@pytest.mark.parametrize("moment", ["before", *SLOW])
+@pytest.mark.parametrize("moment", ["after", pytest.param("in the transfer", marks=pytest.mark.slow)])
 @pytest.mark.timeout(150)
 def test_a_death_is_named_on_all_others(moment):
     for result in run_ranks(die, 3, moment)[::2]:

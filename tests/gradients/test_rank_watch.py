@@ -12,7 +12,7 @@ import pytest
 
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.gradients.wire import RankWatch
-from xrank.ranks.peer import Peer
+from xrank.ranks.processes import Peer
 from xrank.ranks.store import LocalStore
 
 pytestmark = pytest.mark.timeout(60)

@@ -6,9 +6,8 @@ import random
 import pytest
 
 from tests.named_memory import named_memory
-from xrank.ranks.board import Board
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.wire import Status
+from xrank.ranks.host_wire import Board
 
 
 @pytest.fixture
@@ -21,19 +20,6 @@ def boards():
         board.close()
 
 
-def test_each_rank_has_its_own_words(boards):
-    mine, theirs = boards
-    assert [[theirs.get_status(i, word) for word in Status] for i in range(3)] == [[0, 0, 0, 0]] * 3
-    mine.set_status(1, Status.ARRIVED, 1 << 40)
-    mine.set_status(2, Status.LEFT, 5)
-    mine.set_status(2, Status.ENDED, 4)
-    assert [[theirs.get_status(i, word) for word in Status] for i in range(3)] == [
-        [0] * 4,
-        [1 << 40, 0, 0, 0],
-        [0, 4, 5, 0],
-    ]
-
-
 def test_the_first_failure_stays_and_is_seen_by_all(boards):
     mine, theirs = boards
     assert [theirs.failure(i) for i in range(3)] == [None] * 3
@@ -43,21 +29,20 @@ def test_the_first_failure_stays_and_is_seen_by_all(boards):
     seen = theirs.failure(2)
     assert seen is not None and seen.cause.startswith("xxx") and seen.rank == 2
     assert theirs.failure(1) is None and theirs.failure(0) is None
-    assert theirs.get_status(2, Status.ARRIVED) == 0
 
 
 def test_half_a_record_does_not_count(boards):
     mine, theirs = boards
     mine.fail(0, FailureRecord(0, "host", 7, "a cause", "call"))
     chosen = random.Random(0)
-    whole = bytes(mine._memory[64:256])
+    whole = bytes(mine.memory[64:256])
     for _ in range(200):
         at = chosen.randrange(4, 8 + 60)
-        mine._memory[64 + at] ^= 1 << chosen.randrange(8)
+        mine.memory[64 + at] ^= 1 << chosen.randrange(8)
         assert theirs.failure(0) is None
-        mine._memory[64:256] = whole
+        mine.memory[64:256] = whole
     for length in (0, -1 & 0xFFFFFFFF, 4097):
-        mine._memory[64:68] = length.to_bytes(4, "little")
+        mine.memory[64:68] = length.to_bytes(4, "little")
         assert theirs.failure(0) is None
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from xrank.errors import UsageError
-from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import Deadline
 
 
 def test_a_deadline_passes_when_its_clock_says_so():

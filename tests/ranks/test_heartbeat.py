@@ -9,7 +9,7 @@ import time
 import pytest
 
 from xrank.errors import RankFailedError
-from xrank.ranks.heartbeat import Heartbeat
+from xrank.ranks.processes import Heartbeat
 from xrank.ranks.store import LocalStore
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -182,7 +182,7 @@ def test_who_is_told_may_stop_it(watch):
 
 PROGRAM = """
 import os, sys, time
-from xrank.ranks.heartbeat import Heartbeat
+from xrank.ranks.processes import Heartbeat
 from xrank.ranks.store import LocalStore
 
 store = LocalStore()

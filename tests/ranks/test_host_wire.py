@@ -6,10 +6,8 @@ import socket
 
 import pytest
 
-from xrank.ranks.board import Board
-from xrank.ranks.host_wire import Bells, HostWire
-from xrank.ranks.link import Link
-from xrank.ranks.peer import Peer
+from xrank.ranks.host_wire import Bells, Board, HostWire, Link
+from xrank.ranks.processes import Peer
 from xrank.ranks.wire import Message, Sleep, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

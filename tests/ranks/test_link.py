@@ -11,7 +11,8 @@ import pytest
 
 from tests.open_files import open_files, opened_since
 from xrank.errors import CorruptError
-from xrank.ranks.link import Link, is_readable
+from xrank.ranks.host_wire import Link
+from xrank.ranks.processes import is_readable
 from xrank.ranks.wire import Message
 
 

@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from xrank.errors import CorruptError
-from xrank.ranks.link import is_readable
-from xrank.ranks.peer import Peer, process_space
+from xrank.ranks.processes import Peer, is_readable, process_space
 
 ME = Peer(3, "host", 7, "boot.4026531836")
 
@@ -63,7 +62,7 @@ def test_the_space_is_the_kernels_and_the_namespaces():
     boot, _, namespace = process_space().rpartition(".")
     assert len(boot) == 36 and int(namespace) > 0
     said = subprocess.run(
-        [sys.executable, "-c", "from xrank.ranks.peer import process_space; print(process_space())"],
+        [sys.executable, "-c", "from xrank.ranks.processes import process_space; print(process_space())"],
         capture_output=True,
         text=True,
         check=True,

@@ -10,14 +10,12 @@ from contextlib import suppress
 
 import pytest
 
-import xrank.ranks.rendezvous as rendezvous
+import xrank.ranks.meeting as rendezvous
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
-from xrank.ranks import peer
-from xrank.ranks.deadline import Deadline
-from xrank.ranks.meeting import Meeting
-from xrank.ranks.rendezvous import RanksApartError, meet
+from xrank.ranks import processes
+from xrank.ranks.failure import Deadline
+from xrank.ranks.meeting import Meeting, RanksApartError, meet, meet_across_hosts
 from xrank.ranks.store import LocalStore
-from xrank.ranks.store_rendezvous import meet_across_hosts
 
 NAME = "meeting/0.1.2/1"
 
@@ -182,7 +180,7 @@ def test_one_rank_of_another_host_ends_the_meeting_for_all_and_they_meet_through
         return getattr(spaces, "name", "near")
 
     monkeypatch.setattr(rendezvous, "process_space", find_space)
-    monkeypatch.setattr(peer, "process_space", find_space)
+    monkeypatch.setattr(processes, "process_space", find_space)
 
     def come(rank):
         if rank == 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xrank.errors import CorruptError
-from xrank.ranks.shared_key import KeyPair, x25519
+from xrank.ranks.meeting import KeyPair, x25519
 
 EXAMPLES = [
     (

@@ -16,16 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
-from xrank.ranks.deadline import Deadline
-from xrank.ranks.failure import FailureRecord
-from xrank.ranks.heartbeat import Heartbeat
-from xrank.ranks.long_wait import Awaits, LongWait, Wait
-from xrank.ranks.meeting import Meeting
-from xrank.ranks.membership import Membership
-from xrank.ranks.peer import Peer
-from xrank.ranks.rendezvous import meet
+from xrank.ranks.failure import Deadline, FailureRecord
+from xrank.ranks.meeting import Meeting, meet, meet_across_hosts
+from xrank.ranks.processes import Heartbeat, Peer
 from xrank.ranks.store import GroupStore, LocalStore
-from xrank.ranks.store_rendezvous import meet_across_hosts
+from xrank.ranks.waits import Awaits, LongWait, Membership, Wait
 from xrank.ranks.wire import Message, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

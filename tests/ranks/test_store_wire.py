@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from xrank.errors import RankFailedError
 from xrank.ranks import store_wire
-from xrank.ranks.circle import Circle
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.peer import Peer
+from xrank.ranks.group import RankGroup
+from xrank.ranks.processes import Peer
 from xrank.ranks.store import GroupStore, LocalStore
 from xrank.ranks.store_wire import StoreWire
 from xrank.ranks.wire import Message, Status
@@ -300,7 +300,7 @@ def test_a_store_that_is_gone_is_named_by_its_process(join, rank_0_is_known):
         if rank_0_is_known:
             assert raised.value.host == "the host of rank 0" and "pid 77" in raised.value.got
     # Nobody is left to be told, or asked, and letting go does not wait for an answer: a rank keeps its own error.
-    circle = Circle([1, 0], 1, wires[1], {0: Peer(0, "the host of rank 0", 77, "elsewhere")})
+    circle = RankGroup([1, 0], 1, wires[1], {0: Peer(0, "the host of rank 0", 77, "elsewhere")})
     circle.fail(failure(1))
     assert not circle.has_failed_before()
     circle.close()

@@ -23,7 +23,7 @@ import torch
 from benchmarks.fused_engine import FusedEngine
 from tests.conversion.forker import Forker, answer_jobs, fork_answer, forker, read_answer
 from tests.refit.jobs import SIZES, engine_of, same, shard, trainer_layouts, wait_for_file
-from xrank.lending import memory_offer
+from xrank.ranks import loans
 
 SIDES = {"trainer": 4, "engine": 2}
 RELAYED_SIDES = {"trainer": 4, "relay": 2, "taker": 2}
@@ -179,7 +179,7 @@ def _be_on_own_host(limit: int) -> None:
     """Let this process be on a host of its own, as far as it can tell, with a soft limit of open files."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     space = f"host of {os.getpid()}"
-    memory_offer.process_space = lambda: space
+    loans.process_space = lambda: space
 
 
 def _be_strangers(job: dict[str, Any]) -> None:

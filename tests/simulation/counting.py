@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
-from xrank.lending.peer_source import PeerSource
 from xrank.plan.buffers import FileSource, FileTarget
+from xrank.ranks.loans import PeerSource
 
 
 @dataclass

@@ -25,7 +25,6 @@ from xrank.stores.azure_account import AzureAccount
 from xrank.stores.client import open_store
 from xrank.stores.faults import FaultError
 from xrank.stores.uploads import open_uploads
-from xrank.testing.message_contract import MakeMessageWorkspace, MessageWorkspaceContract
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 
 MIB = 1 << 20
@@ -229,18 +228,3 @@ class TestStates(WorkspaceContract):
     @pytest.fixture
     def uninitialized(self) -> xrank.ObjectWorkspace:
         return xrank.ObjectWorkspace()
-
-
-class TestMessages(MessageWorkspaceContract):
-    @pytest.fixture
-    def make_workspace(self, small_container: Container) -> Iterator[MakeMessageWorkspace]:
-        made = []
-
-        def make(rank: int = 0, world_size: int = 2) -> xrank.ObjectWorkspace:
-            url = f"{small_container.url}/states"
-            made.append(xrank.ObjectWorkspace(url, rank=rank, world_size=world_size, run_id="run"))
-            return made[-1]
-
-        yield make
-        for workspace in made:
-            workspace.close()

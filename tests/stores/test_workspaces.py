@@ -1,11 +1,10 @@
-"""Workspaces in a bucket: states and messages of ranks as objects."""
+"""Workspaces in a bucket: states of ranks as objects."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,13 @@ import torch
 
 from tests.stores.servers import Bucket, make_bucket, open_proxy
 from tests.stores.small_s3 import SmallS3
-from xrank.conversion.clean import clean
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import RankFailedError, UsageError
-from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.stores.s3_connection import S3Connection
-from xrank.testing.message_contract import MakeMessageWorkspace, MessageWorkspaceContract
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 from xrank.workspace.nfs import NFSWorkspace
-from xrank.workspace.object_place import ObjectPlace
 from xrank.workspace.objects import ObjectWorkspace
 
 _numbers = itertools.count(1)
@@ -67,20 +62,6 @@ class TestStates(WorkspaceContract):
     @pytest.fixture
     def uninitialized(self) -> ObjectWorkspace:
         return ObjectWorkspace()
-
-
-class TestMessages(MessageWorkspaceContract):
-    @pytest.fixture
-    def make_workspace(self, place: str) -> Iterator[MakeMessageWorkspace]:
-        made = []
-
-        def make(rank: int = 0, world_size: int = 2) -> ObjectWorkspace:
-            made.append(ObjectWorkspace(place, rank=rank, world_size=world_size, run_id="run"))
-            return made[-1]
-
-        yield make
-        for workspace in made:
-            workspace.close()
 
 
 def write_twice(place: str, environment: dict[str, str], point: int, when: str) -> None:
@@ -161,32 +142,6 @@ def test_gather_reads_the_states(place: str, tmp_path: Path) -> None:
     assert all((tmp_path / "model" / n).read_bytes() == (tmp_path / "expected" / n).read_bytes() for n in names)
 
 
-@pytest.fixture
-def environment(shared_bucket: Bucket) -> dict[str, str]:
-    return shared_bucket.environment()
-
-
-def list_place(place: str) -> list[str]:
-    found = ObjectPlace.from_url(place)
-    return sorted(found.store.list_folder(found.key("")[:-1]).objects)
-
-
-@pytest.mark.ranks(3)
-def test_live_gathers_go_through_the_bucket(rank: int, place: str, environment: dict[str, str]) -> None:
-    with patch.dict(os.environ, environment):
-        for number in range(2):
-            mine = torch.full((400_000,), float(10 * number + rank))
-            with get_tensors_parallel(mine, [0, 1, 2], workspace_path=place) as tensors:
-                if rank == 0:
-                    assert [tensor[0].item() for tensor in tensors] == [10 * number + r for r in range(3)]
-                    assert len(list_place(place)) == 2
-        if rank != 1:
-            with get_configs_parallel({"rank": rank, "w": mine}, [2, 0], None, place) as configs:
-                assert [one["rank"] for one in configs] == ([2, 0] if rank == 2 else [])
-        torch.distributed.barrier()
-        assert list_place(place) == []
-
-
 @pytest.mark.parametrize("method", ["PUT", "HEAD"])
 def test_errors_name_the_object_and_the_rank(
     place: str, shared_bucket: Bucket, monkeypatch: pytest.MonkeyPatch, method: str
@@ -216,29 +171,3 @@ def test_a_directory_s_workspace_names_the_one_for_stores(tmp_path: Path) -> Non
     with pytest.raises(UsageError) as caught:
         NFSWorkspace("s3://bucket/run")
     assert "ObjectWorkspace('s3://bucket/run')" in (caught.value.next_step or "")
-
-
-def leave_a_message(place: str, environment: dict[str, str]) -> None:
-    with patch.dict(os.environ, environment):
-        ObjectWorkspace(place, rank=1, world_size=2, run_id="run").publish("left", [torch.ones(3)])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("way", ["clean", "the next start"])
-def test_messages_of_dead_ranks_are_removed(
-    place: str, environment: dict[str, str], rank_pool: RankPool, way: str
-) -> None:
-    with pytest.raises(RankFailedError):
-        rank_pool.run(1, leave_a_message, place, environment)
-    living = ObjectWorkspace(place, rank=0, world_size=2, run_id="run")
-    receipt = living.publish("alive", [])
-    assert len(list_place(place)) == 2
-    if way == "clean":
-        assert clean(place, dry_run=True).details["num_removed"] == 1
-        assert clean(place).details["num_removed"] == 1
-    else:
-        ObjectWorkspace(place, rank=1, world_size=2, run_id="run").close()
-    assert len(list_place(place)) == 1
-    living.fetch(0, receipt)
-    living.close()
-    assert list_place(place) == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.workspace.memory_use import arenas
-from xrank.workspace.memory_messages import MemoryMessages
+from xrank.ranks.memory_messages import MemoryMessages
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -10,9 +10,9 @@ import pytest
 from tests.open_files import open_files, opened_since
 from tests.workspace.failing_os import FailingOs
 from xrank.errors import CorruptError, IncompleteError, XrankError
+from xrank.ranks import directory_messages
+from xrank.ranks.directory_messages import DirectoryMessages
 from xrank.testing.message_contract import fill_tensor
-from xrank.workspace import message_file
-from xrank.workspace.directory_messages import DirectoryMessages
 
 SIZES = [3000, 1, 0, 20_000]
 HEADER = "the header " * 50
@@ -61,7 +61,7 @@ def test_what_is_not_there_may_come(reader, receipt, file):
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
 def test_what_a_client_does_not_see_may_come(reader, receipt, monkeypatch, call, number):
     opened = open_files()
-    monkeypatch.setattr(message_file, "os", FailingOs(call, number, times=2))
+    monkeypatch.setattr(directory_messages, "os", FailingOs(call, number, times=2))
     for _ in range(2):
         with pytest.raises(IncompleteError):
             reader.fetch(1, receipt)
@@ -71,7 +71,7 @@ def test_what_a_client_does_not_see_may_come(reader, receipt, monkeypatch, call,
 
 @pytest.mark.parametrize("at", range(4))
 def test_a_file_that_goes_stale_while_it_is_read_may_come(reader, receipt, monkeypatch, at):
-    monkeypatch.setattr(message_file, "os", FailingOs("preadv", errno.ESTALE, at=at))
+    monkeypatch.setattr(directory_messages, "os", FailingOs("preadv", errno.ESTALE, at=at))
     with pytest.raises(IncompleteError):
         reader.fetch(1, receipt)
     assert is_whole(reader.fetch(1, receipt))
@@ -96,7 +96,7 @@ def test_what_is_not_whole_may_come(reader, receipt, file, nbytes):
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTDIR])
 def test_other_errors_are_what_they_are(reader, receipt, monkeypatch, call, number):
     opened = open_files()
-    monkeypatch.setattr(message_file, "os", FailingOs(call, number))
+    monkeypatch.setattr(directory_messages, "os", FailingOs(call, number))
     with pytest.raises(OSError) as caught:
         reader.fetch(1, receipt)
     assert caught.value.errno == number and not isinstance(caught.value, XrankError)

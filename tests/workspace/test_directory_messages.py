@@ -15,9 +15,9 @@ from tests.workspace.failing_os import FailingOs
 from xrank import gather_checkpoint
 from xrank.errors import NoSpaceError, UnknownFormatError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.ranks import directory_messages
+from xrank.ranks.directory_messages import DirectoryMessages, MessageName
 from xrank.testing.message_contract import fill_tensor
-from xrank.workspace import directory_messages, message_file
-from xrank.workspace.directory_messages import DirectoryMessages, MessageName
 from xrank.workspace.nfs import NFSWorkspace
 
 
@@ -53,7 +53,7 @@ def test_a_message_is_one_hidden_file_that_only_its_owner_may_open(tmp_path, wri
 
 def test_no_name_is_used_twice(tmp_path, monkeypatch):
     opened = FailingOs("open", 0, times=0)
-    monkeypatch.setattr(message_file, "os", opened)
+    monkeypatch.setattr(directory_messages, "os", opened)
     for _ in range(3):
         writer = DirectoryMessages(tmp_path, 1)
         for _ in range(10):
@@ -61,7 +61,7 @@ def test_no_name_is_used_twice(tmp_path, monkeypatch):
         writer.publish("", [])
         writer.close()
     # What could not be written was a name as well: a client may have seen its beginning.
-    monkeypatch.setattr(message_file, "os", failing := FailingOs("pwrite", errno.EIO))
+    monkeypatch.setattr(directory_messages, "os", failing := FailingOs("pwrite", errno.EIO))
     with pytest.raises(OSError):
         writer.publish("", [fill_tensor(1, 1)])
     receipt = writer.publish("", [])
@@ -118,7 +118,7 @@ def test_a_child_removes_nothing_of_its_parents_and_has_names_of_its_own(tmp_pat
 
 KILLED = """
 import sys
-from xrank.workspace.directory_messages import DirectoryMessages
+from xrank.ranks.directory_messages import DirectoryMessages
 for rank in (1, 2, 11):
     print(DirectoryMessages(sys.argv[1], rank).publish("", []), flush=True)
 sys.stdin.read()
@@ -177,7 +177,7 @@ def test_a_failure_leaves_nothing_of_the_message(tmp_path, writer, reader, monke
     before = writer.publish("before", [])
     opened = open_files()
     with monkeypatch.context() as patch:
-        patch.setattr(message_file, "os", failing := FailingOs(call, number, at=at, works=works))
+        patch.setattr(directory_messages, "os", failing := FailingOs(call, number, at=at, works=works))
         with pytest.raises(OSError) as caught:
             writer.publish("\u00fc", [fill_tensor(1, 5000), fill_tensor(2, 3)])
     assert len(failing.calls) == at + 1
@@ -194,8 +194,9 @@ def test_a_failure_leaves_nothing_of_the_message(tmp_path, writer, reader, monke
 
 
 def test_a_medium_that_cannot_even_remove_it_says_what_was_first(writer, monkeypatch):
-    monkeypatch.setattr(message_file, "os", FailingOs("pwrite", errno.ENOSPC))
-    monkeypatch.setattr(directory_messages, "os", FailingOs("unlink", errno.EIO))
+    failing = FailingOs("pwrite", errno.ENOSPC)
+    failing.unlink = FailingOs("unlink", errno.EIO).unlink
+    monkeypatch.setattr(directory_messages, "os", failing)
     with pytest.raises(NoSpaceError):
         writer.publish("", [fill_tensor(1, 1)])
 
@@ -205,7 +206,7 @@ def test_an_interrupt_leaves_nothing_either(tmp_path, writer, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(message_file.os, "fsync", interrupted)
+        patch.setattr(directory_messages.os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.publish("", [fill_tensor(1, 1)])
     assert os.listdir(tmp_path) == []
@@ -221,8 +222,8 @@ def test_a_message_that_is_gone_already_is_retired(tmp_path, writer):
 
 def test_short_writes_and_reads_are_continued(writer, reader, monkeypatch):
     pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(message_file.os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
-    monkeypatch.setattr(message_file.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:700]], at))
+    monkeypatch.setattr(directory_messages.os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
+    monkeypatch.setattr(directory_messages.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:700]], at))
     tensor = torch.arange(5000, dtype=torch.int16)
     header, (buffer,) = reader.fetch(1, writer.publish("header" * 1000, [tensor]))
     assert header == "header" * 1000 and bytes(buffer) == tensor.numpy().tobytes()

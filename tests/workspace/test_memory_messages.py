@@ -13,8 +13,8 @@ import torch
 from tests.workspace.child import Child
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import IncompleteError
+from xrank.ranks.memory_messages import MemoryMessages
 from xrank.testing.message_contract import fill_tensor, tensor_of
-from xrank.workspace.memory_messages import MemoryMessages
 
 # ---- leases
 
@@ -153,7 +153,7 @@ def test_a_child_that_closes_ends_no_message_of_its_parents(writer, reader):
 WRITER = """
 import sys
 from xrank.testing.message_contract import fill_tensor
-from xrank.workspace.memory_messages import MemoryMessages
+from xrank.ranks.memory_messages import MemoryMessages
 messages = MemoryMessages()
 for value in (1, 2):
     print(messages.publish(str(value), [fill_tensor(value, int(sys.argv[1]))]), flush=True)
@@ -179,7 +179,7 @@ def test_what_came_from_a_killed_process_stays_and_nothing_more_comes(reader):
 
 READER = """
 import hashlib, json, sys
-from xrank.workspace.memory_messages import MemoryMessages
+from xrank.ranks.memory_messages import MemoryMessages
 messages, held = MemoryMessages(), []
 for line in sys.stdin:
     receipt, is_held = json.loads(line)

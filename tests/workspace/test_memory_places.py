@@ -12,8 +12,8 @@ from tests.named_memory import named_memory
 from tests.open_files import open_files, opened_since
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UsageError
+from xrank.ranks import memory_messages
 from xrank.testing.message_contract import fill_tensor
-from xrank.workspace import memory_file
 
 # ---- what is not the message that was fields
 
@@ -60,7 +60,7 @@ def test_a_file_on_disk_or_of_another_user_is_never_read(writer, reader, tmp_pat
         reader.fetch(1, changed(receipt, fd=on_disk, inode=status.st_ino, device=status.st_dev))
     os.close(on_disk)
     with monkeypatch.context() as patch:
-        patch.setattr(memory_file.os, "geteuid", lambda: os.getuid() + 1)
+        patch.setattr(memory_messages.os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(IncompleteError):
             reader.fetch(1, receipt)
 

@@ -1,10 +1,10 @@
 import pytest
 
+from xrank.ranks.socket_messages import SocketMessages
 from xrank.ranks.store import LocalStore
 from xrank.testing.message_contract import MessageWorkspaceContract
 from xrank.workspace.nfs import NFSWorkspace
 from xrank.workspace.shared_memory import SharedMemoryWorkspace
-from xrank.workspace.socket_messages import SocketMessages
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from xrank.formats.torch_archive import read_archive
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh
 from xrank.testing.workspace_contract import WorkspaceContract
-from xrank.workspace import nfs, state_file
+from xrank.workspace import nfs, states
 from xrank.workspace.nfs import NFSWorkspace
 
 
@@ -283,7 +283,7 @@ def test_a_reader_goes_back_to_the_name_when_the_file_went_stale(tmp_path, monke
     workspace = NFSWorkspace(tmp_path, run_id="r")
     workspace.write_configs_and_weights({"n": 1}, {"a": torch.ones(3)})
     preadv, calls, pauses = os.preadv, [], []
-    monkeypatch.setattr(state_file, "sleep", pauses.append)
+    monkeypatch.setattr(states, "sleep", pauses.append)
 
     def stale_once(*args):
         calls.append(args)
@@ -302,7 +302,7 @@ def test_a_reader_goes_back_to_the_name_when_the_file_went_stale(tmp_path, monke
 def test_a_reader_of_two_files_under_one_name_starts_again(tmp_path, monkeypatch):
     workspace = NFSWorkspace(tmp_path, run_id="r")
     workspace.write_configs_and_weights({"n": 1}, {"a": torch.ones(3)})
-    read, calls = state_file.read_saved_state, []
+    read, calls = states.read_saved_state, []
 
     def replaced_after(*args, **kwargs):
         state = read(*args, **kwargs)
@@ -311,7 +311,7 @@ def test_a_reader_of_two_files_under_one_name_starts_again(tmp_path, monkeypatch
             workspace.write_configs_and_weights({"n": 2}, {"a": torch.zeros(3)})
         return state
 
-    monkeypatch.setattr(state_file, "read_saved_state", replaced_after)
+    monkeypatch.setattr(states, "read_saved_state", replaced_after)
     config, weights = workspace.read_configs_and_weights_from_rank(0)
     assert config == {"n": 2} and weights["a"].tolist() == [0, 0, 0] and len(calls) == 2
 

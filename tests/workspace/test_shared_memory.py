@@ -15,10 +15,11 @@ from tests.open_files import open_files, opened_since
 from tests.workspace.test_nfs import Hostile, hostile_archive
 from xrank import environment
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
+from xrank.ranks import memory_messages
+from xrank.ranks.memory_messages import MemoryFile
 from xrank.ranks.store import LocalStore
 from xrank.testing.workspace_contract import WorkspaceContract
-from xrank.workspace import memory_file, shared_memory
-from xrank.workspace.memory_file import MemoryFile
+from xrank.workspace import shared_memory
 from xrank.workspace.shared_memory import SharedMemoryWorkspace
 
 NAME = "workspace/state/{}".format
@@ -226,7 +227,7 @@ def test_what_is_not_what_was_told_is_not_taken(make, store, part):
 def test_another_users_file_is_not_taken(make, store, monkeypatch):
     workspace = make()
     workspace.write_configs_and_weights({}, {})
-    monkeypatch.setattr(memory_file.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(memory_messages.os, "geteuid", lambda: os.getuid() + 1)
     assert workspace.read_configs_and_weights_from_rank(0) == (None, None)
 
 

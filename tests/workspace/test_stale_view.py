@@ -10,9 +10,10 @@ import torch
 
 from tests.workspace.stale_view import Server, StaleClient
 from xrank.errors import IncompleteError
+from xrank.ranks import directory_messages
+from xrank.ranks.directory_messages import DirectoryMessages, MessageName
 from xrank.testing.message_contract import fill_tensor
-from xrank.workspace import directory_messages, message_file, nfs, shared_directory
-from xrank.workspace.directory_messages import DirectoryMessages, MessageName
+from xrank.workspace import nfs
 from xrank.workspace.nfs import NFSWorkspace
 
 NUM_LAYERS = 12
@@ -34,7 +35,7 @@ class Host:
             self.messages = DirectoryMessages(path, rank)
 
     def serving(self):
-        return self.client.serving(directory_messages, message_file, shared_directory)
+        return self.client.serving(directory_messages)
 
     def publish(self, header, tensors):
         with self.serving():
@@ -182,7 +183,7 @@ def test_who_looked_too_early_has_patience_enough(tmp_path, hosts, server):
     receipt = second.publish("late", [fill_tensor(5, 1000)])
     (name,) = os.listdir(tmp_path)
     os.rename(tmp_path / name, tmp_path / "on its way")
-    with pytest.raises(IncompleteError), first.client.serving(message_file, directory_messages):
+    with pytest.raises(IncompleteError), first.client.serving(directory_messages):
         first.messages.fetch(1, receipt)
     os.rename(tmp_path / "on its way", tmp_path / name)
     header, (buffer,) = first.fetch(1, receipt)
@@ -196,7 +197,7 @@ def test_who_saw_half_of_it_has_patience_enough(tmp_path, hosts, server):
     (name,) = os.listdir(tmp_path)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:500])
-    with pytest.raises(IncompleteError, match="not visible"), first.client.serving(message_file):
+    with pytest.raises(IncompleteError, match="not visible"), first.client.serving(directory_messages):
         first.messages.fetch(1, receipt)
     (tmp_path / name).write_bytes(content)
     assert first.fetch(1, receipt)[0] == "half" and server.seconds == 60
@@ -240,7 +241,7 @@ def test_a_state_whose_rename_was_answered_to_nobody_is_there(tmp_path, server):
     workspace = NFSWorkspace(tmp_path, rank=0, world_size=1, run_id="run")
     for number in range(3):
         client.loses_next_rename = True
-        with client.serving(nfs, shared_directory):
+        with client.serving(nfs, directory_messages):
             workspace.write_configs_and_weights({"number": number}, {"a": fill_tensor(number, 10)})
         assert not client.loses_next_rename
         assert workspace.read_configs_and_weights_from_rank(0)[0] == {"number": number}

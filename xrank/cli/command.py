@@ -620,7 +620,7 @@ def report_shared(
     page: str | None = None,
 ) -> None:
     """Run a conversion, alone or with all ranks of the launcher. Rank 0 prints the report, and writes it to `page`."""
-    from xrank.teams.launches import find_launch
+    from xrank.ranks.team import find_launch
 
     launch, notes = find_launch(environ(), distributed=distributed)
     is_reporting = launch is None or launch.rank == 0

@@ -24,9 +24,9 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.plan.windows import digest_plain_file
+from xrank.ranks.team import Team
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.stores import places
-from xrank.teams.team import Team
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 

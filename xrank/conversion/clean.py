@@ -11,7 +11,7 @@ from xrank.errors import UsageError, names_own_arguments
 from xrank.plan.report import CleanDetails, Report
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
-from xrank.writers.cleaning import clean_messages, clean_object_messages, clean_places, folder_time
+from xrank.writers.cleaning import clean_messages, clean_places, folder_time
 
 
 @names_own_arguments
@@ -31,8 +31,7 @@ def clean(
 
     Of an output in a store, the uploads of a gather that is gone are aborted, and the objects of a commit that was
     killed are removed. S3 does not record which program began an upload, so one that no journal names stays; in Azure
-    and Google, whose parts bear xrank's names, it goes when it is an hour old. Of a workspace in a store, messages of
-    dead ranks are removed, and those of other hosts when they are an hour old.
+    and Google, whose parts bear xrank's names, it goes when it is an hour old.
 
     Args:
         paths: folders that hold outputs or messages, or outputs themselves; URLs of outputs; or one of them.
@@ -52,13 +51,11 @@ def clean(
         paths = [paths]
     stages: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
-    stored: list[dict[str, Any]] = []
     for path in paths:
         if is_url(os.fspath(path)):
             from xrank.writers.store_staging import clean_store  # folders do not need this module
 
             stages += clean_store(os.fspath(path), dry_run=dry_run)
-            stored += clean_object_messages(os.fspath(path), dry_run=dry_run)
             continue
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
@@ -66,7 +63,6 @@ def clean(
         seconds = now(folder)
         stages += clean_places(folder, dry_run=dry_run, now=seconds)
         messages += clean_messages(folder, dry_run=dry_run, now=seconds)
-    messages += stored
     removed = [row for row in (*stages, *messages) if row["removed"]]
     return Report(
         command="clean",

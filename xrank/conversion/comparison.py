@@ -650,7 +650,9 @@ def _outputs(pair: ComparedPair, found: Correspondence) -> list[OutputTensor]:
     return [OutputTensor(shard.name, found.cast.get(shard.name, shard.dtype), shard.shape) for shard in shards]
 
 
-def _plan(pair: ComparedPair, found: Correspondence, outputs: Sequence[OutputTensor], made: Sequence[OutputTensor]) -> Plan:
+def _plan(
+    pair: ComparedPair, found: Correspondence, outputs: Sequence[OutputTensor], made: Sequence[OutputTensor]
+) -> Plan:
     """Return the plan that compares every value.
 
     The tensors that are the same on both sides are copies of one another: theirs count as replicas of ours. Merged
@@ -709,7 +711,9 @@ def _tie_error(error: ContradictionError, pair: ComparedPair, one: TiedName) -> 
     )
 
 
-def _check_digests(pair: ComparedPair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget) -> None:
+def _check_digests(
+    pair: ComparedPair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget
+) -> None:
     """Check that merged or cast tensors are the same on both sides."""
     found = {
         tensor.output.name: (tensor, digest)

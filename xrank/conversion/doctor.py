@@ -18,11 +18,11 @@ from xrank import system
 from xrank.decisions.options import default_workers
 from xrank.environment import SETTINGS, environ, hub_cache, list_cached_models, setting
 from xrank.errors import UsageError, XrankError
-from xrank.lending.peer_memory import LendingSign
 from xrank.plan.buffers import shares_blocks
 from xrank.plan.report import DoctorDetails, Report
+from xrank.ranks.peer_memory import LendingSign
+from xrank.ranks.team import find_launch
 from xrank.readers.plugins import find_plugins
-from xrank.teams.launches import find_launch
 from xrank.version import __version__
 from xrank.words import one_line, plural, size_text
 from xrank.writers.disk import allocate, is_in_memory
@@ -37,7 +37,7 @@ _OPTIONAL = {
 }
 _READ_PARENT = """
 import sys
-from xrank.lending.peer_memory import PeerMemory
+from xrank.ranks.peer_memory import PeerMemory
 PeerMemory(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3]))
 """
 _CHILD_SECONDS = 60

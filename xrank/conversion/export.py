@@ -18,16 +18,19 @@ from xrank.decisions.options import AdapterChoice, GatherOptions, default_worker
 from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError, errors_of, names_own_arguments, require_torch
 from xrank.layout import LayoutMap
-from xrank.lending.copied_part import copy_part
-from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
+from xrank.lending.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
 from xrank.making.folder_filling import make_output
 from xrank.plan.report import Report
+from xrank.ranks.team import (
+    Team,
+    await_background,
+    check_alike,
+    find_group_team,
+    raise_background_failure,
+    run_in_background,
+)
 from xrank.stores.url import clean_path
 from xrank.system import require_linux
-from xrank.teams.agreement import check_alike
-from xrank.teams.background import await_background, raise_background_failure, run_in_background
-from xrank.teams.launches import find_group_team
-from xrank.teams.team import Team
 from xrank.writers.staging import check_output
 
 if TYPE_CHECKING:

@@ -24,11 +24,9 @@ from xrank.making.file_writing import find_together
 from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
 from xrank.plan.report import FileFacts, Report
+from xrank.ranks.team import Team, check_plans, find_launched_team
 from xrank.stores import places
 from xrank.stores.url import clean_path, is_url, split_url
-from xrank.teams.agreement import check_plans
-from xrank.teams.launches import find_launched_team
-from xrank.teams.team import Team
 from xrank.writers.staging import check_output, check_room, plan_apart, settle_output
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError, errors_of, names_own_arguments, option, require_torch
 from xrank.lending.lent_model import ModelRequest
 from xrank.making.whole_tensors import ModelTensors, make_tensors, split_budget
+from xrank.ranks.team import find_group_team
 from xrank.system import require_linux
-from xrank.teams.launches import find_group_team
 
 if TYPE_CHECKING:
     import torch

@@ -30,14 +30,12 @@ from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.report import OutputFacts, ProofFacts, Report
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import FilePart, share_all
+from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text, path_text
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
 from xrank.recipes.tied_weights import list_unsaved
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes
-from xrank.teams.agreement import check_alike, nbytes_text, path_text
-from xrank.teams.launches import find_group_team, find_world
-from xrank.teams.team import Team
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 

@@ -12,9 +12,9 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.formats.signature import SignedFiles, Stretch, read_files_statement, read_public_key, read_signed_statement
 from xrank.making.file_writing import hash_stretch
 from xrank.plan.executor import Budget
+from xrank.ranks.team import Team
 from xrank.stores import places
 from xrank.stores.url import is_url
-from xrank.teams.team import Team
 from xrank.words import list_text, ranks_text
 from xrank.writers.disk import explain_errors
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest

@@ -26,12 +26,11 @@ from xrank.errors import (
 from xrank.layout import LayoutMap
 from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
+from xrank.ranks.team import check_plans, find_launched_team
 from xrank.readers.workspace import WorkspaceReader
 from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
-from xrank.teams.agreement import check_plans
-from xrank.teams.launches import find_launched_team
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME
 

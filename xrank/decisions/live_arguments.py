@@ -8,7 +8,7 @@ from typing import Any
 from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap, MeshViews
 from xrank.words import repr_text
-from xrank.workspace.state_content import plain_config
+from xrank.workspace.states import plain_config
 
 
 def check_meeting(group: Any, timeout_seconds: float) -> None:

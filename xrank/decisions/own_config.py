@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
 from xrank.formats.entries import Entry
-from xrank.workspace.state_content import plain_config
+from xrank.workspace.states import plain_config
 
 if TYPE_CHECKING:
     import torch

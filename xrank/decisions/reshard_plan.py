@@ -32,7 +32,7 @@ from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.claims import Claim, Claims, find_local_name, list_counted_names
 from xrank.words import likewise_text, list_text
-from xrank.workspace.state_content import plain_config
+from xrank.workspace.states import plain_config
 from xrank.writers.companions import CompanionFile, check_companions
 from xrank.writers.rank_states import lay_out_state
 

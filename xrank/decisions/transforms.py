@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from xrank import dtypes
 from xrank.errors import UsageError
 from xrank.plan.output import OutputTensor
-from xrank.workspace.plain_memory import has_memory, kind_without_elements
+from xrank.ranks.memory import has_memory, kind_without_elements
 
 if TYPE_CHECKING:
     import torch

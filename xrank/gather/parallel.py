@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError, require_torch
-from xrank.gather.compiler import keep_uncompiled
-from xrank.gather.gather import Gather
+from xrank.ranks.gathering import Gather, keep_uncompiled
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +38,7 @@ def get_tensors_parallel(
         ranks: global ranks, the gathering one first; each once.
         group: a process group that contains them, whose store they meet through; None is the world. No collective is
             called on it.
-        workspace_path: a directory that all ranks mount, or ``s3://bucket/prefix``; None uses shared memory on one
-            host, and sockets across hosts.
+        workspace_path: a directory that all ranks mount; None uses shared memory on one host, and sockets across hosts.
         timeout_seconds: time for ranks to arrive, and to end their bodies after the first rank's. A death is noticed
             within 2 seconds in any case, on another host within 15.
         early_exit: whether this rank, if it is not the first, may leave as soon as the first has its tensors.
@@ -120,9 +118,7 @@ def _check_kind(tensor: object) -> None:
         parts = list(tensor.values())
         if not all(isinstance(name, str) for name in tensor):
             raise UsageError(
-                "names of tensors must be text",
-                got=", ".join(map(repr, tensor))[:200],
-                next_step="give a mapping whose keys are text",
+                "names of tensors must be text", got=", ".join(map(repr, tensor))[:200], want="text for keys"
             )
     elif isinstance(tensor, list | tuple):
         parts = tensor
@@ -130,9 +126,5 @@ def _check_kind(tensor: object) -> None:
         parts = [tensor]
     for part in parts:
         if part is not None and not isinstance(part, torch.Tensor):
-            raise UsageError(
-                f"a {type(part).__name__} is not a tensor",
-                got=type(part).__name__,
-                want="a tensor, or a list or dict of tensors and None",
-                next_step="gather other values with get_configs_parallel",
-            )
+            want = "a tensor, or a list or dict of tensors and None; get_configs_parallel gathers other values"
+            raise UsageError(f"a {type(part).__name__} is not a tensor", want=want)

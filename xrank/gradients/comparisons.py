@@ -20,8 +20,8 @@ from xrank.gradients.plan import GradientPlan, PlannedParameter, list_later
 from xrank.gradients.roles import local_of
 from xrank.gradients.wire import GradientWire
 from xrank.layout.local_part import local_part
+from xrank.ranks.memory import row_major_bytes
 from xrank.words import first_lines, join_words, ranks_text
-from xrank.workspace.plain_memory import row_major_bytes
 
 FindingKind: TypeAlias = Literal["nonfinite", "missing", "unknown", "shape", "replicas", "tied", "scale", "reference"]
 

@@ -2,7 +2,7 @@
 
 A dead rank closes its connections: gloo's collectives of its group fail, without its number, and those of other groups
 wait for ranks that wait for it. NCCL's wait until its own time-out. So every wait looks at the ranks' processes, as
-gathers do (`xrank.ranks.membership`). The first rank that finds a death publishes it: ranks that raise then end too,
+gathers do (`xrank.ranks.waits`). The first rank that finds a death publishes it: ranks that raise then end too,
 and must not be named in its place.
 """
 
@@ -27,9 +27,9 @@ from xxhash import xxh128_hexdigest
 from xrank import environment
 from xrank.errors import GradientError, RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.membership import Membership
-from xrank.ranks.peer import Peer
+from xrank.ranks.processes import Peer
 from xrank.ranks.store import Store, find_store
+from xrank.ranks.waits import Membership
 from xrank.words import first_lines
 
 _LOOK_SECONDS = 0.05
@@ -108,8 +108,8 @@ class RankWatch:
         if record is None:
             return
         with suppress(RankFailedError):
-            claimed = self._store.claim(self._name, record.to_bytes().decode())
-            record = FailureRecord.from_bytes(claimed.encode()) if claimed else record
+            claimed = self._store.claim(self._name, record.to_text())
+            record = FailureRecord.from_text(claimed) if claimed else record
         raise replace(record, id="").to_error()
 
     def _explain(self, error: RuntimeError) -> None:

@@ -15,27 +15,88 @@ from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig, choose_config, read_own_config
 from xrank.decisions.transformed_plan import plan_held_tensors
 from xrank.decisions.transforms import Transform
-from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, RankFailedError, UsageError
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    NoSpaceError,
+    RankFailedError,
+    UsageError,
+    option,
+)
 from xrank.formats.entries import Entry
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
-from xrank.lending.local_bytes import LocalBytes, local_bytes
-from xrank.lending.memory_offer import MemoryOffer, add_token
-from xrank.lending.peer_source import PeerSource
 from xrank.plan.faults import difference_error
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import digest_twins, find_different_twin
 from xrank.plan.source import StoredModel
+from xrank.ranks.loans import MemoryOffer, PeerSource, add_token
+from xrank.ranks.team import Team, check_plans, find_world, nbytes_text, path_text, value_text
+from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.stores import places
-from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
-from xrank.teams.launches import find_world
-from xrank.teams.team import Team
-from xrank.words import repr_text
+from xrank.system import anonymous_memory, available_memory_nbytes
+from xrank.words import repr_text, size_text
 
 if TYPE_CHECKING:
     import torch
+
+
+_ALIGNMENT = 64
+"""Bytes; for the element types of all tensors."""
+
+
+def copy_part(
+    views: Sequence[torch.Tensor], *, rank: int, num_here: int, room_nbytes: int | None
+) -> Sequence[LocalBytes]:
+    """Return copies of tensors' bytes, all in one map of memory, which is freed with the last of them.
+
+    They may take `room_nbytes` (else UsageError); if None, this rank's share of the memory that the host has left for
+    the `num_here` ranks on it that copy at once (else NoSpaceError).
+    """
+    import torch
+
+    sources = [local_bytes(view) for view in views]
+    starts, nbytes = [], 0
+    for source in sources:
+        starts.append(nbytes)
+        nbytes += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+    _check_room(nbytes, rank, num_here, room_nbytes)
+    memory = anonymous_memory(nbytes or 1)  # no map is empty
+    content, copies = torch.frombuffer(memory, dtype=torch.uint8), []
+    for start, source in zip(starts, sources, strict=True):
+        source.read_into(0, memoryview(memory)[start : start + source.nbytes])
+        copies.append(local_bytes(content[start : start + source.nbytes]))
+    return copies
+
+
+def _check_room(nbytes: int, rank: int, num_here: int, room_nbytes: int | None) -> None:
+    if room_nbytes is not None:
+        if nbytes > room_nbytes:
+            raise UsageError(
+                f"the copy of rank {rank}'s part takes {size_text(nbytes)}, "
+                f"and {option('max_memory')} leaves {size_text(max(room_nbytes, 0))} beside the buffers",
+                rank=rank,
+                got=f"{nbytes:,} bytes of tensors on rank {rank}",
+                want=f"at most {max(room_nbytes, 0):,} bytes",
+                next_step=f"give a larger {option('max_memory')}, or leave {option('background', True)} out, "
+                "which copies nothing",
+            )
+        return
+    available = available_memory_nbytes()
+    if available is not None and nbytes > available // num_here:
+        raise NoSpaceError(
+            f"the copy of rank {rank}'s part takes {size_text(nbytes)}, and the host has {size_text(available)} of "
+            f"memory left for {num_here} rank(s)",
+            rank=rank,
+            needed_nbytes=nbytes * num_here,
+            free_nbytes=available,
+            next_step=f"leave {option('background', True)} out, which copies nothing; "
+            f"{option('max_memory')} lifts this check",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,13 +182,7 @@ def locate_part(
 ) -> ModelPart:
     """Return this rank's part of the model. Each rank raises its own error, and others name it.
 
-    Args:
-        request: the arguments of the call.
-        team: the ranks, together.
-        view: returns the bytes of tensors; None: in place.
-
-    Raises:
-        XrankError: as `xrank.readers.live.local_model.local_model`, or of `view`.
+    `view` returns the bytes of tensors; None: in place.
     """
 
     def make() -> ModelPart:
@@ -253,11 +308,7 @@ def _describe_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:
 
 
 def _check_plans(team: Team, made: tuple[FolderPlan, LiveModel], plans: Sequence[dict[str, Any]]) -> None:
-    """Refuse plans that differ. The outputs of a transform are compared too, because a plan's digest lacks them.
-
-    Raises:
-        ContradictionError: it names a rank and, for a transform, the tensor with other outputs.
-    """
+    """Refuse plans that differ. The outputs of a transform are compared too, because a plan's digest lacks them."""
     names, first = [shard.name for shard in made[0].source.shards], plans[0]["transformed"]
     for rank, one in zip(team.ranks, plans, strict=True):
         for name, its, want in zip(names, one["transformed"] or (), first or (), strict=False):
@@ -282,21 +333,15 @@ def _read_parts(descriptions: Sequence[str], ranks: Sequence[int]) -> LiveModel:
         if error.rank is None or error.rank in ranks:
             raise
         raise UsageError(
-            f"the mesh of {error.tensor} has rank {error.rank}, which is not in the group",
+            f"the mesh of {error.tensor} has rank {error.rank}, which is not in the group of ranks {list(ranks)}",
             tensor=error.tensor,
             rank=error.rank,
-            got=f"a group of ranks {list(ranks)}",
-            want="a group with all ranks of the mesh",
             next_step=f"let all ranks of the mesh {AGAIN}, or give the group of them",
         ) from error
 
 
 def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Team) -> None:
-    """Compare all replicas by digests, which each rank computes from its own memory.
-
-    Raises:
-        ContradictionError: two ranks hold different copies; on every rank.
-    """
+    """Compare all replicas by digests, which each rank computes from its own memory."""
     failures = team.make_failure_check()
     own = digest_twins(plan, holder, team.position, source, failures)
 

@@ -12,41 +12,33 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
-from xrank.lending.local_bytes import locate_elements, runs_of
-from xrank.lending.peer_memory import address_of, memory_at
 from xrank.plan.windows import WINDOW_NBYTES
+from xrank.ranks.peer_memory import address_of, memory_at
+from xrank.ranks.tensor_bytes import locate_elements, runs_of
 
 if TYPE_CHECKING:
     import torch
 
 
 def check_fillable(name: str, tensor: torch.Tensor) -> None:
-    """Check that elements do not share memory: the last one written would overwrite the others.
-
-    Raises:
-        UsageError: the tensor is expanded, or its strides overlap.
-    """
+    """Check that elements do not share memory: the last one written would overwrite the others."""
     # By rising stride: each must step over all elements that the smaller ones reach.
     reach = 0
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count > 1 and stride <= reach:
-            raise UsageError(
+            got = f"strides {list(tensor.stride())} for the shape {list(tensor.shape)}"
+            what, want = (
                 f"{name}: its elements share memory, so it cannot be filled",
-                tensor=name,
-                got=f"strides {list(tensor.stride())} for the shape {list(tensor.shape)}",
-                want="memory of its own for each element",
-                next_step="give the module a contiguous tensor in its place",
+                "a contiguous tensor in its place",
             )
+            raise UsageError(what, tensor=name, got=got, want=want)
         reach += (count - 1) * stride
 
 
 class TensorTarget:
-    """Writes output files into tensors: each file is the row-major elements of one tensor.
+    """Writes output files into tensors by index of the file: each file is the row-major elements of one tensor.
 
     It writes without autograd, which then counts no change: the caller must mark the tensors as changed.
-
-    Args:
-        tensors: detached tensors by index of the output file.
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:

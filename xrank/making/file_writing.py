@@ -34,9 +34,9 @@ from xrank.plan.planner import Plan, make_plan
 from xrank.plan.report import FileFacts
 from xrank.plan.source import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.plan.windows import FilePart, FinishedFile, JoinedFile, digest_plain_file, make_finished_file
+from xrank.ranks.team import Team
 from xrank.stores.url import is_url
 from xrank.system import count_cores
-from xrank.teams.team import Team
 from xrank.words import plural, size_text
 from xrank.writers.companions import CompanionFile
 from xrank.writers.disk import explain_errors

@@ -26,8 +26,8 @@ from xrank.plan.decoding import open_source
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.report import FileFacts, OutputFacts, ProofFacts
 from xrank.plan.windows import FileHashes
+from xrank.ranks.team import Team
 from xrank.stores.url import is_url
-from xrank.teams.team import Team
 from xrank.writers.hf_folder import index_name, index_text
 from xrank.writers.journal import JournalLine
 from xrank.writers.manifest import (

@@ -30,7 +30,7 @@ from xrank.plan.faults import raise_mismatch
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import prefer_own_copies
 from xrank.plan.windows import FileHashes, FilePart, FinishedFile, JoinedFile
-from xrank.teams.team import Team
+from xrank.ranks.team import Team
 
 if TYPE_CHECKING:
     from xrank.decisions.transformed_plan import Transforms

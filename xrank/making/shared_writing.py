@@ -26,11 +26,11 @@ from xrank.plan.checksums import digest_text
 from xrank.plan.executor import Outcome
 from xrank.plan.planner import Plan
 from xrank.plan.windows import FilePart, FinishedFile, JoinedFile
+from xrank.ranks.directory_messages import STALE_SECONDS
+from xrank.ranks.team import Team
 from xrank.stores.uploads import Part, open_uploads
 from xrank.stores.url import is_url
 from xrank.system import write_at
-from xrank.teams.team import Team
-from xrank.workspace.shared_directory import STALE_SECONDS
 from xrank.writers.disk import explain_errors, is_in_memory
 from xrank.writers.output_place import OutputPlace
 from xrank.writers.output_stage import OutputStage

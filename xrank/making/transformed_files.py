@@ -19,7 +19,6 @@ from xrank import dtypes
 from xrank.decisions.transformed_plan import TransformedTensor, Transforms
 from xrank.decisions.transforms import apply_transform
 from xrank.layout.nest_table import IntArray
-from xrank.lending.local_bytes import local_bytes
 from xrank.making.rounds import Finish, Outputs, PartialResults, Work, accept_shares, describe_share, finish_nothing
 from xrank.making.whole_tensors import WholeTensors
 from xrank.plan.checksums import TensorDigest
@@ -29,11 +28,12 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.replicas import prefer_own_copies
 from xrank.plan.windows import FilePart, JoinedFile
+from xrank.ranks.tensor_bytes import local_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from xrank.teams.team import Team
+    from xrank.ranks.team import Team
 
 _PAGE_NBYTES = 4096
 _CHUNK_NBYTES = 1 << 20

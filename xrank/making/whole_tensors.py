@@ -19,9 +19,8 @@ from xrank.plan.buffers import Source
 from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.planner import Plan, TensorPlan, select_tensors
 from xrank.plan.replicas import prefer_own_copies
+from xrank.ranks.team import Team, check_alike
 from xrank.system import anonymous_memory
-from xrank.teams.agreement import check_alike
-from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     import torch

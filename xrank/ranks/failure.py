@@ -1,4 +1,4 @@
-"""The failure record that a failing rank leaves for all others, so that each can name it."""
+"""Deadlines, and the failure record that a failing rank leaves for all others, so that each can name it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,38 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from time import monotonic
 
-from xrank.errors import RankFailedError, RankTimeoutError, XrankError, marked
+from xrank.errors import AGAIN, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError, marked, option
+from xrank.words import ranks_text
 
 MAX_NBYTES = 3072
 """Largest size of a record as JSON; a longer cause is cut."""
+
+
+class Deadline:
+    """The moment `timeout_seconds` (above 0) after construction, by a clock that never steps back."""
+
+    __slots__ = ("_end", "clock", "timeout_seconds")  # every gather makes one
+
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        if not timeout_seconds > 0:
+            raise UsageError("a timeout must be positive", got=str(timeout_seconds), want="seconds above 0")
+        self.timeout_seconds, self.clock = timeout_seconds, clock
+        self._end = clock() + timeout_seconds
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds left; 0 after the deadline."""
+        return max(0.0, self._end - self.clock())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether no time is left."""
+        return self.clock() >= self._end
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +62,17 @@ class FailureRecord:
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int, call: str, number: int = 0) -> FailureRecord:
-        """Return the record of an exception on this rank; of the other rank's failure if the exception names one.
-
-        It is made of any exception, also of one whose own methods raise.
-        """
+        """Return the record of an exception on this rank; of the other rank's failure if the exception names one."""
         failure_id, is_at_large = failure_of(error)
         if isinstance(error, RankFailedError) and error.rank is not None:
             cause, host, pid = marked(error.cause or str(error)), error.host or "unknown", error.pid or 0
             return cls(error.rank, host, pid, cause, call, number, failure_id, is_at_large)
-        cause = f"{type(error).__name__}: {_text_of(error)}"
+        try:
+            cause = f"{type(error).__name__}: {marked(str(error))}"
+        except Exception as failure:  # the user's class: the others must still learn that this rank failed
+            cause = f"{type(error).__name__}: (its text is unknown: str() of it raised {type(failure).__name__})"
         if isinstance(error, XrankError):
-            parts = (("got", error.got), ("want", error.want))
-            cause += "".join(f"; {word} {marked(part)}" for word, part in parts if part)
+            cause += "".join(f"; {word} {marked(part)}" for word in ("got", "want") if (part := getattr(error, word)))
         absent = error.waiting_for if isinstance(error, RankTimeoutError) else ()
         return cls(rank, socket.gethostname(), os.getpid(), cause, call, number, failure_id, is_at_large, absent)
 
@@ -56,19 +80,19 @@ class FailureRecord:
         """Return the record as that of another failure, which follows from this one."""
         return replace(self, id=_new_id(), is_at_large=False)
 
-    def to_bytes(self) -> bytes:
-        """Return the record as JSON of at most `MAX_NBYTES`."""
-        text = json.dumps(asdict(self)).encode()
+    def to_text(self) -> str:
+        """Return the record as ASCII JSON of at most `MAX_NBYTES`."""
+        text = json.dumps(asdict(self))
         if len(text) > MAX_NBYTES:
             # Escapes make a character up to 12 bytes long, so a cause of this length always fits.
             short = {**asdict(self), "cause": self.cause[:100] + " ...", "call": self.call[:50], "absent": ()}
-            text = json.dumps(short).encode()
+            text = json.dumps(short)
         return text
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> FailureRecord:
-        """Return the record that `to_bytes` wrote."""
-        fields = json.loads(content)
+    def from_text(cls, text: str | bytes) -> FailureRecord:
+        """Return the record of a `to_text`."""
+        fields = json.loads(text)
         return cls(**{**fields, "absent": tuple(fields["absent"])})
 
     def to_error(self) -> RankFailedError:
@@ -94,21 +118,28 @@ def mark_failure(error: BaseException, failure_id: str, *, is_at_large: bool = F
 
 def failure_of(error: BaseException) -> tuple[str, bool]:
     """Return the id of an exception's failure, which it keeps, and whether the failure is at large."""
-    known = getattr(error, "_xrank_failure", None)
+    known: tuple[str, bool] | None = getattr(error, "_xrank_failure", None)
     if known is None:
         known = (_new_id(), False)
         mark_failure(error, known[0])
-    failure_id, is_at_large = known
-    return failure_id, is_at_large
+    return known
 
 
 def _new_id() -> str:
     return secrets.token_hex(8)
 
 
-def _text_of(error: BaseException) -> str:
-    """Return an exception's text; if its ``__str__`` raises, a text that says so."""
-    try:
-        return marked(str(error))
-    except Exception as failure:  # the user's class: the others must still learn that this rank failed
-        return f"(its text is unknown: str() of it raised {type(failure).__name__})"
+def damage_error(what: str, got: str, want: str | None = None, *, rank: int | None = None) -> CorruptError:
+    """Return the error that another rank has sent what this version of xrank does not send."""
+    return CorruptError(what, rank=rank, got=got, want=want, next_step="let all ranks use the same version of xrank")
+
+
+def absence_error(absent: Sequence[int], ranks: Sequence[int], deadline: Deadline, where: str = "") -> RankTimeoutError:
+    """Return the error that names ranks that did not come in time."""
+    return RankTimeoutError(
+        f"{ranks_text(absent)} did not come{where} within {deadline.timeout_seconds:g} s",
+        rank=absent[0],
+        waiting_for=tuple(absent),
+        want=f"all of {ranks_text(ranks)}",
+        next_step=f"let all of these ranks {AGAIN}; raise {option('timeout_seconds')} if they are slow",
+    )

@@ -1,25 +1,235 @@
-"""The wire of one host: a board of shared memory, a socket to the first rank, and a pidfd for every rank."""
+"""The wire of one host: a board of shared memory, a socket to the first rank, and a pidfd for every rank.
+
+Each rank writes only its own share of the board, except for the alarm, which all set, and the first rank's count of
+taken messages. A reader may see a share while it is written: a status is a single aligned number, which processors load
+and store whole, and a failure record counts only when its checksum is right.
+
+A share has a mailbox for messages to the first rank, without a system call on either side. It contains one message at a
+time. Messages are numbered whether they go through the mailbox or the socket, so that the first rank takes them in
+order: a message that finds the box full, or does not fit, goes through the socket, and so do all after it until the
+first rank has taken them. Processors that may reorder stores do not use mailboxes.
+"""
 
 from __future__ import annotations
 
+import array
+import json
+import mmap
 import os
 import select
+import socket
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from struct import Struct
 
-from xrank.ranks.board import Board
-from xrank.ranks.failure import FailureRecord
-from xrank.ranks.link import MAX_PAYLOAD_NBYTES, Link, decode_message, encode_message
-from xrank.ranks.peer import Peer
-from xrank.ranks.wire import Message, Sleep, Status
+from xrank.errors import CorruptError
+from xrank.ranks.failure import FailureRecord, damage_error
+from xrank.ranks.processes import Peer
+from xrank.ranks.wire import STORES_ARE_ORDERED, Message, Sleep, Status
 
+_WORD_NBYTES = 8
+_PAGE_NBYTES = 4096
+BOX_NBYTES = 40 << 10
+"""Bytes of a mailbox with its numbers: whole pages."""
+_POSTED, _TAKEN, _NBYTES = range(3)
+"""A mailbox's numbers: of its message, of the last message that the first rank took, and the message's size."""
+_BOX_HEAD_NBYTES = 64
+_SHARE_NBYTES = _PAGE_NBYTES + BOX_NBYTES
+_ALARM = len(Status)
+"""Index of the alarm in the first share: not 0 once any rank has written a failure record."""
+_RECORD_HEAD = Struct("<II")  # length, CRC-32
+_RECORD = 64
 _COMMON = (Status.ARRIVED, Status.ENDED)
 """Statuses that the first rank waits for until all others have reached them."""
 
+_MAX_NBYTES = 128 << 10
+"""Largest message; half of the default buffer of a Unix socket (Linux, net.core.wmem_default: 212,992)."""
+_HEAD = Struct("<I")
+_NO_CONTENT = _HEAD.pack(2) + b"{}"
+"""Beginning of a message that is a payload alone."""
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+# As numbers: combining enum members takes longer than the call.
+_SEND, _SEND_AT_ONCE = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_RIGHTS_NBYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+
+
+class Board:
+    """The shares of all ranks of a group, by position in its rank list."""
+
+    def __init__(self, fd: int, num_ranks: int) -> None:
+        self.memory = mmap.mmap(fd, num_ranks * _SHARE_NBYTES)
+        # Not struct.Struct("<q"), which loads and stores byte by byte.
+        self.words = memoryview(self.memory).cast("q")
+
+    @staticmethod
+    def create(num_ranks: int) -> int:
+        """Return the descriptor of a new board: unnamed memory, which the kernel frees after its last user."""
+        fd = os.memfd_create("xrank-board", os.MFD_CLOEXEC)
+        # All pages now: if memory is short, this raises; a later store through the mapping would be a SIGBUS.
+        os.posix_fallocate(fd, 0, num_ranks * _SHARE_NBYTES)
+        return fd
+
+    @staticmethod
+    def index(position: int, status: Status = Status.ARRIVED) -> int:
+        """Return the index of a rank's status in `words`; 0 before it was set."""
+        return position * (_SHARE_NBYTES // _WORD_NBYTES) + status
+
+    def fail(self, position: int, record: FailureRecord) -> None:
+        """Write a rank's failure record, unless it has one."""
+        if self.failure(position) is not None:
+            return
+        content, at = record.to_text().encode(), position * _SHARE_NBYTES + _RECORD
+        self.memory[at + _RECORD_HEAD.size : at + _RECORD_HEAD.size + len(content)] = content
+        # Content, head, alarm, in this order: a reader that sees the alarm too early finds a wrong checksum, not a
+        # wrong record.
+        _RECORD_HEAD.pack_into(self.memory, at, len(content), zlib.crc32(content))
+        self.words[_ALARM] = 1
+
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether any rank has written a failure record."""
+        return self.words[_ALARM] != 0
+
+    def failure(self, position: int) -> FailureRecord | None:
+        """Return a rank's failure record, if it has one."""
+        at = position * _SHARE_NBYTES + _RECORD
+        length, checksum = _RECORD_HEAD.unpack_from(self.memory, at)
+        if not 0 < length <= _PAGE_NBYTES - _RECORD - _RECORD_HEAD.size:
+            return None
+        content = self.memory[at + _RECORD_HEAD.size : at + _RECORD_HEAD.size + length]
+        return FailureRecord.from_text(content) if zlib.crc32(content) == checksum else None
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.words.release()
+        self.memory.close()
+
+
+class Mailbox:
+    """The mailbox of the rank at a position of a board, as it or the first rank sees it."""
+
+    def __init__(self, board: Board, position: int) -> None:
+        start = position * _SHARE_NBYTES + _PAGE_NBYTES
+        self._memory, self._words = board.memory, board.words
+        self._start, self._word = start + _BOX_HEAD_NBYTES, start // _WORD_NBYTES
+
+    def put(self, number: int, parts: Sequence[bytes]) -> bool:
+        """Put a message, the concatenation of `parts`, if all before it were taken; return whether it was put."""
+        words, word, at, nbytes = self._words, self._word, self._start, sum(map(len, parts))
+        if words[word + _TAKEN] != number - 1 or nbytes > BOX_NBYTES - _BOX_HEAD_NBYTES or not STORES_ARE_ORDERED:
+            return False
+        for part in parts:
+            end = at + len(part)
+            self._memory[at:end] = part
+            at = end
+        words[word + _NBYTES] = nbytes
+        words[word + _POSTED] = number  # last: the first rank reads the box once it sees the number
+        return True
+
+    def take(self, number: int) -> bytes | None:
+        """Return the message of that number if it is here, and free the box."""
+        words, word = self._words, self._word
+        if words[word + _POSTED] != number:
+            return None
+        content = self._memory[self._start : self._start + words[word + _NBYTES]]
+        # After the copy: the sender may fill the box again at once.
+        words[word + _TAKEN] = number
+        return content
+
+    def skip(self, number: int) -> None:
+        """On the first rank: count the message of that number, which came through the socket, as taken."""
+        self._words[self._word + _TAKEN] = number
+
+
+class Link:
+    """One end of a link: messages between two processes of one host, with file descriptors where needed.
+
+    A Unix socket that keeps message borders. The kernel closes it when either process ends, so a waiting process always
+    wakes. Only one thread at a time may use an end.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.setblocking(True)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, descriptors: tuple[int, ...] = (), *, wait: bool = True) -> None:
+        """Send a message of at most 128 KiB, with descriptors.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: the other end is gone.
+            BlockingIOError: `wait` is False and the socket's buffer is full.
+        """
+        parts = encode_message(message)
+        assert sum(map(len, parts)) <= _MAX_NBYTES, parts[0]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        self._socket.sendmsg(parts, rights, _SEND if wait else _SEND_AT_ONCE)
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """Return the next message and its descriptors, which the caller closes; None when the other end is gone.
+
+        Raises:
+            CorruptError: the bytes are not a message of xrank.
+        """
+        try:
+            content, ancillary, flags, _ = self._socket.recvmsg(_MAX_NBYTES, _RIGHTS_NBYTES, _RECEIVE)
+        except ConnectionResetError:
+            return None
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if not content and not descriptors:
+            return None
+        try:
+            # A message that was cut is damaged, even if what is left of it could be decoded.
+            return decode_message(b"" if flags & _CUT else content), list(descriptors)
+        except CorruptError:
+            for fd in descriptors:
+                os.close(fd)
+            raise
+
+    def peer_uid(self) -> int:
+        """Return the user id of the other end, from the kernel (unix(7): SO_PEERCRED)."""
+        credentials = array.array("i")
+        credentials.frombytes(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return credentials[1]
+
+    def close(self) -> None:
+        """Close this end; the other end's next `receive` returns None."""
+        self._socket.close()
+
+
+def encode_message(message: Message) -> list[bytes]:
+    """Return the bytes of a message, in parts that are sent together: the length of its JSON, that, and its payload."""
+    if not message.content:
+        return [_NO_CONTENT, message.payload]
+    content = _to_json(message.content).encode()
+    return [_HEAD.pack(len(content)), content, message.payload]
+
+
+def decode_message(content: bytes) -> Message:
+    """Return the message that `encode_message` encoded; CorruptError if the bytes are not one."""
+    if content.startswith(_NO_CONTENT):
+        return Message({}, content[len(_NO_CONTENT) :])
+    if len(content) >= _HEAD.size:
+        end = _HEAD.size + _HEAD.unpack_from(content)[0]
+        with suppress(ValueError):
+            value = json.loads(content[_HEAD.size : end])
+            if isinstance(value, dict):
+                return Message(value, content[end:])
+    raise damage_error("a message between two ranks is damaged", f"{len(content)} bytes", "JSON")
+
 
 class Bells:
-    """Descriptors that wake the ranks of a circle: one for the first rank, one for all others (eventfd(2)).
+    """Descriptors that wake the ranks of a group: one for the first rank, one for all others (eventfd(2)).
 
     Sleeping ranks poll for the edge, and no rank reads the counter: a ring wakes all sleepers of that descriptor and
     costs the ranks that are awake nothing.
@@ -57,7 +267,7 @@ class HostWire:
     """
 
     shares_memory = True
-    max_payload_nbytes = MAX_PAYLOAD_NBYTES
+    max_payload_nbytes = 32 << 10
 
     def __init__(
         self,
@@ -76,13 +286,11 @@ class HostWire:
         self._position = {r: i for i, r in enumerate(ranks)}
         self._first = ranks[0]
         self._first_sleeps = board.index(0, Status.SLEEPS)
-        self._own = board.index(self._position[rank], Status(0))
-        self._others = {r: board.index(i, Status(0)) for r, i in self._position.items() if r != rank}
-        # Messages to the first rank go through letter boxes or links; numbers keep their order across both.
-        boxes = {r: board.box(i) for r, i in self._position.items()}
-        self._box = boxes[rank]
-        self._num_sent = 0
-        self._boxes = {r: boxes[r] for r in links} if rank == self._first else {}
+        self._own = board.index(self._position[rank])
+        self._others = {r: board.index(i) for r, i in self._position.items() if r != rank}
+        # Messages to the first rank go through mailboxes or links; numbers keep their order across both.
+        self._box, self._num_sent = Mailbox(board, self._position[rank]), 0
+        self._boxes = {r: Mailbox(board, self._position[r]) for r in links} if rank == self._first else {}
         self._num_taken = dict.fromkeys(self._boxes, 0)
         self._lives: dict[int, int] = {}
         # One epoll queue for all descriptors: a poll costs the same for two ranks and for a hundred.
@@ -108,19 +316,18 @@ class HostWire:
 
     def send(self, rank: int, message: Message) -> None:
         """Send; see `Wire`."""
-        if rank == self._first:
-            parts = encode_message(message)
-            if self._box.put(self._num_sent + 1, parts, sum(map(len, parts))):
-                if self._words[self._first_sleeps] == Sleep.LIGHT:
-                    self._bells.ring(is_for_first=True)
-            else:
-                self._links[rank].send(message, wait=False)
-            self._num_sent += 1
+        if rank != self._first:
+            self._links[rank].send(message, wait=False)
+            return
+        if self._box.put(self._num_sent + 1, encode_message(message)):
+            if self._words[self._first_sleeps] == Sleep.LIGHT:
+                self._bells.ring(is_for_first=True)
         else:
             self._links[rank].send(message, wait=False)
+        self._num_sent += 1
 
     def look(self) -> None:
-        """Receive the messages in the letter boxes."""
+        """Receive the messages in the mailboxes."""
         for rank, box in self._boxes.items():
             if (content := box.take(self._num_taken[rank] + 1)) is not None:
                 self._num_taken[rank] += 1
@@ -138,19 +345,16 @@ class HostWire:
                 message, descriptors = received
                 for descriptor in descriptors:
                     os.close(descriptor)
-                self._receive_by_link(rank, message)
+                if (box := self._boxes.get(rank)) is not None:
+                    self.look()  # a message in its box was sent before this one
+                    self._num_taken[rank] += 1
+                    box.skip(self._num_taken[rank])
+                self.inboxes[rank].append(message)
                 continue
             else:
                 self.silent.add(rank)
             self._events.unregister(fd)  # a closed descriptor stays readable and would end every later poll at once
         self.look()
-
-    def _receive_by_link(self, rank: int, message: Message) -> None:
-        if (box := self._boxes.get(rank)) is not None:
-            self.look()  # a message in its box was sent before this one
-            self._num_taken[rank] += 1
-            box.skip(self._num_taken[rank])
-        self.inboxes[rank].append(message)
 
     def set_status(self, status: Status, value: int) -> None:
         """Set one of this rank's own statuses; see `Wire`."""
@@ -168,11 +372,10 @@ class HostWire:
     def nudge(self, ranks: Sequence[int]) -> None:
         """Wake ranks; see `Wire`."""
         sleeping = [r for r in ranks if self._words[self._others[r] + Status.SLEEPS] == Sleep.LIGHT]
-        if sleeping:
-            if self._first in sleeping:
-                self._bells.ring(is_for_first=True)
-            if sleeping != [self._first]:
-                self._bells.ring(is_for_first=False)
+        if self._first in sleeping:
+            self._bells.ring(is_for_first=True)
+        if any(r != self._first for r in sleeping):
+            self._bells.ring(is_for_first=False)
 
     def get_status(self, rank: int, status: Status) -> int:
         """Return the present status of any rank."""

@@ -1,21 +1,91 @@
-"""The meeting: values that ranks exchange through the store before they become a circle, over either wire."""
+"""How ranks become a group: they find each other through the store, once, and agree on a wire."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import os
+import secrets
+import select
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from time import monotonic, sleep
 from typing import Any
 
-from xrank.errors import AGAIN, ContradictionError, RankFailedError, RankTimeoutError, option
-from xrank.ranks.deadline import Deadline
-from xrank.ranks.failure import FailureRecord
-from xrank.ranks.long_wait import START_SECONDS, Awaits, LongWait
-from xrank.ranks.peer import Peer
+from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
+from xrank.ranks.failure import Deadline, FailureRecord, absence_error, damage_error
+from xrank.ranks.group import RankGroup
+from xrank.ranks.host_wire import Bells, Board, HostWire, Link
+from xrank.ranks.processes import PERIOD_SECONDS, Peer, process_space
 from xrank.ranks.store import Store
-from xrank.words import ranks_text
+from xrank.ranks.store_wire import StoreWire
+from xrank.ranks.waits import START_SECONDS, Awaits, LongWait
+from xrank.ranks.wire import Message
+from xrank.system import after_fork_in_child, count_cores
+
+_P = 2**255 - 19
+_A24 = 121665
+_BASE_POINT = (9).to_bytes(32, "little")
+_NBYTES = 32
+
+
+def x25519(private: bytes, public: bytes) -> bytes:
+    """Return the shared secret of a private and a public key, each of 32 bytes (RFC 7748, section 5)."""
+    k = int.from_bytes(private, "little") & ~7 & (1 << 255) - 1 | 1 << 254
+    x1 = int.from_bytes(public, "little") & (1 << 255) - 1
+    x2, z2, x3, z3, swap = 1, 0, x1, 1, 0
+    for t in reversed(range(255)):
+        bit = k >> t & 1
+        if swap ^ bit:
+            x2, x3, z2, z3 = x3, x2, z3, z2
+        swap = bit
+        a, b, c, d = x2 + z2, x2 - z2, x3 + z3, x3 - z3
+        aa, bb, da, cb = a * a % _P, b * b % _P, d * a % _P, c * b % _P
+        e = aa - bb
+        x3, z3 = (da + cb) ** 2 % _P, x1 * (da - cb) ** 2 % _P
+        x2, z2 = aa * bb % _P, e * (aa + _A24 * e) % _P
+    if swap:
+        x2, z2 = x3, z3
+    return (x2 * pow(z2, _P - 2, _P) % _P).to_bytes(_NBYTES, "little")
+
+
+class KeyPair:
+    """The key pair of a process."""
+
+    def __init__(self) -> None:
+        self._private = secrets.token_bytes(_NBYTES)
+        self.public = x25519(self._private, _BASE_POINT).hex()
+        """For the others, in hexadecimal digits."""
+        self._shared: dict[str, bytes] = {}
+
+    def seal(self, secret: bytes, public: str, purpose: str) -> str:
+        """Return a secret of 32 bytes for the owner of a public key alone, by a purpose that is never used twice."""
+        if public not in self._shared:
+            shared = x25519(self._private, bytes.fromhex(public))
+            if not any(shared):  # RFC 7748, section 6.1: the other's is no point of large order
+                raise damage_error("the public key of a rank is damaged", public[:80])
+            self._shared[public] = shared
+        keys = "".join(sorted((public, self.public)))
+        pad = hmac.digest(self._shared[public], f"{purpose} {keys}".encode(), hashlib.sha256)
+        return bytes(a ^ b for a, b in zip(secret, pad, strict=True)).hex()
+
+    def unseal(self, sealed: str, public: str, purpose: str) -> bytes:
+        """Return the secret that the owner of a public key has sealed for this one."""
+        return bytes.fromhex(self.seal(bytes.fromhex(sealed), public, purpose))
+
+
+@cache
+def own_key_pair() -> KeyPair:
+    """Return the key pair of this process."""
+    return KeyPair()
+
+
+after_fork_in_child(own_key_pair.cache_clear)
+
 
 CALL = "the first gather"
 _THREAD_SECONDS = 0.3
@@ -35,7 +105,7 @@ class Meeting:
         deadline: the moment until which all must have come.
         way: the medium of the gathers, which must be the same on all ranks.
         check_around: raises if an enclosing gather has failed, so that waiting is of no use.
-        begin_long_wait: returns the look-out of a wait that has become long.
+        begin_long_wait: returns a wait that has become long.
         thread: name of this rank's thread.
         num_at_large: number of this rank's failures in calls whose ranks it could not name.
         find_at_large: returns such a failure of other ranks that has failed no call of this rank yet.
@@ -75,11 +145,7 @@ class Meeting:
             raise
 
     def raise_if_confirmed(self) -> None:
-        """Raise if this rank and others were found to wait for each other, maybe by another of them.
-
-        Raises:
-            ContradictionError: they were.
-        """
+        """Raise ContradictionError if this rank and others were found to wait for each other, by any of them."""
         self._look_out.raise_if_confirmed()
 
     def leave(self) -> None:
@@ -92,17 +158,10 @@ class Meeting:
         return {**me, "at_large": self.num_at_large, "thread": self.thread}
 
     def check_threads(self, threads: Iterable[str]) -> None:
-        """Raise if another thread of this rank gathers as well.
+        """Raise if another thread of this rank gathers as well; others came with threads of these names.
 
         Ranks whose threads have different names may each be at another thread's gather. A moment shows the second
         thread, if there is one. Names need not be equal: a rank may have threads that others have not.
-
-        Args:
-            threads: names of the threads with which other ranks came.
-
-        Raises:
-            RankFailedError: one does.
-            ContradictionError: as `raise_if_confirmed`; ranks that have noticed it may have come with their next calls.
         """
         self.raise_if_confirmed()
         if any(thread != self.thread for thread in threads):
@@ -112,14 +171,7 @@ class Meeting:
                 self.check_around()
 
     def check_at_large(self, described: dict[str, Any]) -> None:
-        """Raise if a rank that has come failed before in a call that may have been this one.
-
-        Args:
-            described: its process.
-
-        Raises:
-            RankFailedError: it did, and no call of this rank failed for it yet.
-        """
+        """Raise if a rank that has come failed before in a call that may have been this one."""
         if described.get("at_large") and (failure := self.find_at_large((described["rank"],))) is not None:
             raise failure.to_error()
 
@@ -152,13 +204,8 @@ class Meeting:
         # Another rank may know already that they waited for each other, and have come here with its next call.
         self.raise_if_confirmed()
         if announced["way"] != self.way:
-            raise ContradictionError(
-                f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}",
-                rank=self.rank,
-                got=self.way,
-                want=str(announced["way"]),
-                next_step="give workspace_path on all ranks or on none",
-            )
+            what = f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}"
+            raise ContradictionError(what, rank=self.rank, next_step="give workspace_path on all ranks or on none")
         self.check_at_large(announced)
         return announced
 
@@ -167,7 +214,7 @@ class Meeting:
         if self.rank == self.ranks[0]:
             self.end(error)
             return
-        text = FailureRecord.from_error(error, self.rank, CALL).to_bytes().decode()
+        text = FailureRecord.from_error(error, self.rank, CALL).to_text()
         with suppress(RankFailedError):  # the store may be what failed
             self.store.put(f"{self.name}/{self.rank}", text)
             self.store.put(f"{self.name}/refused", text)
@@ -175,37 +222,25 @@ class Meeting:
     def read_refusal(self, rank: int) -> FailureRecord | None:
         """On the first rank: return the reason why another can't take part, if it sent one."""
         text = self.store.peek(f"{self.name}/{rank}")
-        return None if text is None else FailureRecord.from_bytes(text.encode())
+        return None if text is None else FailureRecord.from_text(text)
 
     def raise_refusal(self, ranks: Sequence[int]) -> None:
-        """On the first rank: raise if any of these can't take part.
-
-        Raises:
-            RankFailedError: a rank sent a refusal.
-        """
+        """On the first rank: raise the refusal of any of these, if one sent it."""
         for rank in ranks:
             if (refusal := self.read_refusal(rank)) is not None:
                 raise refusal.to_error()
 
     def raise_any_refusal(self) -> None:
-        """Raise if another rank sent a refusal, before the first has come and ended the meeting for it.
-
-        Raises:
-            RankFailedError: a rank sent a refusal.
-        """
+        """Raise another rank's refusal, before the first has come and ended the meeting for it."""
         if (refusal := self._read_any_refusal()) is not None:
             raise refusal.to_error()
 
     def _read_any_refusal(self) -> FailureRecord | None:
         text = self.store.peek(f"{self.name}/refused")
-        return None if text is None else FailureRecord.from_bytes(text.encode())
+        return None if text is None else FailureRecord.from_text(text)
 
     def raise_reason(self) -> None:
-        """Raise the reason why this meeting ended, if a rank reported one: that rank may have ended itself since.
-
-        Raises:
-            RankFailedError: one did.
-        """
+        """Raise the reason why this meeting ended, if a rank reported one: that rank may have ended itself since."""
         if (end := self.find_end()) is not None:
             raise end.to_error()
 
@@ -217,18 +252,14 @@ class Meeting:
         """On the first rank: leave the reason for the end in the store, for ranks that come later."""
         record = FailureRecord.from_error(error, self.ranks[0], CALL)
         with suppress(Exception):  # the store may be what failed
-            self.announce(ended=record.to_bytes().decode())
+            self.announce(ended=record.to_text())
 
     def raise_end(self) -> None:
         """Raise if the first rank has ended the meeting, as `find_announcement` does."""
         self.find_announcement()
 
     def find_announcement(self) -> dict[str, Any] | None:
-        """Return the first rank's announcement; None before it came.
-
-        Raises:
-            RankFailedError: the first rank has ended the meeting; with its reason.
-        """
+        """Return the first rank's announcement; None before it came. Raise its reason if it has ended the meeting."""
         announced = self._read_announcement()
         if (end := _end_of(announced)) is not None:
             raise end.to_error()
@@ -238,20 +269,20 @@ class Meeting:
         announced: dict[str, Any] = json.loads(self.store.peek(self.name) or "{}")
         return announced
 
+    def make_silence_error(self) -> RankTimeoutError:
+        """Return the error that the first rank does not answer."""
+        first = self.ranks[0]
+        what, next_step = f"rank {first} did not answer at {CALL}", f"look at rank {first}'s own error first"
+        return RankTimeoutError(what, rank=first, waiting_for=(first,), next_step=next_step)
+
     def make_timeout_error(self, absent: Sequence[int]) -> RankTimeoutError:
         """Return the error that names the ranks that did not come."""
-        return RankTimeoutError(
-            f"{ranks_text(absent)} did not come to {CALL} within {self.deadline.timeout_seconds:g} s",
-            rank=absent[0],
-            waiting_for=tuple(absent),
-            want=f"all of {ranks_text(self.ranks)}",
-            next_step=f"let all of these ranks {AGAIN}; raise {option('timeout_seconds')} if they are slow",
-        )
+        return absence_error(absent, self.ranks, self.deadline, f" to {CALL}")
 
 
 def _end_of(announced: dict[str, Any]) -> FailureRecord | None:
     ended = announced.get("ended")
-    return None if ended is None else FailureRecord.from_bytes(ended.encode())
+    return None if ended is None else FailureRecord.from_text(ended)
 
 
 class _LookOut:
@@ -279,3 +310,391 @@ class _LookOut:
     def end(self) -> None:
         if self._wait is not None:
             self._wait.end()
+
+
+_TICK_SECONDS = 0.02
+_PEERS_PER_MESSAGE = 100
+"""The roster of a large circle does not fit into one message."""
+_SPIN_SECONDS = 200e-6
+_GRACE_SECONDS = 2.0
+"""Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
+
+
+class RanksApartError(Exception):
+    """Some ranks of a meeting share no memory, or no process numbers: all of its ranks get this error."""
+
+
+def meet(meeting: Meeting) -> RankGroup:
+    """Return the group of a meeting's ranks; every one of them must call it once.
+
+    Raises:
+        RankTimeoutError: ranks did not come; `waiting_for` names them.
+        RankFailedError: a rank could not join, or failed meanwhile.
+        RanksApartError: a rank shares no memory, or no process numbers, with the first.
+    """
+    return _Host(meeting).meet() if meeting.rank == meeting.ranks[0] else _join(meeting)
+
+
+class _Host:
+    """The first rank's side."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.others = tuple(meeting.ranks[1:])
+        self.nonce = secrets.token_hex(16)
+        self.secret = secrets.token_bytes(32)
+        self.links: dict[int, Link] = {}
+        self.guests: list[Link] = []  # connected, first message not yet received
+        self.peers: dict[int, Peer] = {}
+        self.threads: set[str] = set()
+        self.next_look = Deadline(_TICK_SECONDS)
+
+    def meet(self) -> RankGroup:
+        meeting = self.meeting
+        with ExitStack() as undo:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            undo.callback(listener.close)
+            address = f"xrank-{secrets.token_hex(16)}"
+            listener.bind(f"\0{address}")
+            # Before the announcement: ranks connect as soon as they read the address.
+            listener.listen(len(meeting.ranks))
+            meeting.announce(address=address, nonce=self.nonce)
+            undo.callback(self._close_links)
+            # Pushed last, so it runs first: a rank whose link is closed looks in the store for the reason.
+            undo.push(self._record_end)
+            while len(self.links) < len(self.others):
+                self._gather_guests(listener)
+            meeting.check_threads(self.threads)
+            board, bells = self._start()
+            circle = _circle(meeting, board, bells, self.links, self.peers, self.secret)
+            undo.pop_all()
+            listener.close()
+            for guest in self.guests:
+                guest.close()
+            meeting.store.remove(meeting.name)
+            return circle
+
+    def _gather_guests(self, listener: socket.socket) -> None:
+        """Accept connections for a moment; raise if a rank has failed or gone."""
+        if self.next_look.has_passed:  # not for each guest: the store may be slow
+            self.next_look = Deadline(_TICK_SECONDS)
+            absent = [rank for rank in self.others if rank not in self.links]
+            self.meeting.raise_refusal(absent)
+            if self.meeting.store.peek(_apart_name(self.meeting)) is not None:
+                raise RanksApartError
+            self.meeting.check(absent)
+        poller = select.poll()
+        for fd in (listener.fileno(), *(link.fileno() for link in (*self.guests, *self.links.values()))):
+            poller.register(fd, select.POLLIN)
+        for fd, _ in poller.poll(1000 * min(_TICK_SECONDS, self.meeting.deadline.remaining_seconds)):
+            joined = [rank for rank, link in self.links.items() if link.fileno() == fd]
+            if joined:  # a rank that has joined sends nothing, so this is its end
+                raise self._record_death(joined[0]).to_error()
+            if fd == listener.fileno():
+                self._admit(listener.accept()[0])
+            for guest in [guest for guest in self.guests if guest.fileno() == fd]:
+                self._welcome(guest)
+        if self.meeting.deadline.has_passed:
+            raise self.meeting.make_timeout_error([rank for rank in self.others if rank not in self.links])
+
+    def _start(self) -> tuple[Board, Bells]:
+        """Send all ranks the board, the bells and the roster."""
+        ranks = self.meeting.ranks
+        fd = Board.create(len(ranks))
+        board, bells = Board(fd, len(ranks)), Bells.create()
+        peers = [peer.to_dict() for peer in (Peer.from_this_process(ranks[0]), *self.peers.values())]
+        try:
+            for rank, link in self.links.items():
+                try:
+                    for start in range(0, len(peers), _PEERS_PER_MESSAGE):
+                        link.send(Message({"peers": peers[start : start + _PEERS_PER_MESSAGE]}))
+                    # The board last: its receiver takes it for the end of the roster.
+                    # Links connect processes of this user on this host, so what they carry stays among them.
+                    content = {"board": len(ranks), "secret": self.secret.hex()}
+                    link.send(Message(content), (fd, *bells.descriptors))
+                except (BrokenPipeError, ConnectionResetError):
+                    board.fail(0, self._record_death(rank))  # for ranks that have the board already
+                    bells.close()
+                    raise self._record_death(rank).to_error() from None
+        finally:
+            os.close(fd)
+        return board, bells
+
+    def _close_links(self) -> None:
+        for link in (*self.links.values(), *self.guests):
+            link.close()
+
+    def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RanksApartError):
+            self.meeting.announce()  # without an address
+        elif error is not None:
+            self.meeting.end(error)
+
+    def _record_death(self, rank: int) -> FailureRecord:
+        """Return the reason why a rank that had joined is gone: its own refusal, if it sent one."""
+        if (refusal := self.meeting.read_refusal(rank)) is not None:
+            return refusal
+        peer = self.peers[rank]
+        return FailureRecord(rank, peer.host, peer.pid, "it ended, or gave up, before all had come", CALL)
+
+    def _admit(self, sock: socket.socket) -> None:
+        link = Link(sock)
+        # An abstract socket has no permissions, so any user of the host may connect.
+        if link.peer_uid() == os.getuid():
+            self.guests.append(link)
+        else:
+            link.close()
+
+    def _welcome(self, link: Link) -> None:
+        self.guests.remove(link)
+        descriptors: list[int] = []
+        try:
+            message, descriptors = link.receive() or (Message({}), [])
+            peer = Peer.from_dict(message.content)
+        except CorruptError:
+            peer = None
+        for fd in descriptors:
+            os.close(fd)
+        if (
+            peer is None
+            or message.content.get("nonce") != self.nonce
+            or peer.rank not in self.others
+            or peer.rank in self.links
+        ):
+            link.close()  # a process of another run
+            return
+        self.meeting.check_at_large(message.content)
+        self.threads.add(message.content.get("thread", ""))
+        self.links[peer.rank] = link
+        self.peers[peer.rank] = peer
+
+
+def _join(meeting: Meeting) -> RankGroup:
+    announced = meeting.await_first()
+    _check_address(announced)
+    host = Peer.from_dict(announced)
+    if host.space != process_space():
+        raise _report_apart(meeting)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(f"\0{announced['address']}")
+    except (ConnectionRefusedError, FileNotFoundError):
+        sock.close()
+        # The first rank has given up, and left the reason in the store; or it is in another network namespace.
+        _raise_end(meeting)
+        raise _report_apart(meeting) from None
+    link = Link(sock)
+    try:
+        if link.peer_uid() != os.getuid():  # another user's process that has written itself into the store
+            raise RankFailedError(
+                f"{CALL} is announced by a process of user {link.peer_uid()}, not of {os.getuid()}, as all ranks",
+                rank=host.rank,
+                host=host.host,
+                next_step="start all ranks as one user, and let no other user reach the store's port",
+            )
+        with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` raises
+            link.send(Message({**meeting.describe(), "nonce": announced["nonce"]}))
+        peers, board, bells, secret = _roster(meeting, link, host)
+        return _circle(meeting, board, bells, {host.rank: link}, peers, secret)
+    except RanksApartError:
+        link.close()
+        raise
+    except BaseException as error:
+        meeting.refuse(error)
+        link.close()
+        raise
+
+
+def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], Board, Bells, bytes]:
+    """Return the other ranks' processes, the board, the bells and the secret, which the first rank sends at the end."""
+    peers: dict[int, Peer] = {}
+    poller = select.poll()
+    poller.register(link.fileno(), select.POLLIN)
+    patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
+    while True:
+        while not poller.poll(1000 * min(_TICK_SECONDS, patience.remaining_seconds)):
+            try:
+                meeting.check([rank for rank in meeting.ranks if rank != meeting.rank])
+            except RankFailedError:
+                # A rank that met all others may have gone on, and ended, before this one looked.
+                if poller.poll(0):
+                    break
+                raise
+            if not patience.has_passed:
+                continue
+            raise meeting.make_silence_error()
+        received = link.receive()
+        if received is None:
+            _raise_end(meeting)
+            raise RankFailedError(
+                f"rank {host.rank} ended {CALL} before all had come",
+                rank=host.rank,
+                host=host.host,
+                cause="it failed, or waited in vain for another rank",
+                next_step=f"look at rank {host.rank}'s own error first",
+            )
+        message, descriptors = received
+        if descriptors:
+            board, *bells = descriptors
+            try:
+                return peers, Board(board, len(meeting.ranks)), Bells(bells), bytes.fromhex(message.content["secret"])
+            finally:
+                os.close(board)
+        for peer in map(Peer.from_dict, message.content["peers"]):
+            if peer.rank != meeting.rank:
+                peers[peer.rank] = peer
+
+
+def _circle(
+    meeting: Meeting,
+    board: Board,
+    bells: Bells,
+    links: Mapping[int, Link],
+    peers: Mapping[int, Peer],
+    secret: bytes,
+) -> RankGroup:
+    wire = HostWire(meeting.ranks, meeting.rank, board, bells, links, peers)
+    has_own_processor = len(meeting.ranks) <= count_cores()
+    spin_seconds = _SPIN_SECONDS if has_own_processor else 0.0
+    return RankGroup(meeting.ranks, meeting.rank, wire, peers, secret=secret, spin_seconds=spin_seconds)
+
+
+def _apart_name(meeting: Meeting) -> str:
+    return f"{meeting.name}/apart"
+
+
+def _report_apart(meeting: Meeting) -> RanksApartError:
+    """Report to the first rank that this one is apart from it; return the error."""
+    meeting.store.put(_apart_name(meeting), "1")
+    return RanksApartError()
+
+
+def _raise_end(meeting: Meeting) -> None:
+    """Raise if the first rank has ended the meeting, or found that a rank is apart."""
+    if (announced := meeting.find_announcement()) is not None:
+        _check_address(announced)
+
+
+def _check_address(announced: dict[str, Any]) -> None:
+    if "address" not in announced:
+        raise RanksApartError
+
+
+_KEY = "key"
+"""Entry of a rank's public key."""
+"""Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
+
+
+def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECONDS) -> RankGroup:
+    """Return the group of a meeting's ranks, as `meet`, through the store alone."""
+    is_first = meeting.rank == meeting.ranks[0]
+    known: dict[int, Peer] = {}
+    keys = own_key_pair()
+    if not is_first:
+        first = Peer.from_dict(meeting.await_first())
+        known[first.rank] = first
+    wire = StoreWire(meeting.ranks, meeting.rank, meeting.store, meeting.name, period_seconds=period_seconds)
+    try:
+        if is_first:
+            meeting.announce()  # after the first beat: the others may wait for this rank from now on
+        wire.watch(known)
+        me = Peer.from_this_process(meeting.rank)
+        meeting.store.put(_name(meeting, me.rank), json.dumps({**meeting.describe(), _KEY: keys.public}))
+        if is_first:
+            publics = _collect(meeting, wire, known)
+            secret = secrets.token_bytes(32)
+            roster: dict[str, Any] = {
+                "peers": [peer.to_dict() for peer in (me, *known.values())],
+                _KEY: keys.public,
+                "sealed": {
+                    rank: keys.seal(secret, public, f"{meeting.name} {rank}") for rank, public in publics.items()
+                },
+            }
+            meeting.store.put(f"{meeting.name}/roster", json.dumps(roster))
+        else:
+            roster = _await_roster(meeting, wire, known)
+            sealed = roster["sealed"][str(meeting.rank)]
+            secret = keys.unseal(sealed, roster[_KEY], f"{meeting.name} {meeting.rank}")
+        # Each from the moment it is known, so its death is seen while others are still awaited.
+        wire.watch(known)
+        return RankGroup(meeting.ranks, meeting.rank, wire, known, secret=secret)
+    except BaseException as error:
+        if is_first:
+            meeting.end(error)
+        else:
+            # By both ways: others may not have come to the wire yet, and see this rank's end first.
+            meeting.refuse(error)
+            wire.fail(FailureRecord.from_error(error, meeting.rank, CALL))
+        wire.close()
+        raise
+
+
+def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> dict[int, str]:
+    """On the first rank: wait until all have come; return their public keys."""
+    threads: set[str] = set()
+    publics: dict[int, str] = {}
+    while absent := [rank for rank in meeting.ranks[1:] if rank not in known]:
+        for rank in absent:
+            if (described := _find_description(meeting, rank)) is not None:
+                meeting.check_at_large(described)
+                threads.add(described.get("thread", ""))
+                publics[rank] = str(described.get(_KEY, ""))
+                known[rank] = Peer.from_dict(described)
+        wire.watch(known)
+        meeting.raise_refusal(absent)
+        _check(meeting, wire, known)
+        if meeting.deadline.has_passed and (absent := [rank for rank in absent if rank not in known]):
+            raise meeting.make_timeout_error(absent)
+        wire.pump(_TICK_SECONDS)
+    meeting.check_threads(threads)
+    return publics
+
+
+def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> dict[str, Any]:
+    """On another rank: wait until the first publishes the roster, when all have come; return it."""
+    patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
+    while (text := meeting.store.peek(f"{meeting.name}/roster")) is None:
+        meeting.raise_end()
+        try:
+            _check(meeting, wire, known)
+        except RankFailedError:
+            # A rank that met all others may have gone on, and ended, before this one looked.
+            if (text := meeting.store.peek(f"{meeting.name}/roster")) is not None:
+                break
+            raise
+        if patience.has_passed:
+            raise meeting.make_silence_error()
+        wire.pump(_TICK_SECONDS)
+    roster: dict[str, Any] = json.loads(text)
+    peers = map(Peer.from_dict, roster["peers"])
+    known |= {peer.rank: peer for peer in peers if peer.rank != meeting.rank}
+    return roster
+
+
+def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
+    others = [rank for rank in meeting.ranks if rank != meeting.rank]
+    # All are watched: a first rank that announced itself for a meeting in memory, and died before its first beat on
+    # this wire, is known, and only its beat of the world stands still.
+    meeting.check([rank for rank in others if rank not in known], watched=others)
+    if failures := wire.failures():
+        raise next(iter(failures.values())).to_error()
+    for rank in sorted(wire.ended | wire.silent):
+        meeting.raise_reason()  # a rank writes it before it ends
+        peer = known.get(rank) or _find_peer(meeting, rank)
+        host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
+        raise FailureRecord(rank, host, pid, "it ended, or gave up, before all had come", CALL).to_error()
+
+
+def _find_peer(meeting: Meeting, rank: int) -> Peer | None:
+    """Return a rank's process, if it has come."""
+    described = _find_description(meeting, rank)
+    return None if described is None else Peer.from_dict(described)
+
+
+def _find_description(meeting: Meeting, rank: int) -> dict[str, Any] | None:
+    text = meeting.store.peek(_name(meeting, rank))
+    return None if text is None else json.loads(text)
+
+
+def _name(meeting: Meeting, rank: int) -> str:
+    return f"{meeting.name}/here/{rank}"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from xrank.environment import Launch, silent_torch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
-from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import Deadline
 
 _PREFIX = "xrank/"
 _PAUSE_SECONDS = 0.001
@@ -118,7 +118,7 @@ class LocalStore:
         self._values: dict[str, str] = {}
 
     def put(self, name: str, value: str) -> None:
-        """Set a value that all users of this store then see."""
+        """Set a value."""
         self._values[name] = value
 
     def peek(self, name: str) -> str | None:
@@ -130,7 +130,7 @@ class LocalStore:
         self._values.pop(name, None)
 
     def claim(self, name: str, value: str) -> str:
-        """Set a value if no rank has claimed the name before, and return the value that counts."""
+        """Set a value unless its name is claimed; return the value that counts."""
         return self._values.setdefault(name, value)
 
     def clone(self) -> LocalStore:
@@ -165,13 +165,9 @@ class LaunchedRanks:
         self._on_end = on_end
 
     def make_background(self, rank: int, world_size: int) -> LaunchedRanks:
-        """Return the same ranks for work of another thread, with names and a connection of their own.
+        """Return the same ranks for work of another thread; each of the ranks makes this call once.
 
-        Nothing of torch's process groups is used. Each of the ranks makes this call once.
-
-        Args:
-            rank: this rank.
-            world_size: the number of ranks in the world.
+        They have names and a connection of their own, and nothing of torch's process groups is used.
         """
         store = self.store.clone().with_prefix("background")
         store.keep(self.store)
@@ -203,8 +199,7 @@ def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
     if _has_agent_store(environ):
         return _agent_store(environ)
     raise UsageError(
-        "the ranks have no store to find each other by",
-        got="torch.distributed is not initialised",
+        "the ranks have no store to find each other by: torch.distributed is not initialised",
         want="an initialised process group, or torchrun",
         next_step="call torch.distributed.init_process_group first",
     )
@@ -234,59 +229,45 @@ def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeou
             want="MASTER_ADDR, rank 0's host, and MASTER_PORT, a free port there, in the environment of every rank",
             next_step="set both, or start the ranks by torchrun, which does",
         )
-    import torch.distributed
-
     distributed: Any = torch.distributed
     if launch.rank != 0:
         store = _connect_store(address, int(port), deadline)
         return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True, name=name)
+    limit = timedelta(seconds=timeout_seconds)
     try:
-        store = distributed.TCPStore(
-            address,
-            int(port),
-            launch.world_size,
-            True,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-        )
+        store = distributed.TCPStore(address, int(port), launch.world_size, True, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:  # torch.distributed.DistError
-        cause = str(error).splitlines()[0][:200]
         raise UsageError(
-            f"rank 0 cannot open a store at {address}:{port}, where MASTER_ADDR and MASTER_PORT are: {cause}",
+            f"rank 0 cannot open a store at {address}:{port} (MASTER_ADDR, MASTER_PORT): {_first_line(error)}",
             rank=0,
-            got=cause,
             next_step="give MASTER_PORT a port that is free on rank 0's host",
         ) from error
     return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True, name=name)
 
 
 def _connect_store(address: str, port: int, deadline: Deadline) -> Any:
-    """Return a connection to the store at an address; torch connects once something listens there.
+    """Return a connection to the store at an address once something listens there; RankTimeoutError if nothing does.
 
     Alone, torch takes up to three times its time limit, and writes its C++ frames.
-
-    Raises:
-        RankTimeoutError: there is no store in time.
     """
     import torch.distributed
 
     distributed: Any = torch.distributed
     while True:
+        limit = max(0.1, min(_CONNECT_SECONDS, deadline.remaining_seconds))
         try:
-            limit = max(0.1, min(_CONNECT_SECONDS, deadline.remaining_seconds))
             socket.create_connection((address, port), timeout=limit).close()
             store = distributed.TCPStore(
                 address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)
             )
         except (OSError, RuntimeError) as error:  # torch.distributed.DistError
             if deadline.has_passed:
-                cause = str(error).splitlines()[0][:200]
                 raise RankTimeoutError(
-                    f"rank 0 opened no store at {address}:{port} within {deadline.timeout_seconds:g} s: {cause}",
+                    f"rank 0 opened no store at {address}:{port} within {deadline.timeout_seconds:g} s: "
+                    f"{_first_line(error)}",
                     rank=0,
                     waiting_for=(0,),
-                    next_step="look at rank 0's own error first; MASTER_ADDR must be rank 0's host, seen from all "
-                    "others",
+                    next_step="look at rank 0's own error first; MASTER_ADDR must be its host, seen from all others",
                 ) from error
             sleep(min(_CONNECT_PAUSE_SECONDS, deadline.remaining_seconds))
         else:
@@ -315,10 +296,11 @@ def _name_store_failure() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = f"the store that the ranks meet through is gone: {str(error).splitlines()[0][:200]}"
-        raise RankFailedError(
-            f"rank 0 failed, or the launcher: {cause}",
-            rank=0,
-            cause=cause,
-            next_step="look at the error of rank 0, or of the launcher, first",
-        ) from error
+        cause = f"the store that the ranks meet through is gone: {_first_line(error)}"
+        next_step = "look at the error of rank 0, or of the launcher, first"
+        failure = RankFailedError(f"rank 0 failed, or the launcher: {cause}", rank=0, cause=cause, next_step=next_step)
+        raise failure from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]

@@ -15,9 +15,7 @@ from typing import Any
 
 from xrank.errors import RankFailedError
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.heartbeat import PERIOD_SECONDS, Heartbeat
-from xrank.ranks.link import is_readable
-from xrank.ranks.peer import Peer
+from xrank.ranks.processes import PERIOD_SECONDS, Heartbeat, Peer, is_readable
 from xrank.ranks.store import Store
 from xrank.ranks.wire import NUDGE, Message, Status
 
@@ -142,7 +140,7 @@ class StoreWire:
                 if rank not in self.ended and not is_here and self._peek(f"missed/{rank}") is not None:
                     self.ended.add(rank)
                 if rank not in self._failures and (text := self._peek(f"failed/{rank}")) is not None:
-                    self._failures[rank] = FailureRecord.from_bytes(text.encode())
+                    self._failures[rank] = FailureRecord.from_text(text)
         return (len(self._failures), len(self.ended), len(self.silent)) != before
 
     def _check_lives(self) -> None:
@@ -172,7 +170,7 @@ class StoreWire:
         self._failure = record
         with suppress(RankFailedError):  # the failure may be the store's
             if self._peek(f"failed/{self._rank}") is None:
-                self._put(f"failed/{self._rank}", record.to_bytes().decode())
+                self._put(f"failed/{self._rank}", record.to_text())
                 self._put("alarm", "1")
 
     def failures(self) -> dict[int, FailureRecord]:

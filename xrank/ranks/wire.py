@@ -1,18 +1,26 @@
-"""The wire between the ranks of a circle: memory and sockets on one host, a store across hosts.
+"""The wire between the ranks of a group: memory and sockets on one host, a store across hosts.
 
-To add a transport of short messages, statuses and failures, write a class with the methods of `Wire`, and a rendezvous
-that gives it to a `xrank.ranks.circle.Circle`. Tensors take other ways: `xrank.workspace.base.MessageWorkspace` in live
-gathers, `xrank.lending` in exports and loads, `xrank.gradients.wires` for gradients.
+To add a transport of short messages, statuses and failures, write a class with the methods of `Wire`, and let
+`xrank.ranks.meeting` give it to a `RankGroup`. Large values take a `MessageWorkspace`, lent tensors
+`xrank.ranks.loans`, and gradients `xrank.gradients.wires`.
 """
 
 from __future__ import annotations
 
+import platform
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from xrank.ranks.failure import FailureRecord
+
+if TYPE_CHECKING:
+    import torch
+
+STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686", "i586", "i386")
+"""Whether all processors see stores in the order they were made in: a message before the number that announces it.
+Other processors need barrier instructions for that, which Python does not have."""
 
 
 class Status(IntEnum):
@@ -95,3 +103,51 @@ class Wire(Protocol):
 
     def close(self) -> None:
         """Release all resources; ranks that still wait see this rank as gone. A second call does nothing."""
+
+
+@runtime_checkable
+class MessageWorkspace(Protocol):
+    """Carries tensors between live ranks; each message has one sender and one reader.
+
+    Call order: the sender publishes, and passes the receipt to the reader by any channel of its own. The reader fetches
+    only after that, because a network file system caches for half a minute that a name is absent. It fetches once, and
+    again only if it did not see the message. Once the reader has confirmed, the sender retires the message. A name is
+    never used for two messages. A call never waits for another rank.
+
+    Every rank publishes and fetches, from one thread at a time. Only the sender retires. A crash leaves at most the
+    messages in flight; the next start of this rank, or ``xrank clean``, removes them.
+    """
+
+    patience_seconds: float
+    """How long a message may stay invisible to a reader that has its receipt."""
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Write a message and return its receipt, a text by which any process finds it.
+
+        Args:
+            header: JSON that describes the tensors; never a pickle.
+            tensors: dense tensors of any strides and device. Their elements are written row-major, as bytes.
+
+        Raises:
+            NoSpaceError: the medium is full; no part of the message remains.
+        """
+        ...
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message of a rank: its header, and the bytes of each tensor, in memory that the caller owns.
+
+        The caller may write to this memory. It stays valid as long as a tensor uses it, also after the message retires.
+
+        Raises:
+            IncompleteError: the message is not visible; within `patience_seconds` it may become so.
+            CorruptError: the bytes differ from those that were published.
+        """
+        ...
+
+    def retire(self, receipt: str) -> None:
+        """Release a message of this rank after its reader has fetched it."""
+        ...
+
+    def close(self) -> None:
+        """Release everything that this rank published. Fetched messages stay valid. A second call does nothing."""
+        ...

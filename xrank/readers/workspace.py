@@ -16,6 +16,7 @@ from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord, rank_
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.plan.source import StoredModel
+from xrank.ranks.directory_messages import check_one_owner
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor
 from xrank.readers.placement import Placement, place_all
@@ -24,7 +25,6 @@ from xrank.readers.records import Records
 from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.words import repr_text
-from xrank.workspace.shared_directory import check_one_owner
 
 
 class WorkspaceReader:

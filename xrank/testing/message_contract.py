@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from xrank.errors import CorruptError, IncompleteError
+from xrank.ranks.wire import MessageWorkspace
 from xrank.testing.workspace_contract import has_same_bytes, tensor_zoo
-from xrank.workspace.base import MessageWorkspace
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.errors import UsageError
+from xrank.ranks.memory import has_memory, kind_without_elements, row_major_bytes
 from xrank.virtual.array_spec import ArraySpec
-from xrank.workspace.plain_memory import has_memory, kind_without_elements, row_major_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -1,9 +1,17 @@
-"""The workspace protocols: where ranks write tensors and configs, and read each other's."""
+"""The protocol of workspaces, and the identity under which a rank writes into one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from xrank import environment
+from xrank.errors import UsageError
+from xrank.ranks.wire import MessageWorkspace as MessageWorkspace
 
 if TYPE_CHECKING:
     import torch
@@ -68,54 +76,94 @@ class Workspace(Protocol):
         ...
 
 
-@runtime_checkable
-class MessageWorkspace(Protocol):
-    """Carries tensors between live ranks; each message has one sender and one reader.
+@dataclass(frozen=True, slots=True)
+class WorkspaceIdentity:
+    """This rank's place in its run."""
 
-    Call order: the sender publishes, and passes the receipt to the reader by any channel of its own. The reader fetches
-    only after that, because a network file system caches for half a minute that a name is absent. It fetches once, and
-    again only if it did not see the message. Once the reader has confirmed, the sender retires the message. A name is
-    never used for two messages. A call never waits for another rank.
+    rank: int
+    world_size: int
+    run_id: str | None
+    """Distinguishes this run from others; None if nothing does."""
+    attempt: str | None
+    """Number of the run's restart, as the launcher counts."""
 
-    Every rank publishes and fetches, from one thread at a time. Only the sender retires.
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            next_step = "give both rank and world_size, or neither"
+            raise UsageError(
+                f"rank {self.rank} is not in a world of {self.world_size}", rank=self.rank, next_step=next_step
+            )
 
-    A crash leaves at most the messages in flight; the next start of this rank, or ``xrank clean``, removes them.
-    """
 
-    patience_seconds: float
-    """How long a message may stay invisible to a reader that has its receipt."""
+class IdentifiedWorkspace:
+    """Base of workspaces: shows the identity under which they write."""
 
-    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Write a message and return its receipt, a text by which any process finds it.
+    _identity: WorkspaceIdentity
 
-        Args:
-            header: JSON that describes the tensors; never a pickle.
-            tensors: dense tensors of any strides and device. Their elements are written row-major, as bytes.
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._identity.rank
 
-        Raises:
-            NoSpaceError: the medium is full; no part of the message remains.
-        """
-        ...
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._identity.world_size
 
-    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a message: its header, and the bytes of each tensor, in memory that the caller owns.
+    @property
+    def run_id(self) -> str | None:
+        """Distinguishes this run from others; None if nothing does."""
+        return self._identity.run_id
 
-        The caller may write to this memory. It stays valid as long as a tensor uses it, also after the message retires.
 
-        Args:
-            rank: the sender.
-            receipt: the receipt that the sender's `publish` returned.
+def make_place_error(workspace: IdentifiedWorkspace) -> UsageError:
+    """Return the error of a workspace without a place."""
+    want = f"a place that all ranks reach, as in {type(workspace).__name__}(workspace_path)"
+    return UsageError("the workspace is not initialised: it has no place", want=want)
 
-        Raises:
-            IncompleteError: the message is not visible; within `patience_seconds` it may become so.
-            CorruptError: the bytes differ from those that were published.
-        """
-        ...
 
-    def retire(self, receipt: str) -> None:
-        """Release a message of this rank after its reader has fetched it."""
-        ...
+def find_identity(rank: int | None, world_size: int | None, run_id: str | None) -> WorkspaceIdentity:
+    """Return the identity; arguments that are None are found as `xrank.workspace.nfs.NFSWorkspace` describes."""
+    launch = environment.read_launch(environment.environ())
+    found_rank, found_world_size = group_place() or (launch and (launch.rank, launch.world_size)) or (0, 1)
+    return WorkspaceIdentity(
+        rank=found_rank if rank is None else rank,
+        world_size=found_world_size if world_size is None else world_size,
+        # An empty text is the caller's choice of no id.
+        run_id=(run_id or None) if run_id is not None else _find_run_id(),
+        attempt=None if launch is None else launch.attempt,
+    )
 
-    def close(self) -> None:
-        """Release everything that this rank published. Fetched messages stay valid. A second call does nothing."""
-        ...
+
+def check_rank(target_rank: object) -> int:
+    """Return a rank as an int; the world need not have it."""
+    try:
+        return index(target_rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"target_rank {target_rank!r} is not a whole number", want="a rank, such as 0") from None
+
+
+def _find_run_id() -> str | None:
+    return environment.read_run_id(environment.environ()) or _group_run_id()
+
+
+def group_place() -> tuple[int, int] | None:
+    """Return rank and world size of torch.distributed, or None if it is not initialised."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _group_run_id() -> str | None:
+    """Return the id on which the ranks of torch.distributed agree, or None: the first to ask chooses it."""
+    if group_place() is None:
+        return None
+    from torch import distributed
+
+    try:
+        # torch's stubs lack get_group_store (torch/csrc/distributed/c10d/init.cpp).
+        store: Any = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        return str(store.compare_set("xrank/run_id", "", secrets.token_hex(8)).decode())
+    except (RuntimeError, NotImplementedError):
+        return None  # this store cannot compare, such as a simulated group's

@@ -1,9 +1,4 @@
-"""A workspace in a directory that all ranks mount: one file per rank, without locks, listings or communication.
-
-A state is written to a temporary file whose name is never reused, synced, and renamed. A reader therefore opens the
-last complete state or none. Network file systems cache attributes and absent names, and return ESTALE (nfs(5):
-close-to-open). So readers compute names instead of listing them, and read into memory instead of using mmap.
-"""
+"""A workspace in a directory that all ranks mount: one file per rank, without locks, listings or communication."""
 
 from __future__ import annotations
 
@@ -11,20 +6,17 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xrank import system
 from xrank.errors import UsageError, check_no_url
 from xrank.formats.rank_state import state_file_name
-from xrank.workspace.carrying import CarryingWorkspace
-from xrank.workspace.directory_messages import DirectoryMessages
-from xrank.workspace.free_space import explain_no_space
-from xrank.workspace.identity import check_rank, find_identity
-from xrank.workspace.shared_directory import check_state_owner, list_names, make_directory
-from xrank.workspace.state_archive import StateArchive, make_state_archive
-from xrank.workspace.state_file import read_run_id, read_state
+from xrank.ranks.directory_messages import DirectoryMessages, check_state_owner, list_names, make_directory
+from xrank.ranks.memory import explain_no_space
+from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error
+from xrank.workspace.states import StateArchive, make_state_archive, read_run_id, read_state
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +24,7 @@ if TYPE_CHECKING:
     from xrank.layout.layout_map import LayoutMap
 
 
-class NFSWorkspace(CarryingWorkspace):
+class NFSWorkspace(IdentifiedWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.
 
     Construction creates the directory. It removes this rank's files of earlier runs: a state with another run id or
@@ -72,7 +64,7 @@ class NFSWorkspace(CarryingWorkspace):
             _check_directory(workspace_path)
         self._path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
         self._identity = find_identity(rank, world_size, run_id)
-        self._messages = None
+        self._messages: DirectoryMessages | None = None
         if self._path is not None:
             self._settle(self._path)
             self._messages = DirectoryMessages(self._path, self.rank)
@@ -89,11 +81,7 @@ class NFSWorkspace(CarryingWorkspace):
 
     @property
     def state_path(self) -> Path:
-        """The file of this rank's state, whether or not it was written.
-
-        Raises:
-            UsageError: the workspace is uninitialised.
-        """
+        """The file of this rank's state, whether or not it was written."""
         return Path(self._place(), state_file_name(self.rank))
 
     def write_configs_and_weights(
@@ -129,14 +117,34 @@ class NFSWorkspace(CarryingWorkspace):
         state = read_state(file, rank, self.world_size, self.run_id)
         return (None, None) if state is None else state
 
-    @property
-    def patience_seconds(self) -> float:
-        """How long a message may stay invisible; see `MessageWorkspace`."""
-        return DirectoryMessages.patience_seconds
+    patience_seconds = DirectoryMessages.patience_seconds
+    """How long a message may stay invisible; see `MessageWorkspace`."""
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Write a message under a name that is never reused; see `MessageWorkspace`."""
+        return self._carrier().publish(header, tensors)
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message after verifying its checksums; see `MessageWorkspace`."""
+        return self._carrier().fetch(rank, receipt)
+
+    def retire(self, receipt: str) -> None:
+        """Remove a message; see `MessageWorkspace`."""
+        self._carrier().retire(receipt)
+
+    def close(self) -> None:
+        """Remove this rank's messages; its state stays. A second call does nothing."""
+        if self._messages is not None:
+            self._messages.close()
+
+    def _carrier(self) -> DirectoryMessages:
+        if self._messages is None:
+            raise make_place_error(self)
+        return self._messages
 
     def _place(self) -> str:
         if self._path is None:
-            raise self._initialisation_error()
+            raise make_place_error(self)
         return self._path
 
     def _settle(self, path: str) -> None:

@@ -1,8 +1,4 @@
-"""A workspace in an S3 bucket: one object per rank, for ranks without a common directory.
-
-A state is uploaded in parts, each confirmed by a checksum, and appears at one instant in the place of the last one. A
-reader asks for the name of a rank's state and pins the version that it finds; no listing decides anything.
-"""
+"""A workspace in a bucket: one object per rank, for ranks without a common directory."""
 
 from __future__ import annotations
 
@@ -10,17 +6,17 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import XrankError
+from xrank.errors import UsageError, XrankError
 from xrank.formats.rank_state import state_file_name
+from xrank.stores.client import Store, open_store
 from xrank.stores.upload_stream import upload_object
-from xrank.workspace.carrying import CarryingWorkspace
-from xrank.workspace.identity import check_rank, find_identity
-from xrank.workspace.object_messages import ObjectMessages
-from xrank.workspace.object_place import ObjectPlace
-from xrank.workspace.state_archive import make_state_archive
-from xrank.workspace.state_file import read_run_id, read_state
+from xrank.stores.uploads import WRITABLE, Uploads, open_uploads
+from xrank.stores.url import clean_path, is_url, split_url
+from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error
+from xrank.workspace.states import make_state_archive, read_run_id, read_state
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +24,47 @@ if TYPE_CHECKING:
     from xrank.layout.layout_map import LayoutMap
 
 
-class ObjectWorkspace(CarryingWorkspace):
+@dataclass(frozen=True, slots=True)
+class ObjectPlace:
+    """A prefix in a bucket. It holds no connection, so that a forked process may use it."""
+
+    url: str
+
+    @classmethod
+    def from_url(cls, path: str | os.PathLike[str]) -> ObjectPlace:
+        """Return the place of a URL; UsageError if ranks cannot write states there."""
+        url = clean_path(path)
+        want = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or a directory that all ranks mount"
+        if not is_url(url) or split_url(url).scheme not in WRITABLE:
+            raise UsageError(
+                f"{url}: a workspace is in S3, Google Cloud Storage, Azure, or in a directory", file=url, want=want
+            )
+        if not split_url(url).key:
+            raise UsageError(f"{url} is a whole bucket", file=url, want=want, next_step=f"give {url}/NAME")
+        return cls(url)
+
+    @property
+    def store(self) -> Store:
+        """The bucket."""
+        return open_store(self.url)[0]
+
+    def open_uploads(self) -> Uploads:
+        """Return uploads to the bucket; the caller closes them."""
+        return open_uploads(self.store, self.url)
+
+    def key(self, name: str) -> str:
+        """Return the key of an object in this place."""
+        return f"{split_url(self.url).key}/{name}"
+
+    def url_of(self, name: str) -> str:
+        """Return the URL of an object in this place."""
+        return f"{self.url}/{name}"
+
+
+class ObjectWorkspace(IdentifiedWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth`` of a bucket, as `NFSWorkspace` in a directory.
 
-    It is a `Workspace` and a `MessageWorkspace`. Construction removes this rank's objects of earlier runs: a state with
+    It is a `Workspace`. Construction removes this rank's objects of earlier runs: a state with
     another run id or none, and uploads that were not completed. It leaves other ranks' objects alone. ``xrank gather
     --workspace URL`` reads the states. Credentials and the endpoint come from the environment (docs/stores.md).
 
@@ -50,8 +83,6 @@ class ObjectWorkspace(CarryingWorkspace):
         >>> workspace.write_configs_and_weights(config.to_dict(), model.state_dict())  # doctest: +SKIP
     """
 
-    patience_seconds = ObjectMessages.patience_seconds
-
     def __init__(
         self,
         workspace_path: str | os.PathLike[str] | None = None,
@@ -62,11 +93,9 @@ class ObjectWorkspace(CarryingWorkspace):
     ) -> None:
         self._place = None if workspace_path is None else ObjectPlace.from_url(workspace_path)
         self._identity = find_identity(rank, world_size, run_id)
-        self._messages = None
         if self._place is not None:
             with self._naming():
                 self._settle(self._place)
-            self._messages = ObjectMessages(self._place.url, self.rank)
 
     @property
     def is_initialized(self) -> bool:
@@ -111,7 +140,7 @@ class ObjectWorkspace(CarryingWorkspace):
 
     def _initialised(self) -> ObjectPlace:
         if self._place is None:
-            raise self._initialisation_error()
+            raise make_place_error(self)
         return self._place
 
     def _settle(self, place: ObjectPlace) -> None:

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from xrank import environment
 from xrank.errors import IncompleteError, UsageError, XrankError
+from xrank.ranks.memory import NO_MEMORY, make_no_memory_error
+from xrank.ranks.memory_messages import MemoryFile, MemoryMessages, MemoryPlace, open_place
 from xrank.ranks.store import LocalStore, Store, find_store
 from xrank.system import after_fork_in_child, require_linux
-from xrank.workspace.free_space import NO_MEMORY, make_no_memory_error
-from xrank.workspace.identity import IdentifiedWorkspace, check_rank, find_identity, group_place
-from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
-from xrank.workspace.memory_messages import MemoryMessages
-from xrank.workspace.state_archive import make_state_archive
-from xrank.workspace.state_file import read_run_id, read_state
+from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, group_place
+from xrank.workspace.states import make_state_archive, read_run_id, read_state
 
 if TYPE_CHECKING:
     import torch
@@ -179,12 +177,8 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
 
     def _place(self) -> Store:
         if self._store is None:
-            raise UsageError(
-                "the workspace is not initialised: it has no store to record where states lie",
-                got="torch.distributed is not initialised",
-                want="an initialised process group, torchrun, or store=",
-                next_step="call torch.distributed.init_process_group first, or use NFSWorkspace",
-            )
+            what = "the workspace is not initialised: it has no store to record where states lie"
+            raise UsageError(what, want="an initialised process group, torchrun, or store=; or use NFSWorkspace")
         return self._store
 
     def _settle(self, store: Store) -> None:
@@ -241,11 +235,8 @@ def _open_state(store: Store, rank: int) -> Iterator[tuple[MemoryPlace, str] | N
             place.check_reachable(rank)
             yield None
             return
-    raise IncompleteError(
-        f"the state of rank {rank} was replaced {_NUM_ATTEMPTS} times while it was opened",
-        rank=rank,
-        next_step="let the rank finish writing, then read again",
-    )
+    what = f"the state of rank {rank} was replaced {_NUM_ATTEMPTS} times while it was opened"
+    raise IncompleteError(what, rank=rank, next_step="let the rank finish writing, then read again")
 
 
 def _release(description: str | None, rank: int) -> None:

@@ -17,7 +17,7 @@ from xrank.layout.companion_parts import base_layout
 from xrank.layout.notation import Flat
 from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import TensorName, name_table
-from xrank.workspace.plain_memory import has_memory, kind_without_elements
+from xrank.ranks.memory import check_dense
 
 if TYPE_CHECKING:
     import torch
@@ -39,33 +39,20 @@ class LocatedTensors:
 def locate_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> LocatedTensors:
     """Return a rank's local tensors and their places.
 
-    Args:
-        weights: tensors by name. A DTensor becomes its local tensor and brings its layout. If its mesh does not contain
-            this rank, it is left out, because the rank holds no part of it.
-        layouts: the layouts of the plain tensors.
-        rank: the rank that holds the tensors.
+    A DTensor becomes its local tensor and brings its layout. If its mesh does not contain this rank, it is left out,
+    because the rank holds no part of it. `layouts` are those of the plain tensors.
 
     Raises:
         UsageError: a state cannot hold a name or a tensor.
         LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
     """
     if not isinstance(weights, Mapping):
-        raise UsageError(
-            f"the weights are a {type(weights).__name__}",
-            got=type(weights).__name__,
-            want="a mapping",
-            next_step="pass a dict from names to tensors",
-        )
+        raise UsageError(f"the weights are a {type(weights).__name__}", want="a dict from names to tensors")
     places = _Places(layouts, rank)
     local: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if not isinstance(name, str):
-            raise UsageError(
-                f"the weights have the name {name!r}",
-                got=type(name).__name__,
-                want="texts for names",
-                next_step="make every name a text",
-            )
+            raise UsageError(f"the weights have the name {name!r}", got=type(name).__name__, want="texts for names")
         # A plain text: a subclass would be pickled as a class; and not by str(), which gives an enum's label.
         part = places.locate(str.__str__(name), tensor)
         if part is not None:
@@ -134,13 +121,8 @@ class _Places:
             return
         mesh = layout.device_mesh or layouts.device_mesh
         if len(layout.axes) != local.ndim:
-            raise LayoutError(
-                f"{name}: its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}",
-                tensor=name,
-                got=f"shape {tuple(local.shape)}",
-                want=f"{len(layout.axes)} dims",
-                next_step="correct the layout map",
-            )
+            what = f"{name}: its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}"
+            raise LayoutError(what, tensor=name, got=f"shape {tuple(local.shape)}", next_step="correct the layout map")
         # The state is read without the map, so the text contains the sizes.
         sized = layout.with_sizes(layouts.sizes)
         rule = layouts.rule_for(name) or companion_rule
@@ -172,15 +154,7 @@ class _Places:
 
 
 def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
-    """Return a DTensor's layout and mesh.
-
-    Args:
-        tensor: the DTensor.
-        order: order of its cuts, a private attribute of torch; older versions have only the mesh's own order.
-
-    Raises:
-        LayoutError: the notation cannot express it, or its parts are addends of a sum.
-    """
+    """Return a DTensor's layout and mesh; `order` of its cuts is a private attribute of torch that older ones lack."""
     from xrank.dialects.placements import describe_mesh, from_placements
 
     mesh = describe_mesh(tensor.device_mesh)
@@ -189,7 +163,6 @@ def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
         raise LayoutError(
             f"the ranks along {layout.tree.sums[0]!r} hold addends of a sum, not parts or replicas",
             got=str(tensor.placements),
-            want="Shard or Replicate",
             next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
         )
     return str(layout), mesh
@@ -198,19 +171,15 @@ def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
 def _check_name(name: str, pattern: TensorName, layout: TensorLayout, mesh: DeviceMesh | None, rank: int) -> None:
     """Check that the rank's name for a tensor matches the pattern with dims."""
     if mesh is None:
-        raise LayoutError(
-            f"its name has dims, {pattern}, but no mesh counts them",
-            got=str(layout),
-            next_step="give the LayoutMap a mesh",
-        )
+        what = f"its name has dims, {pattern}, but no mesh counts them"
+        raise LayoutError(what, got=str(layout), next_step="give the LayoutMap a mesh")
     table = name_table(pattern, layout, mesh, mesh.coordinate(rank))
     if table is None:
-        raise LayoutError(
-            "the layout leaves this rank out",
-            got=f"a part on rank {rank}",
-            want=f"no part, by {layout}",
-            next_step="correct the layout, or leave the tensor out on this rank",
+        what, next_step = (
+            f"the layout {layout} leaves rank {rank} out",
+            "correct it, or leave the tensor out on this rank",
         )
+        raise LayoutError(what, next_step=next_step)
     table.global_name(name)
 
 
@@ -219,43 +188,23 @@ def _check_members(flat: Flat) -> None:
     for member in flat.members:
         unknown = [size for dim in member.dims for size in names_of_dim(dim)]
         if unknown:
-            raise LayoutError(
+            what, next_step = (
                 f"the shape of {member.name}, a member of the buffer, is unknown",
-                got=f"no number for {unknown[0]!r}",
-                want="numbers in the layout, or sizes of the LayoutMap",
-                next_step=f"set layouts.sizes[{unknown[0]!r}]",
+                f"set layouts.sizes[{unknown[0]!r}]",
             )
+            raise LayoutError(what, got=f"no number for {unknown[0]!r}", next_step=next_step)
 
 
 def _check_tensor(name: str, tensor: object) -> torch.Tensor:
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        kind, want = type(tensor), "a plain tensor, a Parameter or a DTensor"
         raise UsageError(
-            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}",
-            tensor=name,
-            got=type(tensor).__qualname__,
-            want="a plain tensor, a Parameter or a DTensor",
-            next_step="write the plain tensors that it consists of",
+            f"{name} is a {kind.__module__}.{kind.__qualname__}", tensor=name, got=kind.__qualname__, want=want
         )
     assert isinstance(tensor, torch.Tensor)
-    kind = kind_without_elements(tensor)
-    if kind is not None:
-        raise UsageError(
-            f"{name} is {kind}",
-            tensor=name,
-            got=kind,
-            want="a dense tensor with data",
-            next_step="write the dense tensors that it consists of, or leave it out",
-        )
-    if not has_memory(tensor):  # reading it would crash the process
-        raise UsageError(
-            f"{name} has no memory: its storage was freed",
-            tensor=name,
-            got=f"a storage of {tensor.untyped_storage().nbytes():,} bytes",
-            want=f"memory of all {tensor.numel():,} elements",
-            next_step="call this where the tensors are in memory: not while FSDP or an offloader keeps them elsewhere",
-        )
+    check_dense(tensor, name, name=name)
     try:
         by_torch_name(str(tensor.dtype).removeprefix("torch."))
     except UsageError as error:

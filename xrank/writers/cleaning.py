@@ -13,7 +13,7 @@ from typing import Any
 
 from xrank import system
 from xrank.errors import OutputExistsError
-from xrank.workspace.message_names import MessageName
+from xrank.ranks.directory_messages import MessageName
 from xrank.writers.abandoned import clear_folder, describe_owner, is_own, roll_forward
 from xrank.writers.journal import read_journal
 from xrank.writers.output_lock import hold_lock
@@ -56,24 +56,6 @@ def clean_messages(path: str, *, dry_run: bool, now: float) -> list[dict[str, An
                     os.unlink(entry.path)
                 except PermissionError as error:
                     rows[-1].update(removed=False, why=f"it cannot be removed: {error.strerror}")
-    return rows
-
-
-def clean_object_messages(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
-    """Remove the abandoned messages of live gathers in a place in a store; return what was found."""
-    from xrank.workspace.object_messages import find_object_messages  # folders do not need these modules
-    from xrank.workspace.object_place import ObjectPlace
-
-    rows, place = [], ObjectPlace.from_url(url)
-    with contextlib.closing(place.open_uploads()) as uploads:
-        for name, nbytes in sorted(find_object_messages(place)):
-            there = uploads.head(place.key(name))
-            if there is None:  # a rank that lives removes its message once it was read
-                continue
-            verdict = _verdict(MessageName.owner_state(name) or "unknown", "", there.age_seconds)
-            rows.append({"path": place.url_of(name), "nbytes": nbytes, **verdict})
-            if verdict["removed"] and not dry_run:
-                place.store.delete(place.key(name))
     return rows
 
 

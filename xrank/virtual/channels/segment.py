@@ -8,7 +8,7 @@ The file is sparse: its size allows for everything that any end could send, but 
     the arenas    an end's blocks: rings and arrays
 
 An *end* is a device, numbered by its place in the mesh, or the host, which has the last number. Words are loaded and
-stored atomically, and other processes see stores in program order, as x86-64 guarantees (`xrank.ranks.store_order`).
+stored atomically, and other processes see stores in program order, as x86-64 guarantees (`xrank.ranks.wire`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from functools import cache
 
 from xrank.errors import NoSpaceError, UsageError
-from xrank.ranks.store_order import STORES_ARE_ORDERED
+from xrank.ranks.wire import STORES_ARE_ORDERED
 
 BOARD_NBYTES = 128
 """Bytes of the board per end."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from xrank.dtypes import DTYPES
+from xrank.ranks.memory_messages import new_buffer
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import Array, ArrayKind, Bytes, bytes_of, from_bytes, kind_of, spec_of
 from xrank.virtual.channels.block_arena import Block, BlockArena, free_block, lend, view
@@ -26,7 +27,6 @@ from xrank.virtual.channels.channel import HOST, Heading, VirtualChannel
 from xrank.virtual.channels.message_ring import RingReader, RingWriter
 from xrank.virtual.channels.segment import Segment
 from xrank.virtual.packed_object import pack_object, unpack_object
-from xrank.workspace.arena import new_buffer
 
 _INLINE_NBYTES = 2 << 10
 """Largest array that is stored in the record itself."""

@@ -1,0 +1,403 @@
+"""Messages as files in a directory that all ranks mount, for ranks of several hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from xrank import system
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
+from xrank.formats.entries import Entry
+from xrank.ranks.failure import damage_error
+from xrank.ranks.memory import explain_no_space, row_major_bytes
+from xrank.ranks.memory_messages import new_buffer
+from xrank.ranks.processes import process_space
+from xrank.system import after_fork_in_child, process_state, user_id
+
+if TYPE_CHECKING:
+    import torch
+
+
+STALE_SECONDS = 90.0
+"""After this time even a client with acdirmax=60 (nfs(5)) has asked the server again."""
+_OWN_PATH = "choose another workspace_path, in which no other user may write"
+_PAUSE_SECONDS = (0.01, 1.0)
+"""Seconds between two attempts: the first pause and the longest."""
+
+Result = TypeVar("Result")
+
+
+def make_directory(path: str, *, stale_seconds: float = STALE_SECONDS) -> None:
+    """Create a directory and its parents, if they are absent.
+
+    A client that looked up the name before another one created it may go on to report that it is absent, while mkdir
+    fails because it exists. Then the attempt is repeated. UsageError: the path or a parent of it is not a directory.
+    """
+    try:
+        _retry(lambda: _make(path), FileExistsError, stale_seconds)
+    except FileExistsError as error:
+        raise _directory_error(path, error) from None
+
+
+def list_names(path: str, *, stale_seconds: float = STALE_SECONDS) -> list[str]:
+    """Return the names in a directory that `make_directory` created.
+
+    If two clients create it at once, one of them may see it and a moment later get ENOENT (observed on glusterfs). Then
+    the attempt is repeated.
+    """
+    return _retry(lambda: os.listdir(path), FileNotFoundError, stale_seconds)
+
+
+def check_state_owner(path: str, rank: int, *, may_be_link: bool = False) -> None:
+    """Check, before a state is opened, that it is a file, and this user's where all users may put files.
+
+    A link is accepted with `may_be_link`, because it is only removed.
+    """
+    try:
+        status, folder = os.lstat(path), os.stat(os.path.dirname(path))
+    except FileNotFoundError:
+        return
+    is_foreign = _is_shared(folder) and status.st_uid not in (user_id(), folder.st_uid)
+    is_right = stat.S_ISREG(status.st_mode) or (may_be_link and stat.S_ISLNK(status.st_mode))
+    if is_foreign or not is_right:
+        got, want = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}", f"a file of user {user_id()}, or nothing"
+        what = f"{path}: is not a state that rank {rank} of this user has written"
+        raise UsageError(what, rank=rank, file=path, got=got, want=want, next_step=_OWN_PATH)
+
+
+def check_one_owner(directory: str, names: Iterable[str]) -> None:
+    """Check that one user has written all these files, in a directory where all users may put files."""
+    if not _is_shared(os.stat(directory)):
+        return
+    owners = {name: os.lstat(os.path.join(directory, name)).st_uid for name in names}
+    first = next(iter(owners.values()), None)
+    foreign = next((name for name, owner in owners.items() if owner != first), None)
+    if foreign is not None:
+        file, owned = os.path.join(directory, foreign), ", ".join(map(str, sorted(set(owners.values()))))
+        raise ContradictionError(
+            f"{file}: different users have written the states of this workspace, in a directory for all users",
+            file=file,
+            got=f"owners {owned}",
+            next_step="copy your own states to a directory in which no other user may write",
+        )
+
+
+def _is_shared(directory: os.stat_result) -> bool:
+    """Return whether all users may put files into a directory, and only their owners may remove them: /tmp."""
+    return bool(directory.st_mode & stat.S_ISVTX and directory.st_mode & stat.S_IWOTH)
+
+
+def _retry(look: Callable[[], Result], stale_error: type[OSError], stale_seconds: float) -> Result:
+    """Return the result of `look`, repeated on errors that an outdated view of the directory may cause."""
+    deadline, pause = time.monotonic() + stale_seconds, _PAUSE_SECONDS[0]
+    while True:
+        try:
+            return look()
+        except stale_error:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSE_SECONDS[1])
+
+
+def _make(path: str) -> None:
+    """Create a directory and its parents; FileExistsError if mkdir finds it, and stat does not."""
+    try:
+        os.makedirs(path)
+    except NotADirectoryError as error:
+        raise _directory_error(path, error) from None
+    except FileExistsError as error:
+        try:
+            is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+        except FileNotFoundError:
+            is_directory = False
+            # A link to nothing exists for mkdir and is absent for stat, however often both are asked.
+            if not os.path.islink(path):
+                raise error from None
+        if not is_directory:
+            raise _directory_error(path, error) from None
+
+
+def _directory_error(path: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} is not a directory", file=path, got=str(error), next_step="choose another workspace_path"
+    )
+
+
+_NAME = re.compile(r"\.rank_[0-9a-f.]+\.message")
+_STEP_NBYTES = 8 << 20
+"""Bytes per read or write: the checksum then finds them in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePart:
+    """A run of bytes in a message file."""
+
+    offset: int
+    nbytes: int
+    digest: str
+    """XXH3-128 in hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceipt:
+    """Describes a message to its reader; with the directory it suffices to read the message."""
+
+    name: str
+    directory: str
+    """Path of the directory on the writer's host; used in errors only."""
+    buffers: Sequence[MessagePart]
+    header: MessagePart
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.header.offset + self.header.nbytes
+
+    def to_json(self) -> str:
+        """Return the receipt as text."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, rank: int) -> MessageReceipt:
+        """Return the receipt that `to_json` wrote; CorruptError if the text is none."""
+        fields = Entry.parse(text, lambda fault: make_receipt_error(text, rank))
+        name, directory = fields["name"].text(), fields["directory"].text()
+        *buffers, header = [_parse_part(part) for part in (*fields["buffers"].entries(), fields["header"])]
+        # Only message files may be opened or removed here, whatever name the text contains.
+        if not _NAME.fullmatch(name):
+            raise make_receipt_error(text, rank)
+        return cls(name, directory, buffers, header)
+
+
+def _parse_part(part: Entry) -> MessagePart:
+    if len(part.table()) != 3:
+        part.refuse("offset, nbytes and digest")
+    return MessagePart(part["offset"].count(), part["nbytes"].count(), part["digest"].text())
+
+
+def make_receipt_error(text: str, rank: int) -> CorruptError:
+    """Return the error for a text from a rank that is not the receipt of a message."""
+    return damage_error(f"rank {rank} sent a receipt that names no message", ascii(text[:200]), rank=rank)
+
+
+def write_message(directory: str, name: str, header: bytes, buffers: Sequence[memoryview]) -> MessageReceipt:
+    """Write a new file, sync it, and return its receipt; after an OSError a partial file may remain."""
+    # O_NOFOLLOW besides O_EXCL: some old network file systems resolved links first.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(os.path.join(directory, name), flags, 0o600)
+    try:
+        parts, offset = [], 0
+        for buffer in (*buffers, memoryview(header)):
+            parts.append(_write(fd, buffer, offset))
+            offset += len(buffer)
+        # The receipt promises that readers on other hosts see the whole file.
+        os.fsync(fd)
+    finally:
+        # close may be the first call to report that the server is out of space (nfs(5)); it raises then.
+        os.close(fd)
+    return MessageReceipt(name, directory, parts[:-1], parts[-1])
+
+
+def _write(fd: int, buffer: memoryview, offset: int) -> MessagePart:
+    digest = xxhash.xxh3_128()
+    done = 0
+    while done < len(buffer):
+        step = buffer[done : done + _STEP_NBYTES]
+        n = os.pwrite(fd, step, offset + done)
+        digest.update(step[:n])
+        done += n
+    return MessagePart(offset, len(buffer), digest.hexdigest())
+
+
+def read_message(directory: str, receipt: MessageReceipt, rank: int) -> tuple[str, list[memoryview]]:
+    """Return header and buffers, each in memory of its own; FileNotFoundError if not all of it is visible yet."""
+    path = os.path.join(directory, receipt.name)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise _make_kind_error(path, rank, str(error.strerror)) from None
+        raise
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise _make_kind_error(path, rank, stat.filemode(mode))
+        *buffers, header = [_read(fd, part, path, rank) for part in (*receipt.buffers, receipt.header)]
+    finally:
+        system.close_read(fd)
+    return bytes(header).decode(), buffers
+
+
+def _make_kind_error(path: str, rank: int, got: str) -> CorruptError:
+    return CorruptError(
+        f"{path}: is not the file that rank {rank} wrote", rank=rank, file=path, got=got, next_step=_OWN_PATH
+    )
+
+
+def _read(fd: int, part: MessagePart, path: str, rank: int) -> memoryview:
+    buffer, digest = new_buffer(part.nbytes), xxhash.xxh3_128()
+    done = 0
+    while done < part.nbytes:
+        step = buffer[done : done + _STEP_NBYTES]
+        n = os.preadv(fd, [step], part.offset + done)
+        if n == 0:
+            raise FileNotFoundError(errno.ENOENT, f"only {part.offset + done} bytes are visible yet", path)
+        digest.update(step[:n])
+        done += n
+    if digest.hexdigest() != part.digest:
+        raise CorruptError(
+            f"{path}: the bytes of rank {rank}'s message differ from those it wrote",
+            rank=rank,
+            file=path,
+            index_range=f"bytes {part.offset}-{part.offset + part.nbytes}",
+            got=f"checksum {digest.hexdigest()}",
+            want=f"checksum {part.digest}",
+            next_step="gather again; if it happens again, check the file system",
+        )
+    return buffer
+
+
+_OWNED_NAME = re.compile(r"\.rank_(\d+)\.([0-9a-f]{16})\.(\d+)\.[0-9a-f]{16}\.\d+\.message")
+
+
+class MessageName:
+    """Names of one process's messages: they contain the owner and a number, and are unique."""
+
+    def __init__(self, rank: int) -> None:
+        self._prefix = f".rank_{rank}.{_space_digest()}.{os.getpid()}.{secrets.token_hex(8)}"
+        self._count = 0
+
+    def new(self) -> str:
+        """Return a name that was never used before."""
+        self._count += 1
+        return f"{self._prefix}.{self._count}.message"
+
+    @staticmethod
+    def owner_state(name: str) -> str | None:
+        """Return ``alive``, ``gone``, or ``unknown`` for a process of another host; None if it is not a message."""
+        match = _OWNED_NAME.fullmatch(name)
+        if match is None:
+            return None
+        if match[2] != _space_digest():
+            return "unknown"
+        return process_state(int(match[3]))
+
+
+class NamedMessages:
+    """Base of messages with names: removes those that this process has published, and no others'."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._begin()
+        _living.add(self)
+
+    def _begin(self) -> None:
+        self._names = MessageName(self._rank)
+        self._published: set[str] = set()
+        self._pid = os.getpid()
+
+    def retire(self, receipt: str) -> None:
+        """Remove a message of this rank after its reader has fetched it."""
+        self._remove(MessageReceipt.from_json(receipt, -1).name)
+
+    def close(self) -> None:
+        """Remove everything that this rank published. A second call does nothing."""
+        if os.getpid() == self._pid:  # not in a process that the rank forked
+            for name in list(self._published):
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._published.discard(name)
+        self._unlink(name)
+
+    def _unlink(self, name: str) -> None:
+        """Remove the message of that name; it may be absent."""
+        raise NotImplementedError
+
+
+_living: weakref.WeakSet[NamedMessages] = weakref.WeakSet()
+
+
+def _begin_anew_in_child() -> None:
+    # Otherwise a forked process would reuse its parent's names, and remove its parent's messages when it ends.
+    for messages in _living:
+        messages._begin()
+
+
+after_fork_in_child(_begin_anew_in_child)
+
+
+def _space_digest() -> str:
+    return hashlib.blake2b(process_space().encode(), digest_size=8).hexdigest()
+
+
+class DirectoryMessages(NamedMessages):
+    """A `MessageWorkspace` in a directory, used by one thread at a time.
+
+    Construction creates the directory, and removes messages that dead processes of this host left for this rank. Hosts
+    may mount it under different paths.
+    """
+
+    patience_seconds = STALE_SECONDS
+
+    def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
+        super().__init__(rank)
+        self._path = os.path.abspath(os.fspath(path))
+        # Every rank creates it: a rank cannot wait for another one here.
+        make_directory(self._path)
+        for name in list_names(self._path):
+            if name.startswith(f".rank_{rank}.") and MessageName.owner_state(name) == "gone":
+                # The file harms no run; another user may own it, or another rank may be removing it.
+                with contextlib.suppress(OSError):
+                    self._remove(name)
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Write a message; see `MessageWorkspace`."""
+        name = self._names.new()
+        head, buffers = header.encode(), [row_major_bytes(tensor).data for tensor in tensors]
+        try:
+            with explain_no_space(self._path, "the message", sum(map(len, buffers)) + len(head)):
+                receipt = write_message(self._path, name, head, buffers)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._remove(name)
+            raise
+        self._published.add(name)
+        return receipt.to_json()
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message; see `MessageWorkspace`."""
+        message = MessageReceipt.from_json(receipt, rank)
+        try:
+            return read_message(self._path, message, rank)
+        except OSError as error:
+            # After ESTALE, an unknown file handle, the next open looks the name up again.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            file = os.path.join(self._path, message.name)
+            raise IncompleteError(
+                f"{file}: the message of rank {rank} is not visible here",
+                rank=rank,
+                file=file,
+                got=str(error),
+                want=f"the {message.nbytes} bytes that rank {rank} wrote to {message.directory}",
+                next_step="check that workspace_path is the same directory on both hosts",
+            ) from None
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._path, name))

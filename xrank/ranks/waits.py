@@ -1,0 +1,478 @@
+"""Long waits, and the processes of a world's ranks as far as a waiting rank knows them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from hashlib import blake2b
+from time import monotonic
+
+from xrank.errors import ContradictionError, RankFailedError
+from xrank.ranks.failure import FailureRecord, failure_of, mark_failure
+from xrank.ranks.processes import MAX_MISSED, PERIOD_SECONDS, Heartbeat, Peer, is_readable, process_space
+from xrank.ranks.store import Store
+from xrank.words import join_words, list_text, ranks_text
+
+
+class Membership:
+    """The processes of a world, as one of its ranks sees them; threads may share it.
+
+    Args:
+        store: the world's store.
+        rank: this rank.
+        beats: whether this rank counts up its number: ranks of other hosts may wait for it.
+        peers: processes that the caller knows; others are read from the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        beats: bool = True,
+        peers: Iterable[Peer] = (),
+        period_seconds: float = PERIOD_SECONDS,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._store, self._rank = store, rank
+        self._period_seconds, self._clock = period_seconds, clock
+        self._peers = {peer.rank: peer for peer in peers}
+        self._lives: dict[int, int] = {}
+        self._counts: dict[int, _Count] = {}
+        self._deaths: dict[int, str] = {}
+        self.known_failures: set[str] = set()
+        """Ids of failures that have failed a call of this rank; each fails one."""
+        self._at_large: list[str] = []
+        """Ids of this rank's own failures at large."""
+        self._num_seen: dict[int, int] = {}
+        self._paired: dict[int, set[str]] = {}
+        """Rank -> own failures at large that have failed one of that rank's calls, or were the same call's."""
+        self._waits: dict[str, str] = {}
+        self._waits_lock = threading.Lock()
+        self._pid = os.getpid()
+        self._heartbeat: Heartbeat | None = None
+        if beats:
+            self._heartbeat = Heartbeat(
+                store.clone(), f"beat/{rank}", {}, lambda store, rank: None, period_seconds=period_seconds, clock=clock
+            )
+        # After the first beat: from now on other ranks may wait for this one.
+        store.put(f"here/{rank}", json.dumps(Peer.from_this_process(rank).to_dict()))
+
+    # ---- processes
+
+    def find_peer(self, rank: int) -> Peer | None:
+        """Return a rank's process, if it has published one."""
+        if rank not in self._peers and (text := self._store.peek(f"here/{rank}")) is not None:
+            self._peers[rank] = Peer.from_dict(json.loads(text))
+        return self._peers.get(rank)
+
+    def find_death(self, ranks: Iterable[int], call: str) -> FailureRecord | None:
+        """Return the record of the first of these ranks that is known to have ended; they are awaited in `call`."""
+        for rank in ranks:
+            if (why := self._find_end(rank)) is not None:
+                peer = self._peers.get(rank)
+                host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
+                return FailureRecord(rank, host, pid, why, call)
+        return None
+
+    def _find_end(self, rank: int) -> str | None:
+        if rank not in self._deaths:
+            peer = self.find_peer(rank)
+            if peer is None:
+                return None
+            why = self._find_end_here(rank, peer) if peer.space == process_space() else self._find_end_elsewhere(rank)
+            if why is None:
+                return None
+            self._deaths[rank] = why
+        return self._deaths[rank]
+
+    def _find_end_here(self, rank: int, peer: Peer) -> str | None:
+        life = self._lives.get(rank)
+        if life is None:
+            try:
+                if (life := peer.open_life()) is None:
+                    return None
+                self._lives[rank] = life
+            except ProcessLookupError:
+                return "its process ended without a report"
+        return "its process ended without a report" if is_readable(life) else None
+
+    def _find_end_elsewhere(self, rank: int) -> str | None:
+        """Count the reads that find a rank's number as it was, as `xrank.ranks.processes` does."""
+        now, count = self._clock(), self._counts.setdefault(rank, _Count())
+        if now < count.next_read_at:
+            return None
+        count.next_read_at = now + self._period_seconds
+        number = self._store.peek(f"beat/{rank}")
+        if number is None or number != count.number:
+            count.number, count.since, count.num_missed = number, now, 0
+            return None
+        count.num_missed += 1
+        is_over = count.num_missed >= MAX_MISSED and now - count.since >= MAX_MISSED * self._period_seconds
+        return f"its host was not heard from for {now - count.since:.0f} s" if is_over else None
+
+    def describe(self, rank: int) -> str:
+        """Return the place of an awaited rank's process, as a phrase."""
+        peer = self.find_peer(rank)
+        if peer is None:
+            return "it has not called xrank in this process group"
+        return f"it runs on host {peer.host}, pid {peer.pid}"
+
+    # ---- waits
+
+    @property
+    def store(self) -> Store:
+        """The world's store."""
+        return self._store
+
+    def publish_wait(self, wait_id: str, text: str | None) -> None:
+        """Publish a long wait of this rank beside those of its other threads; None: it has ended."""
+        with self._waits_lock:
+            self._waits.pop(wait_id, None)
+            if text is not None:
+                self._waits[wait_id] = text
+            self._store.put(f"wait/{self._rank}", json.dumps([*self._waits.values()]))
+
+    def read_waits(self, rank: int) -> list[str]:
+        """Return the published long waits of a rank."""
+        waits: list[str] = json.loads(self._store.peek(f"wait/{rank}") or "[]")
+        return waits
+
+    # ---- failures of calls whose ranks are not known
+
+    @property
+    def num_at_large(self) -> int:
+        """Number of this rank's failures at large."""
+        return len(self._at_large)
+
+    def report_at_large(self, error: BaseException, call: str) -> FailureRecord:
+        """Publish this rank's failure in a call whose ranks are not known, and return its record."""
+        record = replace(FailureRecord.from_error(error, self._rank, call), is_at_large=True)
+        self._at_large.append(record.id)
+        self.known_failures.add(record.id)
+        with suppress(RankFailedError):  # the store may be what failed
+            self._store.put(f"raised/{self._rank}/{len(self._at_large)}", record.to_text())
+        return record
+
+    def find_at_large(self, ranks: Iterable[int], claim: str) -> FailureRecord | None:
+        """Return the first failure at large of these ranks that belongs to a call of this rank, in the ranks `claim`.
+
+        If this rank failed as well, the two failed the same call. If several calls wait for a rank, its failure belongs
+        to the first that claims it.
+        """
+        for rank in ranks:
+            while True:
+                text = self._store.peek(f"raised/{rank}/{self._num_seen.get(rank, 0) + 1}")
+                if text is None:
+                    break
+                self._num_seen[rank] = self._num_seen.get(rank, 0) + 1
+                record = FailureRecord.from_text(text)
+                if record.id in self.known_failures:
+                    continue
+                if not self._pair(rank) and self._store.claim(f"claim/{record.id}", claim) == claim:
+                    return record
+        return None
+
+    def _pair(self, rank: int) -> bool:
+        """Return whether a rank's failure belongs to a call in which this rank failed as well.
+
+        If another rank has claimed this rank's failure, that failed a call there: the two failed different calls.
+        """
+        paired = self._paired.setdefault(rank, set())
+        for failure_id in self._at_large:
+            if failure_id not in paired and self._store.peek(f"claim/{failure_id}") is None:
+                paired.add(failure_id)
+                return True
+        return False
+
+    def is_settled(self, error: RankFailedError, ranks: Sequence[int], claim: str) -> bool:
+        """Return whether a failure belongs to another call than the present one of these ranks.
+
+        It does if it has failed a call of this rank already, or if another list of ranks has claimed it.
+        """
+        failure_id, is_at_large = failure_of(error)
+        if error.rank == self._rank and is_at_large:
+            for rank in ranks:
+                self._paired.setdefault(rank, set()).update(self._at_large)
+        if failure_id in self.known_failures:
+            return True
+        return is_at_large and self._store.claim(f"claim/{failure_id}", claim) != claim
+
+    def note(self, error: BaseException, claim: str) -> None:
+        """Note that an error has failed a call of this rank, in the list of ranks `claim`."""
+        failure_id, is_at_large = failure_of(error)
+        self.known_failures.add(failure_id)
+        if is_at_large:
+            with suppress(RankFailedError):  # the store may be what failed
+                self._store.claim(f"claim/{failure_id}", claim)
+
+    # ---- end
+
+    def close(self) -> None:
+        """Stop the beat and release all resources. A second call does nothing."""
+        if self._heartbeat is not None and os.getpid() == self._pid:
+            self._heartbeat.stop()
+        self._heartbeat = None
+        for life in self._lives.values():
+            os.close(life)
+        self._lives.clear()
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _is_finalizing():  # then the modules that `close` needs are gone, and the process soon is
+            self.close()  # its process group is gone
+
+
+class _Count:
+    """The last number of a rank of another host, and the reads that found it unchanged."""
+
+    def __init__(self) -> None:
+        self.number: str | None = None
+        self.since = 0.0
+        self.num_missed = 0
+        self.next_read_at = 0.0
+
+
+START_SECONDS = 0.25
+"""Length of a wait that is long, and time between two of its looks: a death is to be named within 2 seconds."""
+_CYCLE_SECONDS = (0.25, 4.0)
+"""Shortest and longest time between two looks for ranks that wait for each other; each is twice as long."""
+_LOG_SECONDS = 10.0
+_MAX_READ = 64
+"""Waits that one look reads at most: a store serves all ranks."""
+_MAX_LISTED = 64
+_logger = logging.getLogger(__name__)
+
+
+class Awaits(StrEnum):
+    """The event that a wait is for."""
+
+    ARRIVAL = "arrival"
+    """The first rank waits until others have come to the call."""
+    BODY_END = "end of the body"
+    """The first rank waits until others have ended their bodies."""
+    FIRST = "the first"
+    """Another rank waits for the first rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One wait of a rank, as all ranks of the group can read it."""
+
+    id: str
+    rank: int
+    ranks: tuple[int, ...]
+    """The ranks of the call."""
+    meeting: int
+    """The number of the meeting of these ranks."""
+    number: int
+    """The number of the call since this meeting."""
+    way: str
+    """The medium of the gather."""
+    call: str
+    """The call, for people."""
+    awaits: str
+    awaited: tuple[int, ...]
+    group: str = ""
+    """The name of the process group."""
+    thread: str = ""
+    """The name of the waiting thread."""
+
+    @property
+    def is_of_work(self) -> bool:
+        """Whether the ranks begin a piece of work (`xrank.ranks.registration`), and `way` is its name."""
+        return self.meeting == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} waits for {ranks_text(self.awaited)} in {self.call} of {list_text(self.ranks, 16)}"
+
+    def to_text(self) -> str:
+        """Return the wait as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Wait:
+        """Return the wait of a `to_text`."""
+        content = json.loads(text)
+        return cls(**{**content, "ranks": tuple(content["ranks"]), "awaited": tuple(content["awaited"])})
+
+
+def parties_of(error: BaseException) -> tuple[Wait, ...]:
+    """Return the waits of ranks that waited for each other, if an error of `LongWait` reports them."""
+    return tuple(getattr(error, "_xrank_parties", ()))
+
+
+def name_of_ranks(ranks: Sequence[int]) -> str:
+    """Return a list of ranks as a part of a name in a store."""
+    return ".".join(map(str, ranks))
+
+
+class LongWait:
+    """One long wait of this rank, until `end`.
+
+    Args:
+        description: the wait; its id and awaited ranks are not used.
+        store: the store of all groups of these processes.
+        membership: the ranks' processes.
+        owes: whether this rank still owes another rank's wait its event; called with waits for this rank.
+    """
+
+    def __init__(
+        self,
+        description: Wait,
+        store: Store,
+        membership: Membership,
+        owes: Callable[[Wait], bool],
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._description, self._store, self._membership, self._owes = description, store, membership, owes
+        self._clock = clock
+        self._began = clock() - START_SECONDS
+        self._next_look = 0.0
+        self._pause = _CYCLE_SECONDS[0]
+        self._next_cycle = self._began + 2 * self._pause
+        self._next_log = self._began + _LOG_SECONDS
+        self._id = f"{description.rank}-{secrets.token_hex(8)}"
+        self._published = ""
+        self._votes: dict[str, tuple[Wait, ...]] = {}
+
+    def look(self, awaited: Sequence[int], watched: Sequence[int]) -> None:
+        """Raise if the wait will not end; this does nothing if the last look was a moment ago.
+
+        Args:
+            awaited: the ranks whose event is awaited now.
+            watched: all ranks without which the call cannot go on.
+
+        Raises:
+            RankFailedError: one of them has ended, or failed in a call of ranks that it could not name.
+            ContradictionError: this rank and others wait for each other in different gathers.
+        """
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + START_SECONDS
+        call = self._description.call
+        if (death := self._membership.find_death(watched, call)) is not None:
+            raise death.to_error()
+        if (failure := self._membership.find_at_large(awaited, name_of_ranks(self._description.ranks))) is not None:
+            raise failure.to_error()
+        self.raise_if_confirmed()
+        if now >= self._next_cycle:
+            self._next_cycle = now + self._pause
+            self._pause = min(2 * self._pause, _CYCLE_SECONDS[1])
+            self._vote(self._publish(awaited))
+            self.raise_if_confirmed()
+        if now >= self._next_log:
+            self._next_log = now + 6 * _LOG_SECONDS
+            self._log(awaited, now - self._began)
+
+    def end(self) -> None:
+        """Withdraw the published wait."""
+        if self._published:
+            self._published = ""
+            with suppress(RankFailedError):  # the store may be gone
+                self._membership.publish_wait(self._id, None)
+
+    def _publish(self, awaited: Sequence[int]) -> Wait:
+        mine = Wait(**{**asdict(self._description), "id": self._id, "awaited": tuple(awaited[:_MAX_LISTED])})
+        if (text := mine.to_text()) != self._published:
+            self._membership.publish_wait(self._id, text)
+            self._published = text
+        return mine
+
+    def _read(self, rank: int) -> list[Wait]:
+        return [Wait.from_text(text) for text in self._membership.read_waits(rank)]
+
+    # ---- ranks that wait for each other
+
+    def _vote(self, mine: Wait) -> None:
+        """Confirm this rank's part of every cycle of waits that it is in: it waits, and owes the wait for it."""
+        waits, read, unread = {mine.id: mine}, {mine.rank}, [*mine.awaited]
+        while unread and len(waits) < _MAX_READ:
+            if (rank := unread.pop(0)) not in read:
+                read.add(rank)
+                for wait in self._read(rank):
+                    waits[wait.id] = wait
+                    unread += wait.awaited
+        for cycle in _cycles(mine, waits):
+            name = f"cycle/{_digest(cycle)}"
+            if name not in self._votes and self._owes(cycle[-1]):
+                self._votes[name] = cycle
+                self._store.put(f"{name}/{mine.id}", "1")
+
+    def raise_if_confirmed(self) -> None:
+        """Raise ContradictionError if all ranks of a cycle have confirmed it: none of them can have gone on since.
+
+        A rank confirms while it waits for the next one and owes the one before, which therefore waits as well. So at
+        the last confirmation all of them waited.
+        """
+        for name, cycle in self._votes.items():
+            if all(self._store.peek(f"{name}/{wait.id}") is not None for wait in cycle):
+                raise _make_error(cycle)
+
+    # ---- the log
+
+    def _log(self, awaited: Sequence[int], seconds: float) -> None:
+        known = []
+        for rank in awaited[:4]:
+            there = "".join(f"; {wait.call} waits there" for wait in self._read(rank))
+            known.append(f"rank {rank}: {self._membership.describe(rank)}{there}")
+        mine = self._description
+        _logger.warning(
+            "rank %d has waited %.0f s for %s of %s, in %s (%s)",
+            mine.rank, seconds, mine.awaits, ranks_text(awaited), mine.call, "; ".join(known),
+        )  # fmt: skip
+
+
+def _digest(cycle: Sequence[Wait]) -> str:
+    """Return a name of a cycle that is the same on all of its ranks."""
+    first = min(range(len(cycle)), key=lambda i: (cycle[i].rank, cycle[i].id))
+    ids = [wait.id for wait in (*cycle[first:], *cycle[:first])]
+    return blake2b(" ".join(ids).encode(), digest_size=16).hexdigest()
+
+
+def _cycles(start: Wait, waits: Mapping[str, Wait]) -> Iterator[tuple[Wait, ...]]:
+    """Yield cycles of waits, by id, each from one on: the shortest, up to one for each wait for its rank."""
+    for last in waits.values():
+        if start.rank in last.awaited and last.rank != start.rank:
+            # The shortest path from the start to the wait for it.
+            before = {start.id: start.id}
+            queue = [start]
+            while queue and last.id not in before:
+                here = queue.pop(0)
+                for following in waits.values():
+                    if following.rank in here.awaited and following.id not in before:
+                        before[following.id] = here.id
+                        queue.append(following)
+            if last.id in before:
+                path = [last.id]
+                while path[-1] != start.id:
+                    path.append(before[path[-1]])
+                yield tuple(waits[one] for one in reversed(path))
+
+
+def _make_error(cycle: Sequence[Wait]) -> ContradictionError:
+    texts, ranks = sorted(map(str, cycle)), join_words(f"rank {wait.rank}" for wait in cycle)
+    are_gathers = not any(wait.is_of_work for wait in cycle)
+    error = ContradictionError(
+        f"{ranks_text(wait.rank for wait in cycle)} are at different {'gathers' if are_gathers else 'calls'}, "
+        "and wait for each other",
+        rank=cycle[1].rank,
+        got="; ".join(texts)[:1500],
+        want=f"the same {'gathers' if are_gathers else 'calls'} in the same order on all of their ranks",
+        next_step=f"give the same `ranks`, in the same order, on {ranks}"
+        if are_gathers
+        else f"call the same functions on {ranks}; one rank alone writes gathered tensors by xrank.save_model",
+    )
+    # One failure, which all of them notice.
+    mark_failure(error, _digest(cycle))
+    vars(error)["_xrank_parties"] = tuple(cycle)
+    return error

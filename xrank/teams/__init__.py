@@ -1,1 +1,0 @@
-"""Ranks that convert together: their launch, their messages, and their agreement."""
