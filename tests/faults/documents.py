@@ -37,6 +37,9 @@ from xrank.errors import IncompleteError
 from xrank.formats import signature
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.formats.zarr_array import parse_array
+from xrank.ranks.directory_messages import MessageReceipt
+from xrank.ranks.memory_messages import MemoryPlace
+from xrank.ranks.socket_messages import _Receipt
 from xrank.readers.base import Hints
 from xrank.readers.orbax import OrbaxReader
 from xrank.readers.orbax.items import read_leaves
@@ -45,9 +48,6 @@ from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_mode
 from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, Status
 from xrank.refit.relay import RelayedEngines
 from xrank.refit.trainer_ranks import Takers
-from xrank.workspace.memory_file import MemoryPlace
-from xrank.workspace.message_file import MessageReceipt
-from xrank.workspace.socket_messages import _Receipt
 from xrank.writers.journal import parse_journal
 from xrank.writers.manifest import read_manifest
 from xrank.writers.store_journal import read_journal, read_record

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from xrank.errors import RankFailedError
-from xrank.lending.memory_offer import MemoryOffer
+from xrank.ranks.loans import MemoryOffer
 from xrank.refit.peers import EngineRanks, PeerRank, Phase, Status, StatusBlock
 
 DONE = Status(Phase.DONE, step=7, round=3, offer=5)

@@ -28,12 +28,11 @@ from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageE
 from xrank.formats.entries import Entry
 from xrank.lending.lent_model import ModelRequest
 from xrank.plan.source import StoredModel
+from xrank.ranks.directory_messages import list_names, make_directory
+from xrank.ranks.team import Team, path_text
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.refit.peers import PeerRank, Phase
 from xrank.system import NEW, NO_LINK, READ, replace, user_id
-from xrank.teams.agreement import path_text
-from xrank.teams.team import Team
-from xrank.workspace.shared_directory import list_names, make_directory
 
 _TRAINER = "trainer.json"
 _ENGINE = "engine-"

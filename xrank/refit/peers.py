@@ -16,9 +16,9 @@ from typing import Any
 from zlib import crc32
 
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, XrankError
-from xrank.lending.memory_offer import PeerOffer
-from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError, address_of, memory_at
-from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
+from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, connect
+from xrank.ranks.loans import PeerOffer
+from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, address_of, memory_at
 
 OUTCOME_HEAD = Struct("<II")
 """Before an outcome in memory: checksum and length of its text."""

@@ -20,13 +20,13 @@ from xrank.decisions.transforms import apply_transform
 from xrank.errors import UsageError
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.lending.lent_model import LentModel
-from xrank.lending.local_bytes import LocalBytes, local_bytes
-from xrank.lending.peer_source import MemoryOffer, PeerSource
 from xrank.making.whole_tensors import WholeTensors
 from xrank.plan.executor import Budget
 from xrank.plan.planner import Copies, TensorPlan
+from xrank.ranks.loans import MemoryOffer, PeerSource
+from xrank.ranks.team import Team
+from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.refit.directory import MADE
-from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     import torch

@@ -28,12 +28,12 @@ from xrank.errors import (
     option,
     require_torch,
 )
-from xrank.lending.copied_part import copy_part
-from xrank.lending.lent_model import ModelPart, ModelRequest, lend_model, locate_part
-from xrank.lending.local_bytes import LocalBytes, local_bytes
-from xrank.lending.memory_offer import MemoryOffer, add_token
-from xrank.lending.mooncake_memory import is_mooncake
-from xrank.ranks.deadline import Deadline
+from xrank.lending.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
+from xrank.ranks.failure import Deadline
+from xrank.ranks.loans import MemoryOffer, add_token
+from xrank.ranks.peer_memory import is_mooncake
+from xrank.ranks.team import Team, check_alike, find_group_team
+from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.refit.directory import Address, Card, check_no_trainer, number_of, write_offer
 from xrank.refit.peers import (
     Outcome,
@@ -52,9 +52,6 @@ from xrank.refit.receive import PublishReport
 from xrank.refit.targets import MemoryPlaces, count_versions, find_moved, list_places
 from xrank.refit.trainer_ranks import Survey, Takers, TrainerRanks
 from xrank.system import require_linux
-from xrank.teams.agreement import check_alike
-from xrank.teams.launches import find_group_team
-from xrank.teams.team import Team
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from xrank.errors import (
     option,
     require_torch,
 )
-from xrank.lending.memory_offer import MemoryOffer, add_token
-from xrank.lending.mooncake_memory import is_mooncake
-from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.plan.executor import Budget
-from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import Deadline
+from xrank.ranks.loans import MemoryOffer, add_token
+from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, is_mooncake
+from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text
 from xrank.readers.live.module_tensors import FilledModule
 from xrank.refit.directory import Address, Card, number_of
 from xrank.refit.peers import EngineRanks, PeerRank, Phase, Status, StatusBlock
@@ -39,9 +39,6 @@ from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngi
 from xrank.refit.targets import Filling, Loader, LoaderTarget, ModuleTarget, Target
 from xrank.refit.trainer_link import CARD_SECONDS, TrainerLink, connect_trainer
 from xrank.system import require_linux
-from xrank.teams.agreement import check_alike, nbytes_text
-from xrank.teams.launches import find_group_team, find_world
-from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

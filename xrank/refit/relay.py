@@ -18,15 +18,14 @@ from xrank.errors import ContradictionError, CorruptError, RankFailedError, Rank
 from xrank.formats.entries import Entry
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
-from xrank.lending.local_bytes import LocalBytes, local_bytes
-from xrank.lending.memory_offer import MemoryOffer
-from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError, memory_at
-from xrank.lending.peer_source import PeerSource
 from xrank.plan.executor import Budget
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import spread_copies
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.ranks.loans import MemoryOffer, PeerSource
+from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, memory_at
+from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.ranks import LiveModel
 from xrank.refit.directory import Address, Card, TrainerModel
 from xrank.refit.peers import PeerRank, Phase, Status

@@ -15,15 +15,15 @@ from xrank.decisions.load_plan import plan_load
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray, NestTable
-from xrank.lending.local_bytes import locate_elements
-from xrank.lending.peer_memory import MAX_SPANS, SpanArray
-from xrank.lending.peer_source import PeerSource, SpanMemory
 from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import share_all
+from xrank.ranks.loans import PeerSource, SpanMemory
+from xrank.ranks.peer_memory import MAX_SPANS, SpanArray
+from xrank.ranks.tensor_bytes import locate_elements
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, list_tensors
 from xrank.refit.directory import TrainerModel
