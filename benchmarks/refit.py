@@ -41,10 +41,10 @@ import xrank
 from benchmarks.fused_engine import FusedEngine, Sizes, whole_shapes
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.ranks.tensor_bytes import local_bytes
+from xrank.plan.executor import Budget
 from xrank.ranks.loans import MemoryOffer
 from xrank.ranks.peer_memory import PeerMemory
-from xrank.plan.executor import Budget
+from xrank.ranks.tensor_bytes import local_bytes
 
 TRAINERS, ENGINES = 4, 2
 _RUN_NBYTES = 1 << 20

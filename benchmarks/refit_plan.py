@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from xrank import dtypes
-from xrank.decisions.own_config import OwnConfig
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
 from xrank.plan.replicas import spread_copies
 from xrank.readers.live.local_model import local_model
+from xrank.recipes.own_config import OwnConfig
 from xrank.refit.directory import Card, read_trainer_model
 from xrank.refit.targets import ModuleTarget, Runs, cut_calls, find_runs, join_runs
 

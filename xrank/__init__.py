@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from xrank.conversion.load import load_model
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
-    from xrank.decisions.quantization import Quantization
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+    from xrank.recipes.quantization import Quantization
     from xrank.refit.publish import offer_weights
     from xrank.refit.receive import take_weights
     from xrank.refit.recording import record_layouts
@@ -58,7 +58,7 @@ _HOMES = {
     "__version__": "version",
     "NFSWorkspace": "workspace.nfs",
     "ObjectWorkspace": "workspace.objects",
-    "Quantization": "decisions.quantization",
+    "Quantization": "recipes.quantization",
     "SharedMemoryWorkspace": "workspace.shared_memory",
     "clean": "conversion.clean",
     "export_model": "conversion.export",

@@ -12,8 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.bench import Bench, refusal, run
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
-from xrank.recipes.recipe_checks import find_useless
-from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipe, read_recipe, read_shipped_text
+from xrank.recipes.recipe_file import (
+    find_useless,
+    list_shipped_recipes,
+    load_shipped_recipe,
+    read_recipe,
+    read_shipped_text,
+)
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 

@@ -35,12 +35,12 @@ from xrank.conversion.checkpoint import open_checkpoint
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.verify import verify_model
-from xrank.decisions.adapters import adapt
 from xrank.decisions.folder_plan import plan_gather
-from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, CorruptError, UsageError, XrankError
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
+from xrank.recipes.adapters import adapt
+from xrank.recipes.options import GatherOptions
 
 SCALE = ALPHA / RANK
 MERGE: dict[str, Any] = {"adapter": "merge"}

@@ -251,7 +251,7 @@ def test_an_export_of_one_process_goes_on_with_what_is_still_so(tmp_path, monkey
         real(self, name, *arguments)
         finished.append(name)
 
-    monkeypatch.setattr("xrank.decisions.options.default_workers", lambda: 1)  # one file after another
+    monkeypatch.setattr("xrank.recipes.options.default_workers", lambda: 1)  # one file after another
     monkeypatch.setattr(Stage, "finish_part", fail_third)
     with pytest.raises((xrank.errors.XrankError, OSError)):
         xrank.export_model(tensors, tmp_path / "out", **options)

@@ -39,7 +39,7 @@ from tests.conversion.made_workspaces import (
 from tests.sampled import count_of
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.reshard import reshard_checkpoint
-from xrank.decisions import new_parts
+from xrank.decisions import reshard_plan
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, OutputExistsError, UsageError
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.formats.torch_archive import read_archive
@@ -276,8 +276,8 @@ def test_parts_with_padding_are_filled_with_zeros(bench: Bench, monkeypatch: pyt
         nest = Nest(width, coordinate["r"] * rows * width, ((rows * width, 1, 1),))
         return LocalPart((rows + 2, *shape[1:]), (nest,))
 
-    monkeypatch.setattr(new_parts, "local_part", padded)
-    new_parts._prove.cache_clear()
+    monkeypatch.setattr(reshard_plan, "local_part", padded)
+    reshard_plan._prove.cache_clear()
     mesh = DeviceMesh((3,), ("r",))
     names = ("embed.weight", "up.weight", "down.weight", "norm.weight")
     kept = {name: model[name] for name in names}
@@ -285,7 +285,7 @@ def test_parts_with_padding_are_filled_with_zeros(bench: Bench, monkeypatch: pyt
     leave(bench.workspace, kept)
     texts = {name: "[n/~r, m]" if tensor.ndim == 2 else "[n/~r]" for name, tensor in kept.items()}
     reshard_checkpoint(bench.workspace, told(texts, mesh), bench.out)
-    new_parts._prove.cache_clear()
+    reshard_plan._prove.cache_clear()
     for rank in range(2):
         for name, tensor in kept.items():
             half = tensor.chunk(2)[rank]
@@ -485,10 +485,10 @@ def test_layouts_that_leave_out_or_give_twice(bench: Bench, monkeypatch: pytest.
             return LocalPart((first,), (Nest(0, 0 if coordinate["r"] == 0 else at - (at == 5), ((first, 1, 1),)),))
 
         leave(bench.workspace, {"w": torch.arange(10.0) + 1}, layouts={"w": "[n]"})
-        monkeypatch.setattr(new_parts, "local_part", crooked)
-        new_parts._prove.cache_clear()
+        monkeypatch.setattr(reshard_plan, "local_part", crooked)
+        reshard_plan._prove.cache_clear()
         error = refused(bench, LayoutError, told({"w": "[n/~r]"}, DeviceMesh((2,), ("r",))))
-        new_parts._prove.cache_clear()
+        reshard_plan._prove.cache_clear()
         assert says in error.message
         assert error.tensor == "w"
 

@@ -19,7 +19,7 @@ from xrank.conversion.reshard import reshard_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.recipes.conversion_table import find_transforms
+from xrank.recipes.conversions import find_transforms
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -10,11 +10,11 @@ from math import prod
 from tests.faults.mutation import Mutator
 from tests.recipes.families import FAMILIES
 from tests.recipes.test_there_and_back import model_of
-from xrank.decisions.config_proof import find_misfit
-from xrank.decisions.layer_holes import find_hole
-from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
-from xrank.decisions.ties import find_config_ties
-from xrank.recipes.name_proof import prove_family
+from xrank.recipes.config_proof import find_misfit
+from xrank.recipes.missing_tensors import find_hole
+from xrank.recipes.proofs import prove_family
+from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
+from xrank.recipes.ties import find_config_ties
 
 __all__ = ["FamilyInputs"]
 

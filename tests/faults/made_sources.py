@@ -13,9 +13,9 @@ from tests.cli.bench import run
 from tests.cli.test_recipe import OWN, SHAPES
 from tests.conversion.adapted_models import ALPHA, RANK, P, adapter, base_model, leave_adapted
 from tests.conversion.made_workspaces import LAYOUTS, leave
-from tests.decisions.test_config_proof import CONFIG
-from tests.decisions.test_config_proof import made_model as mixed_model
 from tests.readers.made_megatron import Run, write_config, write_legacy
+from tests.recipes.test_config_proof import CONFIG
+from tests.recipes.test_config_proof import made_model as mixed_model
 
 __all__ = ["UserFile", "make_sources", "user_files"]
 

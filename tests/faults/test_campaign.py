@@ -22,13 +22,13 @@ from tests.conversion.made_workspaces import leave
 from tests.recipes.families import FAMILIES
 from tests.recipes.test_there_and_back import model_of
 from xrank.conversion import gather as conversion
-from xrank.decisions.options import parse_size
-from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import ContradictionError, UsageError
 from xrank.layout.layout_map import write_whole
-from xrank.recipes.name_proof import prove_family
+from xrank.recipes.options import parse_size
+from xrank.recipes.proofs import prove_family
+from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 from xrank.recipes.recipe_file import load_shipped_recipe
-from xrank.recipes.requirements import check_requirements
+from xrank.recipes.sizes import check_requirements
 from xrank.recipes.terms import evaluate, is_term
 from xrank.writers import rename
 

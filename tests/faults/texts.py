@@ -27,15 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.cli.test_recipe import OWN
-from tests.decisions.test_config_proof import CONFIG
-from tests.decisions.test_config_proof import made_model as mixed_model
 from tests.faults.families import FamilyInputs
 from tests.faults.findings import Findings
 from tests.faults.made_sources import LAYOUT_FILE, LINK_FILE
 from tests.faults.mutation import Mutator
-from xrank.decisions.config_proof import find_misfit
-from xrank.decisions.layer_holes import find_hole
-from xrank.decisions.options import parse_size
+from tests.recipes.test_config_proof import CONFIG
+from tests.recipes.test_config_proof import made_model as mixed_model
 from xrank.environment import read_launch
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import read_metadata
@@ -52,6 +49,9 @@ from xrank.layout.notation import render
 from xrank.layout.parser import parse
 from xrank.layout.tensor_name import parse_name
 from xrank.ranks.directory_messages import MessageReceipt
+from xrank.recipes.config_proof import find_misfit
+from xrank.recipes.missing_tensors import find_hole
+from xrank.recipes.options import parse_size
 from xrank.recipes.recipe_file import read_recipe
 from xrank.recipes.side import parse_side
 from xrank.recipes.terms import evaluate, is_term

@@ -20,10 +20,10 @@ from tests.gather.made_modules import (
 )
 from tests.readers.made_megatron import HIDDEN, Run, whole_model
 from tests.recipes.made_checkpoints import MIXED, as_megatron, config_of, saved, tiny
-from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.readers.live.local_model import local_model
+from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 
 _RUNS = {
     "tp2-pp2": Run(tp=2, pp=2, chunks=((1, 1),)),

@@ -10,8 +10,7 @@ import pytest
 from xrank.errors import LayoutError
 from xrank.layout.nests import Nest, addresses, intersect, size
 from xrank.layout.notation import Parts, Product, Size
-from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
-from xrank.recipes.side import parse_side
+from xrank.recipes.side import Pairing, pair, parse_side, reverse_pairing, single_tensors
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,7 @@ from xrank.layout.local_part import local_part
 from xrank.layout.mesh_parts import flat_part
 from xrank.layout.nests import addresses, size
 from xrank.layout.tensor_name import name_table, parse_name
-from xrank.recipes.pairing import pair
+from xrank.recipes.side import pair
 
 pytestmark = pytest.mark.quick
 

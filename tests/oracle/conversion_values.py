@@ -22,7 +22,7 @@ from tests.oracle.config_models import parse_config, read_defaults
 from tests.oracle.make_conversion_table import UNMADE, find_classes
 from xrank import export_model, load_model
 from xrank.errors import XrankError
-from xrank.recipes.conversion_table import find_transforms
+from xrank.recipes.conversions import find_transforms
 
 __all__ = ["Outcome", "compare_class", "list_converted_classes"]
 

@@ -41,12 +41,10 @@ from tests.oracle.config_models import (
     read_shapes,
 )
 from tests.oracle.resumable import map_resumably
-from xrank.decisions import config_sizes
-from xrank.decisions.config_proof import find_misfit
-from xrank.decisions.config_sections import group_tensors
-from xrank.decisions.config_sizes import Equation, measure
+from xrank.recipes import config_proof
+from xrank.recipes.config_proof import Equation, find_misfit, group_tensors, measure
 
-_OUT = Path(__file__).parents[2] / "xrank" / "decisions" / "config_sizes.json"
+_OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "config_sizes.json"
 _RECORD = Path("build/config_sizes.jsonl")
 _LIMIT_SECONDS = 60
 """Time of the processor that the variants of one class may take; a class that needs more is reported as cut."""
@@ -244,7 +242,7 @@ def describe_type(model_type: str, names: list[str], others: list[str]) -> tuple
 def _work(model_type: str, names: list[str], others: list[str]) -> Any:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    config_sizes._read_equations = dict  # the keys that other rules do not see are those of this table
+    config_proof._read_equations = dict  # the keys that other rules do not see are those of this table
     return describe_type(model_type, names, others)
 
 

@@ -10,7 +10,7 @@ It needs timm, pillow and torchvision, too (``pip install timm torchvision``); a
 Everything comes from transformers itself: its table of conversions (transformers/conversion_mapping.py), the reverse
 of each as ``reverse_transform`` gives it (transformers/core_model_loading.py), and the nesting of models, which decides
 whose conversions apply under which prefix (``get_model_conversion_mapping``), from a model of every class on the meta
-device. `xrank.recipes.conversion_table` reads the file.
+device. `xrank.recipes.conversions` reads the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers.models.layoutlmv2 import modeling_layoutlmv2
 
 from tests.oracle.config_models import build_small, read_defaults
 from tests.oracle.small_configs import OWN
-from xrank.decisions.config_sections import SIZE_KEYS
+from xrank.recipes.config_proof import SIZE_KEYS
 
 _OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "transformers.json"
 _KINDS = {

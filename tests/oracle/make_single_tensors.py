@@ -39,7 +39,7 @@ from tests.oracle.config_models import (
 )
 from tests.oracle.resumable import map_resumably
 
-_OUT = Path(__file__).parents[2] / "xrank" / "decisions" / "single_tensors.json"
+_OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "single_tensors.json"
 _RECORD = Path("build/single_tensors.jsonl")
 _TYPES = (
     *("apertus", "arcee", "bamba", "bart", "bert", "bitnet", "bloom", "codegen", "cohere", "cohere2", "dbrx"),

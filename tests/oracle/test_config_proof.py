@@ -18,10 +18,9 @@ from tests.oracle.config_models import (
     shrink,
 )
 from xrank.conversion.gather import gather_checkpoint
-from xrank.decisions.config_proof import find_misfit
-from xrank.decisions.layer_holes import find_hole
-from xrank.decisions.single_tensors import find_absent
 from xrank.errors import ContradictionError, XrankError
+from xrank.recipes.config_proof import find_misfit
+from xrank.recipes.missing_tensors import find_absent, find_hole
 
 NUM_PARTS = 8
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]

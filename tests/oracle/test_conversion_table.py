@@ -20,9 +20,15 @@ from tests.oracle.make_conversion_table import describe_transform, find_classes,
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses, canonical
 from xrank.plan.source import RecordTable, StoredModel, StoredShard
-from xrank.recipes.conversion_table import Side, Transform, find_transforms
-from xrank.recipes.conversions import convert_model, is_loaded_as
-from xrank.recipes.tensor_operations import place_input, run_operations
+from xrank.recipes.conversions import (
+    Side,
+    Transform,
+    convert_model,
+    find_transforms,
+    is_loaded_as,
+    place_input,
+    run_operations,
+)
 
 
 def store(tensors: Mapping[str, torch.Tensor]) -> StoredModel:
@@ -165,13 +171,13 @@ def compare(converter: Any, *, is_save: bool) -> None:
 
 def as_side(converter: Any) -> Side:
     """Return a converter of transformers as xrank's table has it."""
-    from xrank.recipes.conversion_table import _parse_side
+    from xrank.recipes.conversions import _parse_side
 
     described = describe_transform(converter)["load"]
     return _parse_side(json.loads(json.dumps(described)))
 
 
 def test_the_table_is_of_this_version() -> None:
-    from xrank.recipes.conversion_table import _read_table
+    from xrank.recipes.conversions import _read_table
 
     assert _read_table()["transformers"] == transformers.__version__

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import xrank
 from tests.conversion.exported import llama
 from tests.oracle.test_peft import moe
-from xrank.decisions.options import AdapterChoice
+from xrank.recipes.options import AdapterChoice
 
 # PEFT asks transformers under a name that this is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import MarianConfig, MarianMTModel
 
 import xrank
-from xrank.recipes.tied_weights import list_unsaved
+from xrank.recipes.ties import list_unsaved
 
 
 @pytest.mark.parametrize("embeddings", [{}, {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 40}])

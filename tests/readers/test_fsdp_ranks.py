@@ -18,8 +18,8 @@ from tests.readers.rank_checkpoints import accelerate, base_model, verl
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.layout import check_file, diff_layouts
-from xrank.decisions.found_source import read_found
 from xrank.decisions.layout_sources import file_text, layouts_at
+from xrank.decisions.sources import read_found
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from xrank.decisions.options import GatherOptions
-from xrank.decisions.selection import select
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.planner import make_plan
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.recipes.decision import select
+from xrank.recipes.options import GatherOptions
 from xrank.writers.hf_folder import lay_out
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))

@@ -28,10 +28,9 @@ from tests.recipes.made_hybrids import HYBRID_FAMILIES, hybrid_forms
 from tests.recipes.made_torchtitan import torchtitan_forms
 from tests.recipes.made_vision import VISION_RECIPES, vision_forms
 from tests.recipes.test_there_and_back import RECIPES, elements, model_of
-from xrank.decisions.recipe_choice import follow_recipe
 from xrank.errors import UsageError, XrankError
-from xrank.recipes.matching import match
-from xrank.recipes.recipe import Recipe, Rule
+from xrank.recipes.recipe import Recipe, Rule, match
+from xrank.recipes.recipe_choice import follow_recipe
 from xrank.recipes.side import parse_side
 
 pytestmark = pytest.mark.timeout(120)

@@ -19,8 +19,8 @@ from tests.recipes.made_hybrids import HYBRID_FAMILIES, apart, as_megatron_hybri
 from tests.recipes.test_there_and_back import RECIPES
 from tests.recipes.test_there_and_back import model_of as stored_model
 from xrank import gather_checkpoint
-from xrank.decisions.recipe_choice import follow_recipe
-from xrank.recipes.matching import match
+from xrank.recipes.recipe import match
+from xrank.recipes.recipe_choice import follow_recipe
 
 pytestmark = pytest.mark.timeout(120)
 

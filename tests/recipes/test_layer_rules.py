@@ -12,10 +12,10 @@ from tests.recipes.families import FAMILIES
 from tests.recipes.made_checkpoints import leave
 from xrank import gather_checkpoint
 from xrank.errors import ContradictionError, IncompleteError
-from xrank.recipes.layer_rules import place_names
-from xrank.recipes.matching import Match, match
-from xrank.recipes.name_proof import prove_family
+from xrank.recipes.proofs import prove_family
+from xrank.recipes.recipe import Match, match
 from xrank.recipes.recipe_file import load_shipped_recipe
+from xrank.recipes.sizes import place_names
 
 FAMILY = FAMILIES["nemotron-nas"]
 CONFIG = FAMILY.full_config()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
-from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
-from xrank.recipes.matching import match
+from xrank.recipes.recipe import match
+from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 from xrank.recipes.recipe_file import (
     find_model_types,
     load_recipes_for,
@@ -24,7 +24,7 @@ from xrank.recipes.recipe_file import (
     load_shipped_recipes,
     read_recipe,
 )
-from xrank.recipes.requirements import check_requirements
+from xrank.recipes.sizes import check_requirements
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
@@ -198,8 +198,8 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         'extends = "megatron-llama"\n[tensors]\n"decoder.final_layernorm.weight [h]" = "model.other.weight [h]"\n'
     )
     both = (*load_shipped_recipes(), read_recipe(str(own)))
-    monkeypatch.setattr("xrank.decisions.recipe_choice.load_shipped_recipes", lambda: both)
-    monkeypatch.setattr("xrank.decisions.recipe_choice.load_recipes_for", lambda names: both)
+    monkeypatch.setattr("xrank.recipes.recipe_choice.load_shipped_recipes", lambda: both)
+    monkeypatch.setattr("xrank.recipes.recipe_choice.load_recipes_for", lambda names: both)
     with pytest.raises(UsageError, match="is not clear") as caught:
         choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
     assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)

@@ -13,9 +13,9 @@ from tests.recipes.families import FAMILIES, Family
 from tests.recipes.made_checkpoints import leave
 from tests.recipes.test_there_and_back import RECIPES, model_of
 from xrank import gather_checkpoint, reshard_checkpoint
-from xrank.decisions.recipe_choice import follow_recipe
 from xrank.dialects.megatron.layouts import layout_of
-from xrank.recipes.matching import match
+from xrank.recipes.recipe import match
+from xrank.recipes.recipe_choice import follow_recipe
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,8 +11,7 @@ import pytest
 from tests.recipes.made_checkpoints import FAMILIES, as_megatron, as_torchtitan, config_of, saved, tiny
 from tests.sampled import sampled
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
-from xrank.recipes.name_proof import prove_family
-from xrank.recipes.shape_proof import prove_shapes
+from xrank.recipes.proofs import prove_family, prove_shapes
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from xrank.errors import LayoutError
 from xrank.layout.nests import addresses
-from xrank.recipes.conversion_table import Operation, Side
-from xrank.recipes.tensor_operations import place_input, run_operations
+from xrank.recipes.conversions import Operation, Side, place_input, run_operations
 
 Arrays = Mapping[str, Sequence[np.ndarray]]
 

@@ -16,8 +16,7 @@ from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
 from xrank.plan.source import RecordTable, StoredModel, StoredShard
-from xrank.recipes.matching import active_rules, match, settle
-from xrank.recipes.recipe import Recipe
+from xrank.recipes.recipe import Recipe, active_rules, match, settle
 from xrank.recipes.recipe_file import load_shipped_recipes
 from xrank.recipes.rewriting import rewrite_model
 from xrank.recipes.side import find_range

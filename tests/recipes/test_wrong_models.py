@@ -17,11 +17,11 @@ from tests.recipes.families.wrong_models import Case, list_mistakes
 from tests.recipes.made_checkpoints import leave
 from tests.recipes.test_there_and_back import model_of
 from xrank import gather_checkpoint
-from xrank.decisions.config_proof import find_misfit
-from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
-from xrank.decisions.ties import find_config_ties
 from xrank.errors import ContradictionError, IncompleteError, XrankError
 from xrank.layout.nests import size
+from xrank.recipes.config_proof import find_misfit
+from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
+from xrank.recipes.ties import find_config_ties
 
 pytestmark = pytest.mark.timeout(240)
 

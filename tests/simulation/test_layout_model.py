@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.made_layouts import llama
 from tests.simulation.test_planned_bytes import left, written
-from xrank.decisions.found_source import read_source
+from xrank.decisions.sources import read_source
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.simulation.layout_model import build_layout_model, read_layouts_on, survey_layouts

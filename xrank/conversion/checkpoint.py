@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from xrank.decisions.folder_plan import FolderPlan, plan_gather, read_layouts
 from xrank.decisions.layout_sources import layouts_at
-from xrank.decisions.options import GatherOptions, dtype_choice
 from xrank.dtypes import dtype as dtype_of
 from xrank.errors import UsageError, errors_of, names_own_arguments, require_torch
 from xrank.layout import LayoutMap
@@ -21,6 +20,7 @@ from xrank.plan.decoding import DecodedSource, open_source
 from xrank.plan.executor import execute
 from xrank.plan.faults import raise_mismatch
 from xrank.plan.planner import TensorPlan, select_tensors
+from xrank.recipes.options import GatherOptions, dtype_choice
 from xrank.stores import places
 
 if TYPE_CHECKING:

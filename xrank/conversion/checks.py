@@ -8,11 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xrank.decisions.base_check import check_source, describe_skipped_check
-from xrank.decisions.base_model import BaseModel, check_against
-from xrank.decisions.config_proof import prove_config
-from xrank.decisions.decision import Purpose, Request, decide
-from xrank.decisions.found_source import read_source
+from xrank.decisions.sources import read_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import read_header
 from xrank.layout import LayoutMap
@@ -26,6 +22,10 @@ from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.plan.windows import digest_plain_file
 from xrank.ranks.team import Team
 from xrank.readers.hugging_face.folder import read_headers
+from xrank.recipes.config_proof import prove_config
+from xrank.recipes.decision import Purpose, Request, decide
+from xrank.recipes.found_source import BaseModel
+from xrank.recipes.missing_tensors import check_against, check_source, describe_skipped_check
 from xrank.stores import places
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest

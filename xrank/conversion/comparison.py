@@ -13,17 +13,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.conversion.checks import Check, Verdict
-from xrank.decisions.adapter_config import find_config
-from xrank.decisions.adapter_names import PREFIX, AdapterNames, find_adapter
-from xrank.decisions.adapters import FOLDER, WEIGHTS_NAME, Adapted, adapt, adapter_beside, describe_merges
-from xrank.decisions.base_model import BaseModel
-from xrank.decisions.decision import Purpose, Request, decide
-from xrank.decisions.found_source import FoundSource, read_found, read_source
-from xrank.decisions.lone_adapter import complete_adapter
-from xrank.decisions.options import GatherOptions
-from xrank.decisions.recipe_choice import load_recipe
-from xrank.decisions.saved_form import TABLE, convert_adapted, convert_to_files
-from xrank.decisions.ties import find_config_ties
+from xrank.decisions.sources import complete_adapter, read_found, read_source
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
 from xrank.plan.coverage import range_text
@@ -37,7 +27,23 @@ from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.plan.source import StoredModel, StoredShard, merge_models
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.readers.discovery import find_source
-from xrank.recipes.matching import match
+from xrank.recipes.adapter_names import PREFIX, AdapterNames, find_adapter, find_config
+from xrank.recipes.adapters import (
+    FOLDER,
+    WEIGHTS_NAME,
+    Adapted,
+    adapt,
+    adapter_beside,
+    convert_adapted,
+    describe_merges,
+)
+from xrank.recipes.decision import Purpose, Request, decide
+from xrank.recipes.found_source import BaseModel, FoundSource
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.recipe import match
+from xrank.recipes.recipe_choice import load_recipe
+from xrank.recipes.saved_form import TABLE, convert_to_files
+from xrank.recipes.ties import find_config_ties
 from xrank.stores import places
 from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out

@@ -15,7 +15,6 @@ from contextlib import suppress
 from importlib import metadata
 
 from xrank import system
-from xrank.decisions.options import default_workers
 from xrank.environment import SETTINGS, environ, hub_cache, list_cached_models, setting
 from xrank.errors import UsageError, XrankError
 from xrank.plan.buffers import shares_blocks
@@ -23,6 +22,7 @@ from xrank.plan.report import DoctorDetails, Report
 from xrank.ranks.peer_memory import LendingSign
 from xrank.ranks.team import find_launch
 from xrank.readers.plugins import find_plugins
+from xrank.recipes.options import default_workers
 from xrank.version import __version__
 from xrank.words import one_line, plural, size_text
 from xrank.writers.disk import allocate, is_in_memory

@@ -12,10 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from xrank.conversion.report import begin_counting, folder_report, read_report, report_text, with_traffic
-from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice, parse_size
-from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError, errors_of, names_own_arguments, require_torch
 from xrank.layout import LayoutMap
 from xrank.lending.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
@@ -29,6 +25,17 @@ from xrank.ranks.team import (
     raise_background_failure,
     run_in_background,
 )
+from xrank.recipes.options import (
+    AdapterChoice,
+    GatherOptions,
+    check_meeting,
+    check_types,
+    default_workers,
+    dtype_choice,
+    live_layouts,
+    parse_size,
+)
+from xrank.recipes.transforms import Transform
 from xrank.stores.url import clean_path
 from xrank.system import require_linux
 from xrank.writers.staging import check_output

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from xrank.conversion.report import EARLIER_NOTE, counts_requests, folder_report, plan_report
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
-from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
 from xrank.environment import environ
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
@@ -25,6 +24,7 @@ from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
 from xrank.plan.report import FileFacts, Report
 from xrank.ranks.team import Team, check_plans, find_launched_team
+from xrank.recipes.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
 from xrank.stores import places
 from xrank.stores.url import clean_path, is_url, split_url
 from xrank.writers.staging import check_output, check_room, plan_apart, settle_output

@@ -8,10 +8,8 @@ from contextlib import closing
 from typing import Any
 
 from xrank.conversion.report import count_rank_tensors, counts_requests, model_facts
-from xrank.decisions.base_model import open_base_model
 from xrank.decisions.folder_plan import FolderPlan, plan_found, read_layouts
-from xrank.decisions.found_source import companions_of, read_found
-from xrank.decisions.options import GatherOptions
+from xrank.decisions.sources import companions_of, open_base_model, read_found
 from xrank.errors import XrankError, names_own_arguments
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import NullTarget
@@ -23,6 +21,7 @@ from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
+from xrank.recipes.options import GatherOptions
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.writers.stage_inspection import inspect_stage

@@ -7,14 +7,12 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from xrank import environment
-from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.options import AdapterChoice, GatherOptions, dtype_choice
-from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError, errors_of, names_own_arguments, option, require_torch
 from xrank.lending.lent_model import ModelRequest
 from xrank.making.whole_tensors import ModelTensors, make_tensors, split_budget
 from xrank.ranks.team import find_group_team
+from xrank.recipes.options import AdapterChoice, GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
+from xrank.recipes.transforms import Transform
 from xrank.system import require_linux
 
 if TYPE_CHECKING:

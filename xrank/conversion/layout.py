@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from xrank.conversion.report import check_survey, survey_facts
-from xrank.decisions.base_model import open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.layout_sources import (
     file_text,
@@ -20,6 +19,7 @@ from xrank.decisions.layout_sources import (
     read_stored,
     with_numbers,
 )
+from xrank.decisions.sources import open_base_model
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.layout.layout_map import LayoutDiff, write_whole

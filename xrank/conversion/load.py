@@ -11,14 +11,9 @@ from functools import partial
 from typing import Any
 
 from xrank.conversion.report import count_outputs, source_facts
-from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.folder_plan import layout_notes
-from xrank.decisions.found_source import read_source
-from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.load_check import check_loads, describe_load
-from xrank.decisions.load_plan import Load, plan_load
-from xrank.decisions.options import default_workers, parse_size
+from xrank.decisions.load_plan import Load, check_loads, describe_load, plan_load
+from xrank.decisions.sources import read_source
 from xrank.errors import CorruptError, names_own_arguments, require_torch
 from xrank.layout import LayoutMap
 from xrank.lending.tensor_target import TensorTarget, check_fillable
@@ -33,7 +28,9 @@ from xrank.plan.windows import FilePart, share_all
 from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text, path_text
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
-from xrank.recipes.tied_weights import list_unsaved
+from xrank.recipes.decision import Purpose, Request, decide
+from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
+from xrank.recipes.ties import list_unsaved
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes
 from xrank.words import list_text

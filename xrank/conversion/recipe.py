@@ -7,15 +7,13 @@ import time
 from typing import Any
 
 from xrank.conversion.report import model_facts
-from xrank.decisions.base_check import check_source
-from xrank.decisions.base_model import open_base_model
-from xrank.decisions.found_source import read_source
-from xrank.decisions.recipe_choice import load_recipe
-from xrank.decisions.recipe_fit import RecipeFit, fit_recipe
+from xrank.decisions.sources import open_base_model, read_source
 from xrank.errors import LayoutError, UsageError, XrankError
 from xrank.plan.report import RecipeDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
-from xrank.recipes.matching import target_sides
+from xrank.recipes.missing_tensors import check_source
+from xrank.recipes.recipe import target_sides
+from xrank.recipes.recipe_choice import RecipeFit, fit_recipe, load_recipe
 from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipes, read_shipped_text
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes

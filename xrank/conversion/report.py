@@ -12,7 +12,6 @@ from dataclasses import fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.dtypes import DTYPES, dtype
 from xrank.errors import LayoutError
@@ -26,6 +25,7 @@ from xrank.plan.planner import Plan
 from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts, TrafficFacts
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
+from xrank.recipes.adapters import describe_merges
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text, plural, size_text

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from xrank.conversion.report import counts_requests, reshard_report
-from xrank.decisions.options import DTypeChoice, GatherOptions, dtype_choice
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
@@ -18,6 +17,7 @@ from xrank.making.file_writing import find_together
 from xrank.making.folder_filling import make_states, own_texts
 from xrank.plan.report import FileFacts, Report
 from xrank.ranks.team import Team, check_plans, find_launched_team
+from xrank.recipes.options import DTypeChoice, GatherOptions, dtype_choice
 from xrank.stores import places
 from xrank.stores.url import clean_path
 from xrank.writers.staging import check_output, check_room, plan_apart, settle_output

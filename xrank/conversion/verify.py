@@ -9,10 +9,8 @@ from typing import Any
 
 from xrank.conversion.checks import Check, Verdict, plan_manifest_check, plan_proof, run_check
 from xrank.conversion.report import count_outputs, counts_requests
-from xrank.decisions.base_model import BaseModel, open_base_model
-from xrank.decisions.folder_plan import read_layouts
-from xrank.decisions.options import default_workers, parse_size
-from xrank.decisions.plan_digest import digest_of_plan
+from xrank.decisions.folder_plan import digest_of_plan, read_layouts
+from xrank.decisions.sources import open_base_model
 from xrank.errors import (
     ContradictionError,
     CorruptError,
@@ -28,6 +26,8 @@ from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.ranks.team import check_plans, find_launched_team
 from xrank.readers.workspace import WorkspaceReader
+from xrank.recipes.found_source import BaseModel
+from xrank.recipes.options import default_workers, parse_size
 from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes

@@ -7,18 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xrank.decisions.adapters import Adapted, adapter_beside, check_ties
-from xrank.decisions.config_proof import prove_config
-from xrank.decisions.decision import Decision, Purpose, Request, decide
-from xrank.decisions.found_source import FoundSource, find_live_source, read_found
-from xrank.decisions.options import GatherOptions
-from xrank.decisions.own_config import OwnConfig
-from xrank.decisions.plan_digest import digest_of_plan
-from xrank.decisions.recipe_choice import fits_any_recipe
-from xrank.decisions.saved_form import TABLE
-from xrank.decisions.selection import Selection
+import xxhash
+
+from xrank.decisions.sources import complete_adapter, find_live_source, open_base_model, read_found
 from xrank.errors import AGAIN, LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
@@ -27,14 +20,49 @@ from xrank.plan.source import StoredModel
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.records import refuse_foreign_names
+from xrank.recipes.adapters import Adapted, adapter_beside, check_ties
+from xrank.recipes.config_proof import prove_config
+from xrank.recipes.decision import Decision, Purpose, Request, Selection, decide
+from xrank.recipes.found_source import BaseModel, FoundSource
+from xrank.recipes.missing_tensors import check_against, describe_skipped_check
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.own_config import OwnConfig
+from xrank.recipes.recipe_choice import fits_any_recipe
+from xrank.recipes.saved_form import TABLE
+from xrank.recipes.transforms import Transform, Transforms, plan_transformed
 from xrank.stores import places
 from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out, lay_out_file
 
-if TYPE_CHECKING:
-    from xrank.decisions.base_model import BaseModel
-    from xrank.decisions.transformed_plan import Transforms
-    from xrank.decisions.transforms import Transform
+
+def digest_of_plan(plan: Plan, *options: str) -> str:
+    """Return a digest that is the same for the same source, options and output.
+
+    Args:
+        plan: the plan, with its source as it was when its metadata was read.
+        *options: further choices that decide the content of the output.
+    """
+    state = xxhash.xxh3_128()
+    for file in plan.source.files:
+        state.update(repr(file.identity).encode())
+    for tensor in plan.tensors:
+        state.update(repr((tensor.output, tensor.source_dtype)).encode())
+        if tensor.changed:
+            state.update(repr(sorted(tensor.changed.items())).encode())
+        if tensor.update is not None:
+            a, b, rule = tensor.update.a, tensor.update.b, tensor.update.rule
+            place = (rule.num_blocks, rule.start) if rule.num_blocks > 1 or rule.start else ()
+            what = (a.output, b.output, rule.scale, rule.is_transposed, *place)
+            state.update(repr(what).encode())
+        for copies in tensor.read:
+            for array in (copies.rank, copies.record, copies.nests.x, copies.nests.y, copies.nests.loops):
+                state.update(array.tobytes())
+    for made in plan.files:
+        state.update(made.output.name.encode() + made.output.header)
+    for choice in options:
+        state.update(choice.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not text
+    return state.hexdigest()
+
 
 _GENERATION_NAME = "generation_config.json"
 _TRAINING_NAMES = "the names are the training framework's, as asked; from_pretrained does not find those of the model"
@@ -139,6 +167,8 @@ def plan_found(
     """Plan the gather of a source that was read from a place. Errors are those of `gather_checkpoint`."""
     if options.strict_pickles:
         refuse_foreign_names(found.model)
+    if options.adapter == "merge" and base is not None:
+        found = replace(found, model=complete_adapter(found.model, base, options.adapter_config, place))
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)
     notes = _source_notes(decision, given, place)
@@ -181,8 +211,6 @@ def plan_export(
 def _open_base(base_model: str | os.PathLike[str] | None) -> BaseModel | None:
     if base_model is None:
         return None
-    from xrank.decisions.base_model import open_base_model
-
     return open_base_model(base_model)
 
 
@@ -207,15 +235,11 @@ def _plan_output(
         files = lay_out(list(outputs), options.max_shard_nbytes, stem=decision.weights_stem)
         plan = make_plan(source, files, tied=selection.tied)
     else:
-        from xrank.decisions.transformed_plan import plan_transformed
-
         plan, selection, transforms = plan_transformed(
             source, selection, transform, options.max_shard_nbytes, decision.weights_stem
         )
     checked, base = None, decision.base
     if base is not None:
-        from xrank.decisions.base_model import check_against
-
         tied = {name for names in decision.selection.tied.values() for name in names}
         checked = check_against(base, list(outputs), set(decision.selection.excluded), tied)
     proof_notes: tuple[tuple[str, str], ...] = ()
@@ -253,8 +277,6 @@ def _source_notes(decision: Decision, layouts: LayoutMap | None, place: str) -> 
     """Return the notes on files: unused rules, a base model without weights, an adapter."""
     notes = [*layout_notes(layouts, decision.source)]
     if decision.base is not None and not decision.base.tensors:
-        from xrank.decisions.base_check import describe_skipped_check
-
         notes.append(describe_skipped_check(decision.base, place))
     return [*notes, *(adapter_beside(place) if decision.adapted is None else decision.adapted.notes)]
 

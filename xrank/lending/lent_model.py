@@ -11,10 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.folder_plan import FolderPlan, plan_export
-from xrank.decisions.options import GatherOptions
-from xrank.decisions.own_config import OwnConfig, choose_config, read_own_config
-from xrank.decisions.transformed_plan import plan_held_tensors
-from xrank.decisions.transforms import Transform
 from xrank.errors import (
     AGAIN,
     ContradictionError,
@@ -37,6 +33,9 @@ from xrank.ranks.team import Team, check_plans, find_world, nbytes_text, path_te
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.own_config import OwnConfig, choose_config, read_own_config
+from xrank.recipes.transforms import Transform, plan_held_tensors
 from xrank.stores import places
 from xrank.system import anonymous_memory, available_memory_nbytes
 from xrank.words import repr_text, size_text

@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.layout.nest_table import IntArray
 from xrank.making.file_writing import (
@@ -27,6 +26,7 @@ from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.report import FileFacts, OutputFacts, ProofFacts
 from xrank.plan.windows import FileHashes
 from xrank.ranks.team import Team
+from xrank.recipes.adapters import describe_merges
 from xrank.stores.url import is_url
 from xrank.writers.hf_folder import index_name, index_text
 from xrank.writers.journal import JournalLine

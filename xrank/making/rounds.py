@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from xrank.decisions.options import ReplicaChoice
 from xrank.layout.nest_table import IntArray
 from xrank.plan import windows
 from xrank.plan.buffers import NullTarget, OpenSource, Target
@@ -31,9 +30,10 @@ from xrank.plan.planner import Plan
 from xrank.plan.replicas import prefer_own_copies
 from xrank.plan.windows import FileHashes, FilePart, FinishedFile, JoinedFile
 from xrank.ranks.team import Team
+from xrank.recipes.options import ReplicaChoice
 
 if TYPE_CHECKING:
-    from xrank.decisions.transformed_plan import Transforms
+    from xrank.recipes.transforms import Transforms
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.formats.signature import STATEMENT_TYPE, make_files_statement, read_signing_key, sign_statement
 from xrank.plan.source import NO_CHECKSUM, StoredModel
 from xrank.plan.windows import FileHashes
+from xrank.recipes.adapters import describe_merges
 from xrank.stores import places
 from xrank.version import __version__
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME

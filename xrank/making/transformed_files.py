@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xrank import dtypes
-from xrank.decisions.transformed_plan import TransformedTensor, Transforms
-from xrank.decisions.transforms import apply_transform
 from xrank.layout.nest_table import IntArray
 from xrank.making.rounds import Finish, Outputs, PartialResults, Work, accept_shares, describe_share, finish_nothing
 from xrank.making.whole_tensors import WholeTensors
@@ -29,6 +27,7 @@ from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.replicas import prefer_own_copies
 from xrank.plan.windows import FilePart, JoinedFile
 from xrank.ranks.tensor_bytes import local_bytes
+from xrank.recipes.transforms import TransformedTensor, Transforms, apply_transform
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from xrank import dtypes
-from xrank.decisions.transformed_plan import plan_held_tensors
-from xrank.decisions.transforms import apply_transform
 from xrank.lending.lent_model import LentModel, ModelRequest, lend_model
 from xrank.lending.tensor_target import TensorTarget
 from xrank.plan.buffers import Source
@@ -20,6 +18,7 @@ from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.planner import Plan, TensorPlan, select_tensors
 from xrank.plan.replicas import prefer_own_copies
 from xrank.ranks.team import Team, check_alike
+from xrank.recipes.transforms import apply_transform, plan_held_tensors
 from xrank.system import anonymous_memory
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ class Hints:
     """Content of the model's config.json beside the source or in the base model; None if there is none."""
     prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
     """Proves inferred global shapes. Returns the recipe that they fit, or None if no recipe knows the names. Raises if
-    they contradict each other or the config (`xrank.recipes.shape_proof.prove_shapes`)."""
+    they contradict each other or the config (`xrank.recipes.proofs.prove_shapes`)."""
 
 
 class Reader(Protocol):

@@ -4,5 +4,5 @@ To add a family, add a TOML file beside this one; gathers choose it by the names
 explains its tables. While you write it, try it with ``xrank recipe check FILE SRC``. Names that Megatron-core cuts and
 `xrank.dialects.megatron.layouts` lacks need a rule there. Tests take the families from
 ``tests/recipes/made_checkpoints.py``, and docs/families.md lists them. ``transformers.json`` has transformers'
-conversions between files and memory, generated from its own tables (`xrank.recipes.conversion_table`).
+conversions between files and memory, generated from its own tables (`xrank.recipes.conversions`).
 """

@@ -1,17 +1,630 @@
-"""Convert a model between its tensors in memory and in files, by transformers' own table; no bytes are moved."""
+"""transformers' own conversions, as data: which names and forms tensors have in files, and which in memory.
+
+``transformers.json`` beside this module is generated from an installed transformers by
+``tests/oracle/make_conversion_table.py``. A conversion of a model is a sequence of transforms; each renames tensors or
+rearranges them (`xrank.recipes.conversions`, `xrank.recipes.conversions`), and has one side for loading and
+one for saving, as transformers itself reverses it (transformers/core_model_loading.py: reverse_transform).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
+from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 from xrank.errors import LayoutError, option
+from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.recipes.conversion_names import Group, NamePass
-from xrank.recipes.conversion_table import Side, Transform
-from xrank.recipes.tensor_operations import Placed, Shape, place_input, run_operations
+
+_PATH = Path(__file__).parent / "transformers.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A rearrangement of tensors; `xrank.recipes.conversions` carries it out."""
+
+    kind: str
+    """Name of transformers' class."""
+    arguments: tuple[tuple[str, Any], ...]
+    """Arguments that differ from the class' defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One direction of a transform."""
+
+    patterns: tuple[str, ...]
+    """Regular expressions of names; ``*.`` stands for an index and all before it."""
+    targets: tuple[str, ...]
+    """Text that replaces a match; ``\\1`` stands for the text of the pattern's group."""
+    operations: tuple[Operation, ...] = ()
+    offset: int = 0
+    """Number to add to an index that the group matches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One entry of transformers' table, for a model or for a model inside it."""
+
+    kind: str
+    """``rename``, ``prefix``, ``convert``, ``offset``, or ``group``: renamings that count only after the first one."""
+    load: Side
+    save: Side
+    scope: str | None = None
+    """Path of the inner model without `prefix`; None: all names."""
+    prefix: str = ""
+    """The outer model's ``base_model_prefix``."""
+
+    @property
+    def is_converter(self) -> bool:
+        """Whether the transform rearranges tensors."""
+        return self.kind == "convert"
+
+
+def find_transforms(config: Mapping[str, Any]) -> tuple[Transform, ...]:
+    """Return the transforms of a model, in the order of loading; none for a model that has the same names in files.
+
+    The order and the scopes are those of transformers/conversion_mapping.py: get_model_conversion_mapping.
+
+    Args:
+        config: the content of config.json.
+
+    Raises:
+        LayoutError: the table lacks the models inside this class.
+    """
+    table = _read_table()
+    root = _find_class(config)
+    if root in table["unmade"]:
+        raise LayoutError(
+            f"the conversion of {root} is not in xrank's table, since transformers {table['transformers']} cannot make "
+            "such a model",
+            got=f"{root} in config.json",
+            want="a class whose names in files and in memory are known",
+            next_step=f"keep the names as they are with {option('recipe', 'none')}",
+        )
+    prefix = table["models"][root][0] if root in table["models"] else ""
+    claimed: dict[str, list[str]] = defaultdict(list)
+    found: list[Transform] = []
+    for path, name, model_type in _walk(root, config, ""):
+        if _is_inside(path, claimed[name]):
+            continue
+        numbers, is_own = table["mappings"].get(name), True
+        if numbers is None:
+            if _is_inside(path, claimed[model_type]):
+                continue
+            numbers, is_own = table["mappings"].get(model_type), False
+        if numbers is None:
+            continue
+        scope = path.removeprefix(prefix).removeprefix(".") if path else None
+        found += (replace(_transforms()[number], scope=scope, prefix=prefix) for number in numbers)
+        claimed[name].append(path)
+        if not is_own:
+            claimed[model_type].append(path)
+    return tuple(found)
+
+
+def find_num_heads(config: Mapping[str, Any], key: str | None) -> int:
+    """Return the number of attention heads in a config, or in the one inside it under `key`."""
+    inner = config.get(key) if key is not None else None
+    config = inner if isinstance(inner, Mapping) else config
+    name, default = _read_table()["heads"].get(config.get("model_type"), ("num_attention_heads", 1))
+    return int(config.get(name, config.get("num_attention_heads", default)))
+
+
+def is_known_size(model_type: object, key: str) -> bool:
+    """Return whether a model type's config has a size under that key; for unknown types each key counts.
+
+    Config files also contain keys that no model reads, such as ``num_key_value_heads`` for GPT-NeoX.
+    """
+    known = _read_table()["sizes"].get(model_type) if isinstance(model_type, str) else None
+    return known is None or key in known
+
+
+def is_known_type(model_type: object) -> bool:
+    """Return whether transformers has this model type."""
+    return isinstance(model_type, str) and model_type in _read_table()["sizes"]
+
+
+def _is_inside(path: str, outer: list[str]) -> bool:
+    return any(seen == "" or path.startswith(seen + ".") for seen in outer)
+
+
+def _find_class(config: Mapping[str, Any]) -> str:
+    """Return the model's class; "" if the config names none that transformers has."""
+    table = _read_table()
+    architectures = config.get("architectures")
+    name = str(architectures[0]).removeprefix("FSDP") if isinstance(architectures, list) and architectures else ""
+    if name in table["models"] or name in table["mappings"] or "auto_map" in config:
+        return name
+    model_type = config.get("model_type")
+    return next((kinds[model_type] for kinds in reversed(table["auto"].values()) if model_type in kinds), name)
+
+
+def _walk(name: str, config: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (path, class, model type) of a model and of all models in it, outer ones first."""
+    table = _read_table()
+    _, known_type, parts = table["models"].get(name, ("", "", ()))
+    yield path, name, str(config.get("model_type") or known_type)
+    for inner_path, inner, key, kind in parts:
+        inner_known = table["models"].get(inner, ("", "", ()))[1]
+        inner_config = config if key == "" else config.get(key)
+        if not isinstance(inner_config, Mapping):
+            inner_config = {}
+        model_type = inner_config.get("model_type")
+        if kind is not None and model_type not in (None, inner_known):
+            inner = table["auto"][kind].get(model_type, "")
+        elif model_type is None:
+            inner_config = {**inner_config, "model_type": inner_known}
+        yield from _walk(inner, inner_config, f"{path}.{inner_path}" if path else inner_path)
+
+
+@lru_cache(maxsize=1)
+def _read_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(_PATH.read_text(encoding="utf-8"))
+    return table
+
+
+@lru_cache(maxsize=1)
+def _transforms() -> tuple[Transform, ...]:
+    return tuple(
+        Transform(each["kind"], _parse_side(each["load"]), _parse_side(each["save"]))
+        for each in _read_table()["transforms"]
+    )
+
+
+def _parse_side(side: Mapping[str, Any]) -> Side:
+    operations = tuple(
+        Operation(each["op"], tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in each.items() if k != "op"))
+        for each in side.get("operations", ())
+    )
+    return Side(tuple(side["from"]), tuple(side["to"]), operations, side.get("offset", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that are converted together; a tensor that is only renamed is a group of its own."""
+
+    name: str
+    """The new name; of a converter, the one with its first target in it."""
+    side: Side | None
+    """The converter; None: the tensor is only renamed."""
+    inputs: dict[str, list[str]] = field(default_factory=dict)
+    """Pattern of the converter -> names that match it, in natural order."""
+
+
+class NamePass:
+    """One pass over the names of a model in one direction; keeps which transforms it used."""
+
+    def __init__(self, transforms: Sequence[Transform], *, is_save: bool) -> None:
+        """Prepare a pass.
+
+        Args:
+            transforms: the transforms in the order of loading.
+            is_save: whether to go from memory to files.
+        """
+        # Inner models' transforms were applied last when loading, so they are undone first.
+        ordered = list(enumerate(transforms))[:: -1 if is_save else 1]
+        self._is_save = is_save
+        self._renamings = [(number, each) for number, each in ordered if not each.is_converter]
+        self._converters = [(number, each) for number, each in ordered if each.is_converter]
+        self._active: set[int] = set()
+        self.used: set[int] = set()
+        """Numbers of the transforms that matched a name."""
+
+    def find_groups(self, names: Iterable[str], wanted: Collection[str] = (), prefix: str = "") -> list[Group]:
+        """Return the groups of all names.
+
+        Args:
+            names: names of one model.
+            wanted: when loading, names of the module, to which `prefix` is added or removed where that fits.
+            prefix: the model's ``base_model_prefix``.
+        """
+        groups: dict[str, Group] = {}
+        for name in sort_naturally(names):
+            new, side, pattern = self._rename_once(name)
+            if not self._is_save and wanted:
+                new = _fit_prefix(new, prefix, wanted)
+                if new not in wanted and name in wanted:
+                    new, side, pattern = name, None, name
+            group = groups.setdefault(new, Group(new, side))
+            group.inputs.setdefault(pattern, []).append(name)
+        return list(groups.values())
+
+    def finish_name(self, name: str) -> str:
+        """Return the final name of a converter's output: when saving, renamings follow the converters."""
+        return self._apply_renamings(name) if self._is_save else name
+
+    def _rename_once(self, name: str) -> tuple[str, Side | None, str]:
+        if not self._is_save:
+            new, side, pattern = self._apply_converters(self._apply_renamings(name))
+            return new, side, pattern or name
+        new, side, pattern = self._apply_converters(name)
+        return (self._apply_renamings(name), None, name) if side is None else (new, side, pattern)
+
+    def _apply_renamings(self, name: str) -> str:
+        for number, transform in self._renamings:
+            name, _ = self._apply(number, transform, name)
+        return name
+
+    def _apply_converters(self, name: str) -> tuple[str, Side | None, str]:
+        for number, transform in self._converters:
+            new, pattern = self._apply(number, transform, name)
+            if pattern is not None:
+                return new, self._side(transform), pattern
+        return name, None, ""
+
+    def _side(self, transform: Transform) -> Side:
+        return transform.save if self._is_save else transform.load
+
+    def _apply(self, number: int, transform: Transform, name: str) -> tuple[str, str | None]:
+        """Return the new name and the pattern that matched; the name itself and None without a match."""
+        start = _find_scope(transform, name)
+        if start is None:
+            return name, None
+        side, rest = self._side(transform), name[len(start) :]
+        compiled = _compile(side.patterns)
+        found = compiled.search(rest)
+        if found is None:
+            return name, None
+        label = next(key for key, value in found.groupdict().items() if value is not None)
+        index = int(label[1:])
+        if transform.kind == "group" and index == 0:
+            self._active.add(number)
+        elif transform.kind == "group" and number not in self._active:
+            return name, None
+        self.used.add(number)
+        target = side.targets[index if transform.kind == "group" else 0]
+        if "\\" in target:
+            first = compiled.groupindex[label]
+            if transform.kind == "offset":
+                target = target.replace(r"\1", str(int(found.group(first + 1)) + side.offset))
+            else:
+                target = re.sub(r"\\(\d+)", lambda at: found.group(first + int(at[1])), target)
+        return start + rest.replace(found.group(0), target, 1), side.patterns[index]
+
+
+def sort_naturally(names: Iterable[str]) -> list[str]:
+    """Return names sorted as transformers sorts them: numbers by value, before text."""
+    return sorted(names, key=_natural_key)
+
+
+def _natural_key(name: str) -> list[tuple[object, ...]]:
+    key: list[tuple[object, ...]] = []
+    for part in name.split("."):
+        text = part.rstrip("0123456789")
+        if part.isdigit():
+            key.append((0, int(part)))
+        elif len(text) < len(part):
+            key.append((1, text, int(part[len(text) :])))
+        else:
+            key.append((1, text))
+    return key
+
+
+def _find_scope(transform: Transform, name: str) -> str | None:
+    """Return the start of a name that the transform leaves alone; None if the name is outside its scope."""
+    if transform.scope is None:
+        return ""
+    scope = f"{transform.scope}." if transform.scope else ""
+    prefix = f"{transform.prefix}." if transform.prefix else ""
+    return next((start for start in (prefix + scope, scope) if name.startswith(start)), None)
+
+
+def _fit_prefix(name: str, prefix: str, wanted: Collection[str]) -> str:
+    """Return a name with the base model's prefix added or removed, if the module has it only so."""
+    if name.startswith(prefix) and (shorter := re.sub(f"^{prefix}.", "", name, count=1)) in wanted:
+        return shorter
+    return longer if (longer := f"{prefix}.{name}") in wanted else name
+
+
+@lru_cache(maxsize=1024)
+def _compile(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return one expression for all patterns; a longer one counts before a shorter one."""
+    branches = []
+    for index, pattern in sorted(enumerate(patterns), key=lambda each: -len(each[1])):
+        pattern = pattern.replace("*.", r".*\.")
+        # A pattern that ends in a word ends at the end of a word in the name.
+        end = r"(?!\w)" if re.search(r"[a-zA-Z0-9]$", pattern) else ""
+        branches.append(f"(?P<g{index}>{pattern}{end})")
+    return re.compile("|".join(branches))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor made of elements of inputs."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, Nest], ...]
+    """(name of the input, nest from its elements to the tensor's)."""
+
+    def map(self, nest: Nest, shape: Sequence[int]) -> Placed:
+        """Return the tensor of that shape to which `nest` copies elements of this one."""
+        parts = tuple((name, piece) for name, part in self.parts for piece in intersect(part, nest))
+        return Placed(tuple(shape), parts)
+
+
+Shape = tuple[int, ...]
+_Tensors = dict[str, list[Placed]]
+
+
+def place_input(name: str, shape: Sequence[int]) -> Placed:
+    """Return an input as it is."""
+    return Placed(tuple(shape), ((name, canonical(Nest(0, 0, ((prod(shape), 1, 1),)))),))
+
+
+def run_operations(
+    side: Side,
+    inputs: Mapping[str, Sequence[Placed]],
+    config: Mapping[str, Any],
+    *,
+    is_save: bool,
+    module_shapes: Mapping[str, Shape | None] | None = None,
+) -> dict[str, Placed]:
+    """Return the outputs of a converter, under its targets.
+
+    Args:
+        side: the converter.
+        inputs: pattern -> the tensors that match it, in natural order.
+        config: the model's config.json.
+        is_save: whether the converter goes from memory to files.
+        module_shapes: when loading, target -> global shape of the module's tensor, where it is known.
+
+    Raises:
+        LayoutError: the shapes do not fit, or the operation needs what only a module knows.
+    """
+    tensors: _Tensors = {pattern: list(each) for pattern, each in inputs.items()}
+    for operation in side.operations:
+        function = _FUNCTIONS.get(operation.kind)
+        if function is None:
+            raise _misfit(f"transformers' operation {operation.kind} is no copy that xrank knows")
+        tensors = function(_Chain(side, config, dict(operation.arguments), is_save, module_shapes or {}), tensors)
+    if any(len(each) != 1 for each in tensors.values()):
+        raise _misfit(f"a converter of {side.patterns[0]} leaves lists of tensors")
+    return {name: each[0] for name, each in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The converter that an operation belongs to, and the operation's arguments."""
+
+    side: Side
+    config: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    is_save: bool
+    module_shapes: Mapping[str, Shape | None]
+
+    @property
+    def dim(self) -> int:
+        """The operation's dim."""
+        return int(self.arguments.get("dim", 0))
+
+    @property
+    def target(self) -> str:
+        """The only target."""
+        if len(self.side.targets) > 1:
+            raise _misfit(f"one result is wanted for {len(self.side.targets)} targets of {self.side.patterns[0]}")
+        return self.side.targets[0]
+
+    def key_of(self, source: str) -> str:
+        """Return the key of a result that has one input: the source's inside a chain, else the target."""
+        return source if (len(self.side.targets) > 1) != (len(self.side.patterns) > 1) else self.target
+
+    def count_shards(self) -> int | None:
+        """Return how many tensors a config asks for; None where the converter has a fixed number."""
+        key = self.arguments.get("num_shards_attribute")
+        if key is None:
+            return None
+        text = self.config.get("text_config")
+        return int((text if isinstance(text, Mapping) and key in text else self.config)[key])
+
+
+def _misfit(problem: str) -> LayoutError:
+    return LayoutError(
+        problem,
+        want="tensors that transformers could convert",
+        next_step=f"keep the names as they are with {option('recipe', 'none')}, or convert the model with transformers "
+        "itself",
+    )
+
+
+def _single(tensors: _Tensors) -> Placed:
+    (first, *more), *others = tensors.values()
+    if more or others:
+        raise _misfit(f"one tensor is wanted; got {sum(map(len, tensors.values()))} of {next(iter(tensors))}")
+    return first
+
+
+def _concatenate(values: Sequence[Placed], dim: int) -> Placed:
+    first = values[0].shape
+    dim %= len(first)
+    if any((*v.shape[:dim], *v.shape[dim + 1 :]) != (*first[:dim], *first[dim + 1 :]) for v in values):
+        raise _misfit(f"tensors of shapes {[list(v.shape) for v in values][:4]} cannot be joined along dim {dim}")
+    length = sum(value.shape[dim] for value in values)
+    # The dims before `dim` are one loop, and those behind it one run: two loops are enough for any number of dims.
+    outer, inner = prod(first[:dim]), prod(first[dim + 1 :])
+    shape = (*first[:dim], length, *first[dim + 1 :])
+    parts: list[tuple[str, Nest]] = []
+    start = 0
+    for value in values:
+        run = value.shape[dim] * inner
+        parts += value.map(Nest(0, start, ((outer, run, length * inner), (run, 1, 1))), shape).parts
+        start += run
+    return Placed(shape, tuple(parts))
+
+
+def _split(value: Placed, sizes: Sequence[int], dim: int) -> list[Placed]:
+    dim %= len(value.shape)
+    outer, inner = prod(value.shape[:dim]), prod(value.shape[dim + 1 :])
+    found, start = [], 0
+    for size in sizes:
+        nest = Nest(start, 0, ((outer, value.shape[dim] * inner, size * inner), (size * inner, 1, 1)))
+        found.append(value.map(nest, (*value.shape[:dim], size, *value.shape[dim + 1 :])))
+        start += size * inner
+    return found
+
+
+def _swap_dims(value: Placed, one: int, other: int) -> Placed:
+    order = list(range(len(value.shape)))
+    order[one], order[other] = order[other], order[one]
+    shape = [value.shape[dim] for dim in order]
+    old, new = row_major(value.shape), row_major(shape)
+    nest = Nest(0, 0, tuple((value.shape[dim], old[dim], new[at]) for at, dim in enumerate(order)))
+    return value.map(canonical(nest), shape)
+
+
+def _reshape(value: Placed, shape: Sequence[int]) -> Placed:
+    if prod(shape) != prod(value.shape):
+        raise _misfit(f"a tensor of shape {list(value.shape)} cannot have shape {list(shape)}")
+    return Placed(tuple(shape), value.parts)
+
+
+def _chunk(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    value, targets = _single(tensors), list(chain.side.targets)
+    count = chain.count_shards()
+    if count is not None:
+        targets = [chain.target.replace("*", str(index)) for index in range(count)]
+    length = value.shape[chain.dim]
+    size = ceil(length / len(targets))  # as torch.chunk
+    sizes = [min(size, length - start) for start in range(0, length, size)]
+    if len(sizes) != len(targets):
+        raise _misfit(f"{length} rows cannot be cut in {len(targets)} tensors for {chain.side.targets[0]}")
+    return {target: [part] for target, part in zip(targets, _split(value, sizes, chain.dim), strict=True)}
+
+
+def _split_by_module(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    """Cut a tensor into its targets, each as long as the module's own tensor."""
+    value, dim = _single(tensors), chain.dim
+    shapes = [chain.module_shapes.get(target) for target in chain.side.targets]
+    lengths = [shape[dim] for shape in shapes if shape is not None]
+    if len(lengths) < len(shapes):
+        raise _misfit(f"only a module shows how {chain.side.patterns[0]} is cut in {len(shapes)} tensors")
+    if sum(lengths) != value.shape[dim]:
+        raise _misfit(
+            f"{value.shape[dim]} rows of {chain.side.patterns[0]} are not the module's {' + '.join(map(str, lengths))}"
+        )
+    parts = _split(value, lengths, dim)
+    return {target: [part] for target, part in zip(chain.side.targets, parts, strict=True)}
+
+
+def _join(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    if missing := [pattern for pattern in chain.side.patterns if pattern not in tensors]:
+        raise _misfit(f"nothing matches {missing[0]}, which belongs to {chain.target}")
+    values = [value for pattern in chain.side.patterns for value in tensors[pattern]]
+    count = chain.count_shards()
+    if count is not None and len(values) != count:
+        raise _misfit(f"{len(values)} tensors match {chain.side.patterns[0]}; config.json wants {count}")
+    return {chain.target: [_concatenate(values, chain.dim)]}
+
+
+def _stack(values: Sequence[Placed], dim: int) -> Placed:
+    return _concatenate([_reshape(v, (*v.shape[:dim], 1, *v.shape[dim:])) for v in values], dim)
+
+
+def _unstack(value: Placed, dim: int) -> list[Placed]:
+    parts = _split(value, [1] * value.shape[dim], dim)
+    return [_reshape(part, (*part.shape[:dim], *part.shape[dim + 1 :])) for part in parts]
+
+
+def _merge(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    if len(tensors) == 1:
+        (values,) = tensors.values()
+        return {chain.target: [_stack(values, chain.dim)]}
+    return {pattern: [_stack(values, chain.dim)] for pattern, values in tensors.items()}
+
+
+def _unmerge(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    found: _Tensors = {}
+    for pattern, values in tensors.items():
+        name = chain.target if len(tensors) == 1 else pattern
+        for index, part in enumerate(_unstack(values[0], chain.dim)):
+            found[name.replace("*", str(index))] = [part]
+    return found
+
+
+def _interleave(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    value, dim = _single(tensors), chain.dim
+    half = value.shape[dim] // 2
+    pair = (2, half) if chain.arguments.get("inverse", False) else (half, 2)
+    apart = _reshape(value, (*value.shape[:dim], *pair, *value.shape[dim + 1 :]))
+    return {chain.side.targets[0]: [_reshape(_swap_dims(apart, dim, dim + 1), value.shape)]}
+
+
+def _transpose(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    value = _single(tensors)
+    name = chain.side.patterns[0] if len(chain.side.targets) > 1 else chain.target
+    if chain.arguments.get("check_dims", False):
+        # transformers compares with the module's shape; a tensor that is saved has it.
+        want = value.shape if chain.is_save else chain.module_shapes.get(chain.side.targets[0])
+        if want is None:
+            raise _misfit(f"only a module shows whether {name} is transposed in files")
+        if value.shape == want:
+            return {name: [value]}
+    return {name: [_swap_dims(value, chain.arguments.get("dim0", 0), chain.arguments.get("dim1", 1))]}
+
+
+def _permute_heads(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    names = chain.arguments.get("permute_layer_names")
+    heads = find_num_heads(chain.config, chain.arguments.get("subconfig_key"))
+    found: _Tensors = {}
+    for pattern, values in tensors.items():
+        value = values[0]
+        # A head's two halves lie apart in one form and alternate in the other, so a swap of two dims leads over.
+        if names is None or any(name in pattern for name in names):
+            half = value.shape[0] // heads // 2
+            pair = (2, half) if chain.arguments.get("inverse", False) else (half, 2)
+            apart = _reshape(value, (heads, *pair, *value.shape[1:]))
+            value = _reshape(_swap_dims(apart, 1, 2), value.shape)
+        found[chain.key_of(pattern)] = [value]
+    return found
+
+
+def _fuse_kinds(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    """Stack the first part of each list for the first target, and so on; join what the lists give to a target."""
+    stack, join = chain.arguments.get("stack_dim", 0), chain.arguments.get("concat_dim", 1)
+    count = len(chain.side.targets)
+    found: dict[str, list[Placed]] = {target: [] for target in chain.side.targets}
+    for pattern in chain.side.patterns:
+        values = tensors.get(pattern, [])
+        size = ceil(len(values) / count)
+        for index, target in enumerate(chain.side.targets):
+            found[target].append(_stack(values[index * size : (index + 1) * size], stack))
+    return {target: [_concatenate(values, join)] for target, values in found.items()}
+
+
+def _part_kinds(chain: _Chain, tensors: _Tensors) -> _Tensors:
+    """Undo `_fuse_kinds`."""
+    stack, join = chain.arguments.get("stack_dim", 0), chain.arguments.get("concat_dim", 1)
+    count = len(chain.side.targets)
+    found: _Tensors = {}
+    for index, target in enumerate(chain.side.targets):
+        values: list[Placed] = []
+        for pattern in chain.side.patterns:
+            whole = tensors[pattern][0]
+            part = _split(whole, [whole.shape[join] // count] * count, join)[index]
+            values += _unstack(part, stack)
+        found |= {target.replace("*", str(at)): [value] for at, value in enumerate(values)}
+    return found
+
+
+_FUNCTIONS: Mapping[str, Callable[[_Chain, _Tensors], _Tensors]] = {
+    "Chunk": _chunk,
+    "Concatenate": _join,
+    "ErnieFuseAndSplitTextVisionExperts": _fuse_kinds,
+    "ErnieSplitAndDecoupleTextVisionExperts": _part_kinds,
+    "Interleave": _interleave,
+    "MergeModulelist": _merge,
+    "PermuteForRope": _permute_heads,
+    "Split": _split_by_module,
+    "SplitModulelist": _unmerge,
+    "Transpose": _transpose,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from xrank.errors import LayoutError, UsageError, either, option
-from xrank.recipes.conversion_names import NamePass
-from xrank.recipes.conversion_table import Transform, find_transforms
-from xrank.recipes.matching import match
+from xrank.recipes.conversions import NamePass, Transform, find_transforms
+from xrank.recipes.recipe import match
 from xrank.recipes.recipe_file import load_recipes_for
 from xrank.words import plural
 

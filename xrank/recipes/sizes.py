@@ -1,22 +1,23 @@
-"""The sizes of a recipe for one model, from its config, the trainer's arguments, names and shapes, which must agree."""
+"""The sizes of a recipe for one model: config.json, the trainer's arguments, names and shapes must agree about them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from math import prod
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import isclose, prod
 from typing import Any
 
 from xrank.errors import ContradictionError, LayoutError, UsageError, option
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
-from xrank.layout.notation import LayoutTree, Size
+from xrank.layout.notation import LayoutTree, Size, render_dim
 from xrank.layout.tensor_name import MAX_NAMES
-from xrank.recipes.layer_choice import LayerChoice, is_layer_term, parse_layers
-from xrank.recipes.recipe import Recipe
-from xrank.recipes.recipe_tables import find_place, read_shipped
-from xrank.recipes.side import Side
-from xrank.recipes.terms import evaluate, look_up
+from xrank.recipes.recipe import Match, Recipe, Rule, settle
+from xrank.recipes.recipe_file import find_place, read_shipped
+from xrank.recipes.side import Side, parse_side
+from xrank.recipes.terms import LayerChoice, evaluate, is_layer_term, look_up, parse_layers
 from xrank.words import clip
 
 _Shape = tuple[int, ...]
@@ -263,3 +264,181 @@ def _or_correct(recipe: Recipe, side: Side) -> str:
     """Return a next step for the author of a recipe; empty for a recipe that comes with xrank."""
     place = find_place(recipe.name, "tensors", str(side))
     return f", or correct the rule in {place}" if ", line " in place and recipe.name not in read_shipped() else ""
+
+
+_Values = Mapping[str, Any]
+
+
+def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | None, folder: str) -> None:
+    """Refuse another kind of model, and a config.json that is not that of the trained model.
+
+    Args:
+        recipe: the recipe that fits the names.
+        config: the content of config.json.
+        args: the trainer's arguments.
+        folder: the folder that a config.json belongs in, for errors.
+
+    Raises:
+        UsageError: config.json or an argument of the trainer has a value that the recipe rules out.
+        ContradictionError: config.json and the trainer's arguments differ in a value that the recipe names in both.
+    """
+    for values, must, origin in (
+        (args, recipe.must, "the trainer's args"),
+        (config, recipe.must_config, "config.json"),
+    ):
+        key = _find_refused(must, values)
+        if key is not None and values is not None:
+            value = look_up(values, key)
+            raise UsageError(
+                f"the recipe {recipe.name} is not for a model of {key} {value!r}",
+                got=f"{key} = {value!r} in {origin}",
+                want=" or ".join(map(repr, must[key])) or "none",
+                next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
+                f"{option('recipe', 'none')}",
+            )
+    for name, terms in recipe.config.items():
+        # config.json counts the rows to keep, the trainer's arguments the trained rows with padding.
+        if config is None or args is None or name in recipe.padded:
+            continue
+        ours, theirs = evaluate(config, terms), evaluate(args, recipe.args.get(name, ()))
+        if ours is not None and theirs is not None and not _is_equal(ours, theirs):
+            raise disagreement(_key_in(recipe.args[name][0]), theirs, "the trainer's args", ours, "config.json", folder)
+
+
+def is_refused(recipe: Recipe, args: _Values | None) -> bool:
+    """Return whether the recipe rules out the value of one of the trainer's arguments."""
+    return _find_refused(recipe.must, args) is not None
+
+
+def _find_refused(must: Mapping[str, tuple[object, ...]], values: _Values | None) -> str | None:
+    # None: a trainer's option that was not given.
+    known = {key: value for key in must if (value := look_up(values or {}, key)) is not None}
+    return next((key for key, value in known.items() if value not in must[key]), None)
+
+
+def _key_in(term: str) -> str:
+    """Return the key of a term, for errors: that of its last condition where its value is a constant."""
+    key = term.removeprefix("not ").partition(" ")[0]
+    return term.rpartition(" if ")[2].partition(" ")[0] if key in ("true", "false") else key
+
+
+def _is_equal(one: object, other: object) -> bool:
+    """Return whether two values are equal; numbers may be written as integers, or rounded."""
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        with suppress(OverflowError):  # an integer beyond all floats
+            return isclose(one, other, rel_tol=1e-6)
+    return one == other
+
+
+def place_names(
+    found: Match,
+    config: Mapping[str, Any] | None,
+    args: Mapping[str, Any] | None,
+    *,
+    path: str = "the source",
+    folder: str = "the source's folder",
+) -> tuple[Match, dict[str, tuple[int, str]]]:
+    """Return the match with rules for each layer and each name at its own place, and the sizes that are known.
+
+    Args:
+        found: a match of a recipe as its file has it.
+        config: the content of config.json.
+        args: the trainer's arguments.
+        path: the source, for errors.
+        folder: as `collect_sizes`.
+
+    Raises:
+        ContradictionError: the source has more layers than config.json or the arguments count; see `collect_sizes`.
+    """
+    found = _spread_layers(found, config, args, path)
+    told = collect_sizes(found.recipe, config, args, folder)
+    return settle(found, {size: number for size, (number, _) in told.items()}), told
+
+
+def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None, path: str) -> Match:
+    """Return the match with a rule for each layer; the same match, if all layers of its recipe have the same sizes."""
+    recipe = found.recipe
+    if not recipe.by_layer:
+        return found
+    places = {at: _layer_dim(recipe.rules[at[0]]) is not None for at in found.used}
+    indices = {
+        name: (found.side_at(at).name.indices(name) or (0,))[0]
+        for at, names in found.used.items()
+        if places[at]
+        for name in names
+    }
+    count = 1 + max(indices.values(), default=-1)
+    dim = next(dim for dim in map(_layer_dim, recipe.rules) if dim is not None)
+    told, origin = collect_sizes(recipe, config, args).get(dim, (count, ""))
+    if told < count:
+        last = max(indices, key=lambda name: indices[name])
+        raise ContradictionError(
+            f"{last} belongs to a layer beyond the {told} of {origin}",
+            tensor=last,
+            file=path,
+            got=f"{count} layers",
+            want=f"{told} layers, as in {origin}",
+            next_step="check that config.json is this model's",
+        )
+    spread, numbers = _spread(recipe, told)
+    used: dict[tuple[int, int], tuple[str, ...]] = {}
+    for (number, form), names in found.used.items():
+        for name in names:
+            at = (numbers[number, indices[name] if places[number, form] else None], form)
+            used[at] = (*used.get(at, ()), name)
+    return replace(found, recipe=spread, used=dict(sorted(used.items())))
+
+
+def _layer_dim(rule: Rule) -> str | None:
+    """Return the size that counts layers in the names of a rule; None if its tensors lie in no layer."""
+    dims = rule.sources[0].name.dims
+    return render_dim(dims[0]) if dims else None
+
+
+@lru_cache(maxsize=8)
+def _spread(recipe: Recipe, count: int) -> tuple[Recipe, dict[tuple[int, int | None], int]]:
+    """Return the recipe with rules for so many layers, and (number of a rule, layer) -> number of its own rule."""
+    layered = [number for number, rule in enumerate(recipe.rules) if _layer_dim(rule) is not None]
+    order: list[tuple[int, int | None]] = []
+    for number in range(len(recipe.rules)):
+        if number == layered[0]:  # layer after layer, as files list them
+            order += [(each, layer) for layer in range(count) for each in layered]
+        if number not in layered:
+            order.append((number, None))
+    rules = [
+        recipe.rules[number] if layer is None else _rule_of(recipe.rules[number], layer, recipe.by_layer)
+        for number, layer in order
+    ]
+    terms = [
+        {key: texts for key, texts in table.items() if key not in recipe.by_layer}
+        | {
+            f"{key}_{layer}": tuple(text.replace(".*.", f".{layer}.") for text in table[key])
+            for layer in range(count)
+            for key in recipe.by_layer
+            if key in table
+        }
+        for table in (recipe.config, recipe.args)
+    ]
+    spread = replace(recipe, rules=tuple(rules), config=terms[0], args=terms[1], by_layer=())
+    return spread, {at: number for number, at in enumerate(order)}
+
+
+def _rule_of(rule: Rule, layer: int, by_layer: tuple[str, ...]) -> Rule:
+    def side_of(side: Side) -> Side:
+        name, _, dims = str(side).partition(" ")
+        name = re.sub(r"\{[^}]*\}", str(layer), name, count=1)
+        # A part's name may be a size's, too.
+        dims = re.sub(rf"\b({'|'.join(by_layer)})\b(?!:)", rf"\g<1>_{layer}", dims)
+        return parse_side(f"{name} {dims}")
+
+    def flag_of(flag: str | None) -> str | None:
+        return f"{flag}_{layer}" if flag in by_layer else flag
+
+    return replace(
+        rule,
+        sources=(side_of(rule.sources[0]),),
+        targets={part: side_of(side) for part, side in rule.targets.items()},
+        when=flag_of(rule.when),
+        unless=flag_of(rule.unless),
+        line=str(rule.sources[0]),
+    )

@@ -20,10 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-from xrank.decisions.base_model import open_base_model
-from xrank.decisions.decision import Purpose, Request, decide
-from xrank.decisions.found_source import FoundSource, find_live_source
-from xrank.decisions.own_config import OwnConfig, choose_config
+from xrank.decisions.sources import find_live_source, open_base_model
 from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError
 from xrank.formats.entries import Entry
 from xrank.lending.lent_model import ModelRequest
@@ -31,6 +28,9 @@ from xrank.plan.source import StoredModel
 from xrank.ranks.directory_messages import list_names, make_directory
 from xrank.ranks.team import Team, path_text
 from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.recipes.decision import Purpose, Request, decide
+from xrank.recipes.found_source import FoundSource
+from xrank.recipes.own_config import OwnConfig, choose_config
 from xrank.refit.peers import PeerRank, Phase
 from xrank.system import NEW, NO_LINK, READ, replace, user_id
 

@@ -13,10 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from xrank import dtypes
-from xrank.decisions.options import default_workers
-from xrank.decisions.quantization import BlockGrid, Quantization
-from xrank.decisions.transformed_plan import TransformedTensor, Transforms
-from xrank.decisions.transforms import apply_transform
 from xrank.errors import UsageError
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.lending.lent_model import LentModel
@@ -26,6 +22,9 @@ from xrank.plan.planner import Copies, TensorPlan
 from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.team import Team
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
+from xrank.recipes.options import default_workers
+from xrank.recipes.quantization import BlockGrid, Quantization
+from xrank.recipes.transforms import TransformedTensor, Transforms, apply_transform
 from xrank.refit.directory import MADE
 
 if TYPE_CHECKING:

@@ -13,11 +13,6 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.options import GatherOptions, dtype_choice
-from xrank.decisions.quantization import Quantization
-from xrank.decisions.transforms import Transform
 from xrank.errors import (
     ContradictionError,
     RankFailedError,
@@ -34,6 +29,9 @@ from xrank.ranks.loans import MemoryOffer, add_token
 from xrank.ranks.peer_memory import is_mooncake
 from xrank.ranks.team import Team, check_alike, find_group_team
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
+from xrank.recipes.options import GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
+from xrank.recipes.quantization import Quantization
+from xrank.recipes.transforms import Transform
 from xrank.refit.directory import Address, Card, check_no_trainer, number_of, write_offer
 from xrank.refit.peers import (
     Outcome,

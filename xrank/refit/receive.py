@@ -13,9 +13,6 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.options import default_workers, parse_size
 from xrank.errors import (
     ContradictionError,
     IncompleteError,
@@ -33,6 +30,7 @@ from xrank.ranks.loans import MemoryOffer, add_token
 from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, is_mooncake
 from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text
 from xrank.readers.live.module_tensors import FilledModule
+from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
 from xrank.refit.directory import Address, Card, number_of
 from xrank.refit.peers import EngineRanks, PeerRank, Phase, Status, StatusBlock
 from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngines

@@ -13,7 +13,6 @@ import numpy as np
 import xxhash
 
 from xrank import dtypes
-from xrank.decisions.options import default_workers
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError
 from xrank.formats.entries import Entry
 from xrank.layout.nest_table import NestTable, int_array
@@ -27,6 +26,7 @@ from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, memory_at
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.ranks import LiveModel
+from xrank.recipes.options import default_workers
 from xrank.refit.directory import Address, Card, TrainerModel
 from xrank.refit.peers import PeerRank, Phase, Status
 from xrank.refit.targets import Filling, Target, Transfer, make_transfer

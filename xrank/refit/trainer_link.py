@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
-from xrank.decisions.options import default_workers
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError, option
 from xrank.plan.executor import Budget
 from xrank.plan.replicas import spread_copies
 from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.peer_memory import MooncakeEngine
 from xrank.ranks.tensor_bytes import locate_elements
+from xrank.recipes.options import default_workers
 from xrank.refit.directory import Address, Card, find_trainer_ranks, number_of, read_trainer_model
 from xrank.refit.peers import Pause, PeerRank, Phase, Status, check_phase, is_past
 from xrank.refit.targets import Filling, MemoryPlaces, Target, Transfer, make_transfer

@@ -10,16 +10,16 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from xrank.decisions.folder_plan import FolderPlan, plan_export, plan_gather, read_layouts
-from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layout_sources import is_layout_file, read_source
-from xrank.decisions.options import GatherOptions
-from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.reshard_plan import Reshard, plan_reshard, plan_reshard_of
 from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray
 from xrank.plan.planner import Plan
 from xrank.plan.source import NO_CHECKSUM, StoredModel
+from xrank.recipes.found_source import FoundSource
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.own_config import OwnConfig
 from xrank.simulation.expanded_names import expand_names
 from xrank.simulation.layout_model import build_layout_model, read_layouts_on, survey_layouts
 

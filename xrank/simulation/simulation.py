@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrank.decisions.options import GatherOptions
 from xrank.errors import names_own_arguments
 from xrank.layout.nest_table import IntArray
 from xrank.plan.division import divide
 from xrank.plan.executor import Budget
+from xrank.recipes.options import GatherOptions
 from xrank.simulation.counted_reads import count_compared_nbytes, count_rounds, num_places
 from xrank.simulation.planned_work import PlannedWork, plan_work
 from xrank.simulation.prediction import Prediction, predict

@@ -30,7 +30,7 @@ from xrank.conversion.inspect import inspect_source
 from xrank.errors import CorruptError, UnsafeError, XrankError
 from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import find_source
-from xrank.recipes.shape_proof import prove_shapes
+from xrank.recipes.proofs import prove_shapes
 from xrank.writers.companions import list_source_companions
 
 _Ranges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]

@@ -1,0 +1,33 @@
+"""Configs of live modules, as ranks send them to each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from xrank.errors import CorruptError
+from xrank.formats.entries import Entry
+from xrank.recipes.own_config import OwnConfig, choose_config
+
+pytestmark = pytest.mark.quick
+
+FULL = OwnConfig({"hidden_sizes": [8, 4]}, "{}", None, ("a",), ("b",), ("c", "d"), is_loaded=True)
+
+
+def sent(config: OwnConfig) -> OwnConfig:
+    """Return a config after its way through JSON."""
+    return OwnConfig.from_entry(Entry.parse(json.dumps(asdict(config)), CorruptError))
+
+
+@pytest.mark.parametrize("config", [OwnConfig(), FULL])
+def test_a_config_that_was_sent_is_the_same(config: OwnConfig) -> None:
+    assert sent(config) == config
+
+
+def test_the_first_rank_with_a_config_decides() -> None:
+    other = OwnConfig({"hidden_sizes": [8, 5]})
+    ranks = [sent(one) for one in (OwnConfig(), FULL, FULL, other)]
+    assert choose_config(ranks) == (FULL, {3: other})
+    assert choose_config([OwnConfig(), OwnConfig()]) == (OwnConfig(), {})

@@ -1,0 +1,543 @@
+"""The decision about a source before anything is planned: adapters, recipe, names, dtypes, ties, small files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from xrank import dtypes
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    IncompleteError,
+    Text,
+    UnsafeError,
+    UsageError,
+    either,
+    needs,
+    option,
+)
+from xrank.plan.output import OutputTensor
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.recipes.adapter_names import find_adapter, parse_adapter_config
+from xrank.recipes.adapters import Adapted, adapt, convert_adapted, drop_tied
+from xrank.recipes.conversions import Converted
+from xrank.recipes.found_source import BaseModel, FoundSource
+from xrank.recipes.model_names import names_of_class
+from xrank.recipes.options import GatherOptions, matches
+from xrank.recipes.own_config import OwnConfig, override_config
+from xrank.recipes.quantization import find_scales
+from xrank.recipes.recipe import Match
+from xrank.recipes.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
+from xrank.recipes.saved_form import TABLE, convert_states, convert_to_files, convert_to_module, keep_routers
+from xrank.recipes.ties import declare_ties, find_ties, leave_unsaved, select_recorded_ties
+from xrank.stores import places
+from xrank.words import list_text, plural
+from xrank.writers.companions import CompanionFile, check_companions
+from xrank.writers.hf_folder import find_weights_stem
+
+_CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFiles:
+    """The files beside the weights, except texts that the conversion itself adds."""
+
+    companions: tuple[CompanionFile, ...] = ()
+    """Files to copy byte for byte, in the order of their names."""
+    config_text: str | None = None
+    """Text of a new config.json; None: no new one is made."""
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+def small_files_of(
+    companions: Iterable[CompanionFile],
+    config_path: str | None,
+    config: Mapping[str, Any] | None,
+    options: GatherOptions,
+    *,
+    is_model: bool,
+    place: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> SmallFiles:
+    """Return the files to write beside the weights.
+
+    Args:
+        companions: the files found; the last one of a name wins.
+        config_path: the config.json among them, if there is one.
+        config: its content, or another known config of the model.
+        options: the options of the conversion.
+        is_model: whether the output is a model; an adapter alone has no config.json.
+        place: the source, where the user could put a config.json.
+        overrides: values to set in config.json in addition.
+
+    Raises:
+        CorruptError: a file to copy is broken; as for `check_companions`.
+    """
+    named = {companion.name: companion for companion in companions}
+    text, notes = config_text_of(config_path, config, options, place) if is_model else (None, [])
+    if is_model and overrides is not None:
+        known = json.loads(text) if text is not None else config or {}
+        text = _as_text(override_config(known, overrides))
+        notes = [note for note in notes if note[0] != "no-config"]
+    if text is not None or not is_model:
+        named.pop("config.json", None)  # a new one is made, or the output is an adapter
+    return SmallFiles(check_companions(named[name] for name in sorted(named)), text, tuple(notes))
+
+
+def config_text_of(
+    path: str | None, found: Mapping[str, Any] | None, options: GatherOptions, place: str | None = None
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return the config.json that replaces the one at `path` (None: copy that one, if any), and notes about it."""
+    if found is None:
+        replaced = f"{AGAIN} with {option('overwrite', True)}"
+        if place is None:
+            return None, [("no-config", Text(f"no config.json was found; give {option('base_model')}, and {replaced}"))]
+        folder = place if places.is_folder(place) else os.path.dirname(place) or os.curdir
+        told = f"no config.json was found, which from_pretrained needs; put the model's into {folder}, then {replaced}"
+        return None, [("no-config", Text(told))]
+    cast = _CAST_NAMES.get(options.dtype)
+    if path is not None and cast is None:
+        return None, []
+    config = dict(found)
+    notes = []
+    if cast is not None:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        if config.get(key) != cast:
+            notes.append(("config-dtype", f"config.json has {key} {cast}: the tensors were cast to {options.dtype}"))
+            config[key] = cast
+    return _as_text(config), notes
+
+
+def _as_text(config: Mapping[str, Any]) -> str:
+    # The format of transformers (configuration_utils.py: to_json_string).
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+_TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, and halves of characters that no file can contain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The source's tensors that are written, tied, cast or left out."""
+
+    outputs: tuple[OutputTensor, ...]
+    tied: Mapping[str, tuple[str, ...]]
+    """Written name -> names that must hold the same values and are not written."""
+    excluded: tuple[str, ...]
+    cast: Mapping[str, str]
+    """Name -> its cast, as in ``"F32 -> BF16"``."""
+    notes: tuple[tuple[str, str], ...]
+
+
+def select(
+    source: StoredModel,
+    options: GatherOptions,
+    base: BaseModel | None,
+    config: Mapping[str, Any] | None,
+    aliases: Mapping[str, str],
+    apart: Collection[str] = (),
+) -> Selection:
+    """Return the tensors of a source to write, with their dtypes, ties and casts.
+
+    Args:
+        source: the model that the reader found.
+        options: include, exclude and dtype choices.
+        base: the base model, if any.
+        config: the config.json that the output will have, if any; it ties or unties the head.
+        aliases: tied name -> name it is written under, from a layout file.
+        apart: names outside the model, such as an adapter's; they get neither ties nor the base model's dtypes.
+
+    Raises:
+        IncompleteError: a tensor that the source lists is on no rank, and is not left out.
+        UsageError: a pattern matches nothing, a dtype choice can't be followed, or nothing is left.
+        UnsafeError: a tensor's name contains control characters or a path's way up.
+    """
+    for shard in source.shards:
+        _check_name(shard.name, source.path)
+    kept, excluded = _filter(source, options, base)
+    recorded, tie_notes = select_recorded_ties(kept, config, base, source.aliases)
+    tied, more_notes = find_ties([s for s in kept if s.name not in apart], config, aliases, recorded)
+    tie_notes += more_notes
+    dropped = {name for names in tied.values() for name in names}
+    outputs, cast, untouched, uncast = [], {}, [], []
+    scales = find_scales(kept) if options.dtype != "keep" else set()
+    for shard in kept:
+        if shard.name in dropped:
+            continue
+        if shard.name == "__metadata__":
+            raise UsageError(
+                f"{shard.name}: safetensors keeps this name for itself",
+                tensor=shard.name,
+                file=source.path,
+                next_step=either(
+                    "let the ranks write it under another name",
+                    f"leave it out with {option('exclude')}",
+                    needs("model_or_state_dict", "leave it out of what is given"),
+                ),
+            )
+        is_left = shard.name in scales or (options.dtype == "base" and shard.name in apart)
+        dtype = shard.dtype if is_left else _target_dtype(shard, options, base)
+        if dtype != shard.dtype:
+            cast[shard.name] = f"{shard.dtype} -> {dtype}"
+        elif options.dtype in _TARGETS and shard.dtype.startswith("F8"):
+            untouched.append(shard.name)
+        elif _is_kept(shard, options):
+            uncast.append(shard.name)
+        outputs.append(OutputTensor(shard.name, dtype, shard.shape))
+    if not outputs:
+        raise UsageError(
+            "no tensor is left to write",
+            got=f"{len(source.shards)} tensors in the source",
+            want="one or more to write",
+            next_step=either(
+                f"change {option('include')} or {option('exclude')}",
+                needs("model_or_state_dict", "give a model with tensors"),
+            ),
+        )
+    notes = list(tie_notes)
+    if untouched:
+        notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
+    if scales:
+        notes.append(("not-cast", f"scales of quantised payloads stay as they are: {list_text(sorted(scales), 3)}"))
+    if uncast:
+        told = list_text(uncast, 3)
+        notes.append(("kept-fp32", f"not cast, as the list of what stays in fp32 says, the recipe's or yours: {told}"))
+    return Selection(tuple(outputs), tied, tuple(excluded), cast, tuple(notes))
+
+
+def _is_kept(shard: StoredShard, options: GatherOptions) -> bool:
+    """Return whether `keep_fp32` protects a tensor that a cast would change."""
+    target = _TARGETS.get(options.dtype)
+    is_other = target is not None and target != shard.dtype and dtypes.dtype(shard.dtype).is_float
+    return is_other and matches(options.keep_fp32, shard.name)
+
+
+def keep_all(source: StoredModel) -> Selection:
+    """Return a selection that keeps every tensor of a source as it is."""
+    return Selection(tuple(OutputTensor(s.name, s.dtype, s.shape) for s in source.shards), {}, (), {}, ())
+
+
+def _check_name(name: str, path: str) -> None:
+    if _UNPRINTABLE.search(name) or (".." in name and ".." in re.split(r"[/\\]", name)):
+        raise UnsafeError(
+            f"a tensor's name is not one: {name!r}",
+            tensor=name,
+            file=path,
+            got="control characters or a way up to another folder",
+            want="printable text",
+            next_step="find out who wrote this state; no model has such a name",
+        )
+
+
+def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None) -> tuple[list[StoredShard], list[str]]:
+    """Return the tensors to write and the names left out, including those that only the base model has."""
+    held = [shard.name for shard in source.shards]
+    names = list(dict.fromkeys([*held, *source.absent, *(base.tensors if base else ())]))
+    for name, patterns in (
+        ("include", options.include),
+        ("exclude", options.exclude),
+        ("keep_fp32", options.keep_fp32),
+    ):
+        for pattern in patterns:
+            if not any(re.fullmatch(pattern, one) for one in names):
+                raise UsageError(
+                    f"{option(name)}: {pattern!r} matches no tensor",
+                    got=pattern,
+                    want=f"a regular expression for whole names, such as {names[0] if names else 'a.weight'!r}",
+                    next_step="xrank inspect --tensors lists the names",
+                )
+    left_out = {name for name in names if options.leaves_out(name)}
+    missing = [name for name in source.absent if name not in left_out]
+    if missing:
+        raise IncompleteError(
+            f"{missing[0]}: no rank holds it, and the source names it",
+            tensor=missing[0],
+            file=source.path,
+            got=f"nothing of {list_text(missing, 4)}",
+            want="a part on some rank",
+            next_step=either(
+                "let the ranks write it",
+                "correct the name's dims",
+                f"leave it out with {option('exclude')}",
+            ),
+        )
+    kept = [shard for shard in source.shards if shard.name not in left_out]
+    return kept, [name for name in names if name in left_out]
+
+
+def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | None) -> str:
+    found = dtypes.dtype(shard.dtype)
+    if options.dtype == "keep" or not found.is_float:
+        return shard.dtype
+    # keep_fp32 preserves precision, so a cast to fp32 still widens smaller floats.
+    if matches(options.keep_fp32, shard.name) and not (options.dtype == "fp32" and found.nbytes < 4):
+        return shard.dtype
+    if options.dtype in _TARGETS:
+        return _TARGETS[options.dtype]
+    if base is None or shard.name not in base.tensors:
+        raise UsageError(
+            f"{option('dtype', 'base')}: the base model does not have {shard.name}, whose type is wanted",
+            tensor=shard.name,
+            got="no base model with weights" if base is None or not base.tensors else f"no such tensor in {base.path}",
+            next_step=f"give {option('base_model')} a folder with weights, or choose another {option('dtype')}",
+        )
+    stored = base.tensors[shard.name][0]
+    if not dtypes.dtype(stored).is_float:
+        raise UsageError(
+            f"{option('dtype', 'base')}: {shard.name} cannot be cast to {stored}",
+            tensor=shard.name,
+            got=shard.dtype,
+            want=stored,
+            next_step=f"choose another {option('dtype')}, or a base model that is not quantised",
+        )
+    return stored
+
+
+class Purpose(Enum):
+    """The product of a conversion; each purpose names tensors in its own way."""
+
+    MODEL = "a model folder, under Hugging Face's names"
+    STATES = "states of ranks, under the source's names unless a recipe is asked for, in either direction"
+    MODULE = "the tensors of a live module, under the module's names"
+    PROOF = "nothing; Hugging Face's names"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """The caller's choices for a conversion."""
+
+    purpose: Purpose
+    options: GatherOptions = field(default_factory=GatherOptions)
+    recipe: str | os.PathLike[str] | None = None
+    """Name of a shipped recipe, a recipe file, ``"transformers"``, or ``"none"``."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name -> name of the tensor that is written for it, from a layout file."""
+    config_overrides: Mapping[str, Any] | None = None
+    """Additional content of config.json."""
+    module_shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """Name in the live module to fill -> global shape; None where one rank does not know it."""
+    file_names: Collection[str] = ()
+    """Names of the same model in other files; a base model's count first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """The decided output of a source; no tensor is planned or read yet."""
+
+    found: FoundSource
+    source: StoredModel
+    """The model under its new names."""
+    options: GatherOptions
+    """The caller's options, with the names that the recipe keeps in fp32."""
+    base: BaseModel | None
+    """The base model to compare with; also None for an adapter alone."""
+    matched: Match | None
+    """The recipe that gave the names, and its match with the source."""
+    adapted: Adapted | None
+    """The source with its adapter kept apart or merged; None for a source without an adapter."""
+    selection: Selection
+    """The tensors to write, their dtypes and ties."""
+    small: SmallFiles
+    """Small files beside the weights."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the result is a model, and not an adapter alone."""
+        return self.adapted is None or not self.adapted.is_alone
+
+    @property
+    def weights_stem(self) -> str:
+        """How the names of the model's weight files begin."""
+        return find_weights_stem(self.found.config)
+
+    @property
+    def padded_names(self) -> frozenset[str]:
+        """Names of tensors that may end with rows of padding, as trainers pad a vocabulary."""
+        return frozenset() if self.matched is None else find_padded_names(self.matched, self.source)
+
+
+def decide(found: FoundSource, request: Request, base: BaseModel | None = None) -> Decision:
+    """Decide the output of a source; read small files only.
+
+    Args:
+        found: the source under its own names.
+        request: the caller's choices.
+        base: the base model, if one is named.
+
+    Raises:
+        UsageError, LayoutError: the request must change: no recipe fits, a pattern has no match, a choice is missing.
+        IncompleteError, ContradictionError: adapter, recipe, config and tensors do not fit each other.
+        UnsafeError: a tensor's name contains control characters or a step up in a path.
+    """
+    is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
+    adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
+    if adapted is not None:
+        adapted = drop_tied(adapted, found.config)
+        adapted = replace(adapted, source=declare_ties(adapted.source, found.config, adapted.updates or ()))
+        stored = adapted.source
+    else:
+        is_named = request.purpose in (Purpose.MODEL, Purpose.PROOF)
+        stored = declare_ties(leave_unsaved(found.model, found.config), found.config) if is_named else found.model
+    matched = _match(found, stored if adapted is None else adapted.base, request)
+    if matched is not None and adapted is not None:
+        raise _renames_adapted(stored, matched)
+    stored, options = apply_recipe(stored, matched, found.config, request.options)
+    converted = None
+    if matched is None and (adapted is None or not adapted.is_alone):
+        converted = _convert(found, stored if adapted is None else adapted.base, request, base)
+    if converted is not None and adapted is not None:
+        other = convert_adapted(adapted, converted, lambda model: _convert(found, model, request, base))
+        adapted, converted = (adapted, None) if other is None else (other, converted)
+    if converted is not None:
+        stored = converted.model if adapted is None else adapted.source
+        options = keep_routers(stored, options)
+    if request.recipe is None and matched is None and request.purpose is Purpose.MODEL:
+        _refuse_foreign(found, base)
+    if adapted is not None and adapted.is_alone:
+        base = None
+    if not is_selected:
+        return Decision(found, stored, options, base, matched, adapted, keep_all(stored), SmallFiles())
+    if request.purpose is Purpose.STATES:
+        # A base model gives states only small files; a config does not tie tensors that the layout file leaves untied.
+        selection = select(stored, options, None, None, request.aliases)
+        return Decision(found, stored, options, base, matched, adapted, selection, SmallFiles())
+    selection = select(
+        stored,
+        options,
+        base,
+        found.config,
+        _rename_aliases(request.aliases, found, adapted, converted),
+        adapted.own if adapted is not None else (),
+    )
+    small = small_files_of(
+        (*(base.companions if base is not None else ()), *found.companions),
+        found.config_path,
+        found.config,
+        options,
+        is_model=adapted is None or not adapted.is_alone,
+        place=found.place,
+        overrides=request.config_overrides,
+    )
+    return Decision(found, stored, options, base, matched, adapted, selection, small)
+
+
+def _refuse_foreign(found: FoundSource, base: BaseModel | None) -> None:
+    """Refuse tensors whose names are not those of the class in config.json: it would start from random weights.
+
+    Raises:
+        ContradictionError: hardly any is, whatever stands before it.
+    """
+    model, names = names_of_class(found.config), [shard.name for shard in found.model.shards]
+    # Without layers it is no model of transformers, but some tensors of the user's own.
+    has_layers = any(part.isdecimal() for name in names for part in name.split("."))
+    if model is None or not has_layers or (base is not None and base.tensors) or 4 * model.count(names) >= len(names):
+        return
+    first = names[0].partition(".")[0]
+    prefix = first if all(name.startswith(f"{first}.") for name in names) else ""
+    raise ContradictionError(
+        f"{names[0]}: the tensors have no names of {model.class_name}, the class in config.json",
+        tensor=names[0],
+        file=found.config_path,
+        got=f"{plural(len(names), 'tensor')}" + (f", all under {prefix}" if prefix else f", such as {names[-1]}"),
+        want=f"names that begin with {list_text(model.examples, 3)}",
+        next_step=either(
+            "put the config.json of the model that has these names in its place",
+            f"rename the tensors with {option('recipe', metavar='FILE')}",
+            f"keep the names with {option('recipe', 'none')} for code that expects them",
+        ),
+    )
+
+
+def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:
+    """Match a recipe with the source; return None where the names stay."""
+    if request.recipe == TABLE:
+        return None
+    if request.purpose in (Purpose.STATES, Purpose.MODULE):
+        return match_asked_recipe(stored, request.recipe)
+    return choose_recipe(stored, found.config, request.recipe)
+
+
+def _convert(found: FoundSource, stored: StoredModel, request: Request, base: BaseModel | None) -> Converted | None:
+    """Return the source in the form that the purpose needs; None where it has it, or another recipe was asked for.
+
+    Raises:
+        LayoutError: the conversion was asked for, and does not fit.
+    """
+    if request.recipe not in (None, TABLE) or (request.purpose is Purpose.STATES and request.recipe is None):
+        return None
+    if request.purpose is Purpose.STATES:
+        return convert_states(stored, found.config)
+    if request.purpose is Purpose.MODULE:
+        return convert_to_module(stored, found.config, request.module_shapes)
+    names = base.tensors if base is not None and base.tensors else request.file_names
+    return convert_to_files(stored, found.config, base_names=names, own=found.own, is_asked=request.recipe == TABLE)
+
+
+def _rename_aliases(
+    aliases: Mapping[str, str], found: FoundSource, adapted: Adapted | None, converted: Converted | None
+) -> dict[str, str]:
+    """Return aliases under the present names of the tensors."""
+    names = {**found.plain_names}
+    if adapted is not None:
+        names |= {name: adapted.new_name(names.get(name, name)) for name in (*aliases, *aliases.values())}
+    elif converted is not None:
+        names |= {name: converted.renamed.get(names.get(name, name), name) for name in (*aliases, *aliases.values())}
+    return {names.get(name, name): names.get(target, target) for name, target in aliases.items()}
+
+
+def _renames_adapted(source: StoredModel, matched: Match) -> UsageError:
+    """Return the error for a recipe that would rename tensors which an adapter in the source adapts."""
+    return UsageError(
+        f"{source.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename",
+        file=source.path,
+        got=f"an adapter, and names of {matched.recipe.name}",
+        want="an adapter of a model under Hugging Face's names",
+        next_step=f"keep the names with {option('recipe', 'none')}",
+    )
+
+
+def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
+    """Return the source with its adapter kept apart or merged. Errors are those of `adapt`."""
+    if found.own is not None:
+        return _adapt_live(found.model, options, found.own, base)
+    assert found.place is not None
+    return adapt(found.model, options, found.place, base.tensors if base is not None else {})
+
+
+def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, base: BaseModel | None) -> Adapted | None:
+    """Return a live model with its adapter kept apart or merged. Errors are those of `adapt`."""
+    known = base.tensors if base is not None else {}
+    names = find_adapter([shard.name for shard in stored.shards], stored.path, known)
+    if names is None and own.adapter_text is not None:
+        kind = json.loads(own.adapter_text).get("peft_type")
+        raise UsageError(
+            f"the model is a PeftModel whose adapter, {kind}, is not LoRA",
+            got=f"peft_type {kind}",
+            want="LoRA, or a model without an adapter",
+            next_step="save a prompt with the model's own save_pretrained(): no model can contain it"
+            if any(shard.name.startswith("prompt_encoder.") for shard in stored.shards)
+            else "give what module.merge_and_unload() or module.unload() returns",
+        )
+    config = None
+    if names is not None:
+        if own.adapter_text is None:
+            raise UsageError(
+                "nothing gives the rank and alpha of the model's adapter",
+                tensor=next(iter(names.saved)),
+                got=f"{len(names.saved)} tensors of an adapter, and no PeftModel",
+                want="the PeftModel, which knows them",
+                next_step="give the PeftModel itself; or what its merge_and_unload() returns, without adapter=",
+            )
+        shapes = {shard.name: shard.shape for shard in stored.shards}
+        config = parse_adapter_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
+    return adapt(stored, options, stored.path, known, names=names, config=config)

@@ -1,0 +1,256 @@
+"""The options of a conversion, checked before any file is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from xrank.dialects.placements import describe_mesh
+from xrank.errors import UsageError, option
+from xrank.layout import DeviceMesh, LayoutMap, MeshViews
+from xrank.layout.tensor_name import compile_pattern
+from xrank.plan.executor import Budget
+from xrank.system import count_cores
+from xrank.words import clip, repr_text
+from xrank.workspace.states import plain_config
+
+DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
+ReplicaChoice: TypeAlias = Literal["verify", "pick"]
+AdapterChoice: TypeAlias = Literal["separate", "merge"]
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+_TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def parse_size(text: str | int, name: str) -> int:
+    """Return the number of bytes in a text such as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number.
+
+    Raises:
+        UsageError: the text is not a size, or the size is not positive.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
+    nbytes = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
+    if nbytes <= 0:
+        raise UsageError(
+            f"{option(name)} must be a size; got {clip(repr(text), 80)}",
+            got=clip(repr(text), 80),
+            want="a size such as 5GB, 512MB or 1GiB",
+            next_step="give such a size",
+        )
+    return nbytes
+
+
+def dtype_choice(dtype: Any) -> DTypeChoice:
+    """Return a dtype as `GatherOptions` takes it: the short name for torch's dtype or its name, ``"keep"`` for None."""
+    # GatherOptions refuses values that it does not know.
+    return cast(DTypeChoice, "keep" if dtype is None else _TORCH_NAMES.get(str(dtype).removeprefix("torch."), dtype))
+
+
+def default_workers() -> int:
+    """Return the default number of threads of a process: NFS servers choke on more than a few."""
+    return min(4, count_cores())
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions:
+    """The options of a gather, named as `gather_checkpoint` names them. Creating the object checks every value."""
+
+    dtype: DTypeChoice = "keep"
+    keep_fp32: Sequence[str] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    max_shard_size: str | int = "5GB"
+    max_memory: str | int = "64MB"
+    workers: int | None = None
+    replicas: ReplicaChoice = "verify"
+    adapter: AdapterChoice | None = None
+    """Treatment of LoRA adapters; None: separate, and a note names the other."""
+    adapter_config: str | os.PathLike[str] | None = None
+    """PEFT's ``adapter_config.json``, or a JSON object with r and lora_alpha; None: the one in the source."""
+    overwrite: bool = False
+    resume: bool = True
+    verify: bool | None = None
+    """Whether to read the stage back before the rename; None: only if the rename replaces an output."""
+    dry_run: bool = False
+    sign: str | os.PathLike[str] | None = None
+    """File of the private key that signs the output."""
+    attest: bool = False
+    """Whether to add a signed statement about the origin of the output."""
+    strict_pickles: bool = False
+    """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("dtype", self.dtype, get_args(DTypeChoice)),
+            ("replicas", self.replicas, get_args(ReplicaChoice)),
+            ("adapter", self.adapter, (None, *get_args(AdapterChoice))),
+        ):
+            if value not in allowed:
+                choices = ", ".join(filter(None, allowed))
+                raise UsageError(
+                    f"{option(name)} must be one of {choices}; got {value!r}",
+                    got=repr(value),
+                    want=choices,
+                    next_step="give one of these values",
+                )
+        for name in ("keep_fp32", "include", "exclude"):
+            patterns = getattr(self, name)
+            object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
+            for pattern in getattr(self, name):
+                try:
+                    compile_pattern(pattern)
+                except ValueError as error:
+                    raise UsageError(
+                        f"{option(name)} must be a regular expression; got {clip(repr(pattern), 80)}",
+                        got=f"{clip(repr(pattern), 80)}: {error}",
+                        want="a regular expression for whole names, as Python's re takes them",
+                        next_step="correct the expression; escape what is meant literally",
+                    ) from None
+        if self.keep_fp32 and self.dtype == "keep":
+            raise UsageError(
+                f"{option('keep_fp32')} was given, but nothing is cast",
+                got=option("keep_fp32", self.keep_fp32[0]),
+                want=f"{option('dtype')} with it: base, bf16, fp16 or fp32",
+                next_step=f"choose with {option('dtype')} what other tensors are cast to, or leave "
+                f"{option('keep_fp32')} out",
+            )
+        self._check_signing()
+        _ = self.max_shard_nbytes, self.max_memory_nbytes
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(
+                f"{option('workers')} must be 1 or more; got {self.workers}",
+                got=str(self.workers),
+                want="1 or more",
+                next_step="give such a number, or leave it out",
+            )
+
+    def _check_signing(self) -> None:
+        """Refuse a key that cannot sign now, not after the weights are written."""
+        if self.sign is not None:
+            from xrank.formats.signature import read_signing_key
+
+            read_signing_key(os.fspath(self.sign))
+        elif self.attest:
+            raise UsageError(
+                f"{option('attest', True)} was given without {option('sign')}",
+                got="no key",
+                want="a key that signs the attestation",
+                next_step=f"add {option('sign', metavar='KEY')}, or leave {option('attest', True)} out",
+            )
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether `include` or `exclude` leaves out a tensor of that name."""
+        return bool(self.include and not matches(self.include, name)) or matches(self.exclude, name)
+
+    def with_keep_fp32(self, patterns: Iterable[str]) -> GatherOptions:
+        """Return these options with `keep_fp32` set to these patterns, unless the caller set it or nothing is cast."""
+        return self if self.keep_fp32 or self.dtype == "keep" else replace(self, keep_fp32=tuple(patterns))
+
+    @property
+    def max_shard_nbytes(self) -> int:
+        """Maximum bytes of tensors in an output file."""
+        return parse_size(self.max_shard_size, "max_shard_size")
+
+    @property
+    def max_memory_nbytes(self) -> int:
+        """Maximum bytes of all buffers together."""
+        return parse_size(self.max_memory, "max_memory")
+
+    @property
+    def num_workers(self) -> int:
+        """Number of worker threads."""
+        return default_workers() if self.workers is None else self.workers
+
+    @property
+    def budget(self) -> Budget:
+        """Threads and buffers of a process.
+
+        Raises:
+            UsageError: the buffers are too small for so many threads.
+        """
+        return Budget.from_memory(self.max_memory_nbytes, self.num_workers)
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Return whether one of these regular expressions matches a whole name."""
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def check_meeting(group: Any, timeout_seconds: float) -> None:
+    """Refuse a group or a timeout with which ranks cannot meet.
+
+    Raises:
+        UsageError: an argument is refused; the error names it.
+    """
+    import torch.distributed
+
+    distributed: Any = torch.distributed  # its stubs are incomplete
+    if group is not None and distributed.is_available() and not isinstance(group, int | distributed.ProcessGroup):
+        raise _wrong("group", group, "a process group of torch's, or None for all ranks")
+    if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float):
+        raise _wrong("timeout_seconds", timeout_seconds, "a number of seconds")
+
+
+def check_types(layouts: Any, mesh: Any, config_overrides: Any = None) -> None:
+    """Refuse arguments of the wrong types.
+
+    Raises:
+        UsageError: an argument is refused; the error names it.
+    """
+    if layouts is not None and not isinstance(layouts, LayoutMap):
+        raise _wrong("layouts", layouts, "a LayoutMap; LayoutMap.read makes one of a file")
+    is_torchs = hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")  # this test needs no import of torch
+    if not (mesh is None or is_torchs or isinstance(mesh, DeviceMesh | MeshViews)):
+        raise _wrong("mesh", mesh, "a DeviceMesh of xrank's or torch's")
+    if config_overrides is not None:
+        if not isinstance(config_overrides, Mapping):
+            raise _wrong("config_overrides", config_overrides, "a mapping")
+        plain_config(config_overrides, "config_overrides")
+
+
+def _wrong(name: str, value: object, want: str) -> UsageError:
+    return UsageError(
+        f"{option(name)} must be {want.partition(';')[0]}; got a {type(value).__name__}",
+        got=repr_text(value, 100),
+        want=want,
+        next_step="give such a value",
+    )
+
+
+def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) -> LayoutMap | None:
+    """Return the given layouts; those without a mesh get the given mesh.
+
+    Args:
+        layouts: a map, or a layout file.
+        mesh: xrank's mesh, with or without views, or torch's; None: the layouts have their own.
+
+    Raises:
+        LayoutError, UsageError: as for `LayoutMap.read`, or a layout does not fit the mesh.
+    """
+    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else LayoutMap.read(layouts)
+    if given is None or mesh is None or given.device_mesh is not None:
+        return given
+    views = mesh if isinstance(mesh, MeshViews) else MeshViews(_describe(mesh))
+    on_mesh = LayoutMap(views.main)
+    on_mesh.views.update(views.others)
+    for name in ("views", "sizes", "aliases", "companions"):
+        getattr(on_mesh, name).update(getattr(given, name))
+    on_mesh.update(given.items())
+    return on_mesh
+
+
+def _describe(mesh: Any) -> DeviceMesh:
+    try:
+        return mesh if isinstance(mesh, DeviceMesh) else describe_mesh(mesh)
+    except AttributeError:
+        raise UsageError(
+            f"mesh= takes no {type(mesh).__name__}", got=type(mesh).__name__, want="xrank's or torch's DeviceMesh"
+        ) from None

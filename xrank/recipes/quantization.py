@@ -1,0 +1,382 @@
+"""Quantization: weights as numbers of 8 bits, with a scale for each tensor, channel or block.
+
+A scale follows from the largest magnitude in its block alone, and an element from its own value and that scale. So
+ranks that hold parts of a tensor need only their maxima of common blocks to quantise as one that holds it whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+from xrank import dtypes
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, XrankError, option
+from xrank.plan.output import OutputTensor
+from xrank.plan.source import StoredShard
+from xrank.recipes.conversions import is_known_type
+from xrank.recipes.found_source import FoundSource
+from xrank.words import plural
+
+if TYPE_CHECKING:
+    import torch
+
+
+_KEPT = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
+"""Embeddings, heads, norms and routers, which engines keep in 16 or 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrid:
+    """The blocks of a tensor whose last two dims are matrices. Rows are those of all matrices, one after another."""
+
+    rows: int
+    """Rows of one matrix."""
+    columns: int
+    block_rows: int
+    block_columns: int
+    num_matrices: int
+
+    @property
+    def block_rows_of_matrix(self) -> int:
+        """Rows of blocks in one matrix."""
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of blocks, over all matrices."""
+        return self.num_matrices * self.block_rows_of_matrix, -(-self.columns // self.block_columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A transform that quantises weights to fp8 or int8, for `xrank.offer_weights` and any other ``transform=``.
+
+    A matrix ``name`` becomes ``name`` in the new type and a tensor of scales in fp32; ``name * scale`` is about the old
+    value. `xrank.offer_weights` lets each rank quantise its own part, with the same bits as of the whole tensor.
+
+    Attributes:
+        dtype: ``"fp8"`` (e4m3, largest magnitude 448) or ``"int8"`` (127, rounded half to even).
+        blocks: one scale for a ``"tensor"``, a ``"channel"`` (row), or each block of (rows, columns). Tensors of more
+            than two dims are matrices of their last two, each with scales of its own.
+        keep: patterns of names that stay as they are, beside tensors of one dim and integers; None: embeddings, heads,
+            norms and routers.
+        scale_suffix: appended to the name for the scales; None: ``"_scale_inv"`` for blocks, as in checkpoints of
+            DeepSeek and transformers' ``fp8``, else ``"_scale"``, as in those of ModelOpt and compressed-tensors.
+
+    Raises:
+        UsageError: an attribute has another value.
+
+    Example:
+        >>> import torch, xrank
+        >>> quantize = xrank.Quantization("int8", "channel")
+        >>> made = quantize("up_proj.weight", torch.tensor([[1.0, -2.0], [0.0, 4.0]]))
+        >>> {name: tensor.tolist() for name, tensor in made.items()}["up_proj.weight"]
+        [[64, -127], [0, 127]]
+    """
+
+    dtype: Literal["fp8", "int8"] = "fp8"
+    blocks: Literal["tensor", "channel"] | tuple[int, int] = "tensor"
+    keep: Sequence[str] | None = None
+    scale_suffix: str | None = None
+
+    def __post_init__(self) -> None:
+        is_pair = isinstance(self.blocks, tuple) and len(self.blocks) == 2
+        if self.dtype not in ("fp8", "int8") or not (
+            self.blocks in ("tensor", "channel") or (is_pair and all(isinstance(n, int) and n > 0 for n in self.blocks))
+        ):
+            raise UsageError(
+                f"there is no quantization to {self.dtype!r} by {self.blocks!r}",
+                got=f"dtype {self.dtype!r}, blocks {self.blocks!r}",
+                want="'fp8' or 'int8', and 'tensor', 'channel' or (rows, columns)",
+                next_step="give one of these",
+            )
+
+    @property
+    def code_dtype(self) -> str:
+        """Safetensors name of the quantised type."""
+        return "F8_E4M3" if self.dtype == "fp8" else "I8"
+
+    def applies_to(self, name: str, dtype: str, shape: Sequence[int]) -> bool:
+        """Return whether a tensor is quantised; `dtype` is a safetensors name."""
+        kept = _KEPT if self.keep is None else self.keep
+        kind = dtypes.dtype(dtype)
+        is_matrix = len(shape) >= 2 and prod(shape) > 0 and kind.is_float and kind.nbytes > 1
+        return is_matrix and not any(fnmatchcase(name, pattern) for pattern in kept)
+
+    def name_scales(self, name: str) -> str:
+        """Return the name of a tensor's scales."""
+        suffix = "_scale_inv" if isinstance(self.blocks, tuple) else "_scale"
+        return name + (suffix if self.scale_suffix is None else self.scale_suffix)
+
+    def find_grid(self, shape: Sequence[int]) -> BlockGrid:
+        """Return the blocks of a tensor of a shape."""
+        rows, columns = shape[-2:]
+        sizes = {"tensor": (rows, columns), "channel": (1, columns)}
+        block_rows, block_columns = self.blocks if isinstance(self.blocks, tuple) else sizes[self.blocks]
+        return BlockGrid(rows, columns, block_rows, block_columns, prod(shape[:-2]))
+
+    def find_scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a tensor's scales."""
+        if self.blocks == "tensor":
+            return tuple(shape[:-2])
+        grid = self.find_grid(shape)
+        return (*shape[:-2], grid.block_rows_of_matrix, grid.shape[1])
+
+    def find_scales(self, name: str, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales of blocks, and the factors by which their values are multiplied.
+
+        Args:
+            name: the tensor's.
+            maxima: largest magnitude of each block, in fp32.
+
+        Raises:
+            ContradictionError: a block contains a value that is not finite.
+        """
+        if not maxima.is_meta and not maxima.isfinite().all():
+            raise ContradictionError(
+                f"{name} has values that are not finite, which have no scale",
+                tensor=name,
+                got="inf or nan",
+                want="finite weights",
+                next_step="look for the training step that made them",
+            )
+        if self.dtype == "fp8":  # vllm/utils/deep_gemm.py: per_block_cast_to_fp8
+            scales = maxima.clamp(min=1e-4) / 448.0
+            return scales, 1.0 / scales
+        # vllm/model_executor/layers/quantization/utils/int8_utils.py: per_token_quant_int8
+        maxima = maxima.clamp(min=1e-10)
+        return maxima / 127, 127 / maxima
+
+    def encode(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Return values in the quantised type; `factors` has one for each of them."""
+        import torch
+
+        scaled = values.float() * factors
+        if self.dtype == "fp8":
+            return scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return scaled.round_().clamp_(-127, 127).to(torch.int8)
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a whole tensor quantised, with its scales; or as it is, if it is kept."""
+        import torch
+
+        dtype = dtypes.by_torch_name(str(tensor.dtype).removeprefix("torch.")).name
+        if not self.applies_to(name, dtype, tensor.shape):
+            return {name: tensor}
+        grid = self.find_grid(tensor.shape)
+        down, right = grid.block_rows_of_matrix * grid.block_rows, grid.shape[1] * grid.block_columns
+        padded = torch.zeros((grid.num_matrices, down, right), dtype=tensor.dtype, device=tensor.device)
+        padded[:, : grid.rows, : grid.columns] = tensor.reshape(-1, grid.rows, grid.columns)
+        blocks = padded.view(-1, grid.block_rows, grid.shape[1], grid.block_columns)
+        maxima = blocks.abs().amax(dim=(1, 3), keepdim=True).float()
+        scales, factors = self.find_scales(name, maxima)
+        codes = self.encode(blocks, factors).view(padded.shape)[:, : grid.rows, : grid.columns]
+        return {
+            name: codes.reshape(tensor.shape).contiguous(),
+            self.name_scales(name): scales.reshape(self.find_scale_shape(tensor.shape)),
+        }
+
+
+_Tensor = StoredShard | OutputTensor
+
+_NOT_PAYLOADS = ("I64", "U64", "BOOL", "C64")
+"""Element types of indices and masks, besides the plain floating-point ones."""
+_SCALE = re.compile(r"scale|absmax|quant_map|quant_state|zero|amax|\bSCB\b|\bs\b|\bscb\b")
+_ZEROS = ("qzeros", "zeros", "zero_point", "weight_zero_point")
+"""Zero points, which do not replace scales."""
+_FORM = re.compile(r"[._:]?(?:_blocks|_packed|_?qdata|_data)$")
+_OF_ACTIVATIONS = re.compile(r".*\.(?:[qkv]|kv_cache|prob|input|output)_(?:scale|zero_point)")
+"""Scales of activations and of the KV cache, whose module may hold no weight."""
+_STATED_IN_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files that declare a quantization beside config.json: those of ModelOpt, AutoGPTQ and AutoAWQ."""
+_METHODS = {
+    "bitsandbytes": "absmax or SCB",
+    "fp8": "weight_scale_inv",
+    "fbgemm_fp8": "weight_scale",
+    "gptq": "scales",
+    "awq": "scales",
+    "mxfp4": "_scales",
+    "compressed-tensors": "weight_scale",
+    "modelopt": "weight_scale",
+}
+"""Methods in transformers' ``quantization_config``, with the ends of their scales' names."""
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_payload(tensor: _Tensor) -> bool:
+    if tensor.dtype.startswith("F8"):
+        return True
+    return not dtypes.dtype(tensor.dtype).is_float and tensor.dtype not in _NOT_PAYLOADS and len(tensor.shape) > 1
+
+
+def find_scales(tensors: Iterable[_Tensor]) -> set[str]:
+    """Return the float tensors that scale quantized payloads. If rounded, they would scale to other weights."""
+    listed = list(tensors)
+    payloads = {tensor.name for tensor in listed if _is_payload(tensor)}
+    if not payloads:
+        return set()
+    places = payloads | {_module(name) for name in payloads}
+    return {
+        tensor.name
+        for tensor in listed
+        if dtypes.dtype(tensor.dtype).is_float
+        and not tensor.name.endswith("bias")
+        and (
+            # The outermost module may be a whole model, where only a name shows what is a scale.
+            (_module(tensor.name) in places and (_module(tensor.name) != "" or _SCALE.search(tensor.name)))
+            or _OF_ACTIVATIONS.fullmatch(tensor.name)
+        )
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Declaration:
+    """The quantization that config.json, or a file beside it, declares."""
+
+    values: Mapping[str, Any]
+    place: str = "config.json"
+
+    @property
+    def method(self) -> str:
+        return str(self.values.get("quant_method", "bitsandbytes" if self.is_four_bit else ""))
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether bitsandbytes packs two weights into a byte, of any type for storage."""
+        return self.values.get("load_in_4bit") is True or self.values.get("_load_in_4bit") is True
+
+
+def _find_declaration(config: Mapping[str, Any] | None, files: Collection[str] = ()) -> _Declaration | None:
+    for section in (config or {}, *(each for each in (config or {}).values() if isinstance(each, Mapping))):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(values := section.get(key), Mapping) and values:
+                return _Declaration(values)
+    file = next((name for name in _STATED_IN_FILES if name in files), None)
+    return None if file is None else _Declaration({}, file)
+
+
+def find_packed(tensors: Iterable[_Tensor], config: Mapping[str, Any] | None) -> set[str]:
+    """Return the tensors whose shapes are not those of the weights that they contain.
+
+    They are integer payloads, and 4-bit weights of bitsandbytes, which trainers store as bf16 for FSDP
+    (``bnb_4bit_quant_storage``).
+    """
+    listed = list(tensors)
+    declared = _find_declaration(config)
+    packed = {tensor.name for tensor in listed if not dtypes.dtype(tensor.dtype).is_float}
+    if declared is not None and declared.is_four_bit:
+        packed |= {tensor.name for tensor in listed if len(tensor.shape) == 2 and tensor.shape[1] == 1}
+    return packed | {tensor.name.removesuffix(".absmax") for tensor in listed if tensor.name.endswith(".absmax")}
+
+
+def check_quantization(
+    found: FoundSource, tensors: Iterable[_Tensor], config: Mapping[str, Any] | None, *, is_transformed: bool = False
+) -> tuple[tuple[str, str], ...]:
+    """Hold the quantization that config.json declares against the tensors of a model, in both directions.
+
+    Args:
+        found: the source, for its files.
+        tensors: tensors of the model that will be written; without those of an adapter.
+        config: the config.json that will be written.
+        is_transformed: whether a function of the caller makes the tensors, who then knows of the quantization.
+
+    Returns:
+        Notes on what only another program can know.
+
+    Raises:
+        ContradictionError: config.json declares a quantization that the tensors lack, or does not declare theirs.
+        IncompleteError: a payload lacks its scales.
+    """
+    listed = list(tensors)
+    if config is None or not listed:
+        return ()
+    declared = _find_declaration(config, [companion.name for companion in found.companions])
+    packed = find_packed(listed, config)
+    payloads = [each for each in listed if _is_payload(each) or (each.name in packed and len(each.shape) > 1)]
+    # A scale may be a payload by its type, as in MXFP4 and NVFP4.
+    payloads = [each for each in payloads if not _SCALE.search(each.name.rpartition(".")[2])]
+    scaled, bare = _divide(payloads, listed)
+    if declared is None:
+        if not scaled:
+            return ()
+        if is_transformed or not is_known_type(config.get("model_type")):
+            text = f"{plural(len(scaled), 'tensor')} with scales, such as {scaled[0]}, and config.json has no "
+            text += "quantization_config: the program that loads the model has to know of it"
+            return (("quantization-not-declared", text),)
+        raise _not_declared(found, scaled)
+    if bare and declared.method in _METHODS and any(len(each.shape) > 1 for each in payloads if each.name in bare):
+        raise _without_scales(found, declared, bare, listed)
+    has_any = bool(payloads) or any(_SCALE.search(each.name.rpartition(".")[2]) for each in listed)
+    if has_any or is_transformed or declared.values.get("config_groups", True) in ({}, None):
+        return ()
+    if declared.method not in _METHODS:
+        named = f"by {declared.method}" if declared.method else "in " + declared.place
+        return (("quantization-not-seen", f"a quantization {named} is declared, and no tensor shows one"),)
+    raise ContradictionError(
+        f"config.json declares weights quantized by {declared.method}, and none is",
+        tensor=listed[0].name,
+        file=found.config_path,
+        got=f"{plural(len(listed), 'tensor')} without a scale, such as {listed[0].name} in {listed[0].dtype}",
+        want=f"quantized weights with {_METHODS[declared.method]}",
+        next_step=_edit_config(found, "without quantization_config"),
+    )
+
+
+def _divide(payloads: Sequence[_Tensor], listed: Iterable[_Tensor]) -> tuple[list[str], list[str]]:
+    """Return the names of payloads that have a scale, and of those that have none."""
+    of_module: dict[str, list[str]] = {}
+    for each in listed:
+        last = each.name.rpartition(".")[2]
+        if _SCALE.search(last) and last not in _ZEROS:
+            of_module.setdefault(_module(each.name), []).append(each.name)
+    counts = Counter(_module(each.name) for each in payloads)
+    scaled, bare = list[str](), list[str]()
+    for each in payloads:
+        beside = of_module.get(_module(each.name), ())
+        # A module of experts has several payloads, each with scales of its own.
+        stem = _FORM.sub("", each.name)
+        is_found = any(name.startswith(stem) for name in beside) or (bool(beside) and counts[_module(each.name)] == 1)
+        (scaled if is_found or each.name in of_module else bare).append(each.name)
+    return scaled, bare
+
+
+def _not_declared(found: FoundSource, scaled: list[str]) -> XrankError:
+    return ContradictionError(
+        f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would take its codes for "
+        "weights",
+        tensor=scaled[0],
+        file=found.config_path,
+        got=f"{plural(len(scaled), 'tensor')} with scales",
+        want="a config.json with their quantization_config",
+        next_step=_edit_config(found, "with its quantization_config"),
+    )
+
+
+def _without_scales(
+    found: FoundSource, declared: _Declaration, bare: list[str], listed: list[_Tensor]
+) -> IncompleteError:
+    told = ""
+    if declared.is_four_bit:
+        told = "save what the modules' state_dict() returns, which includes quant_state; or "
+    return IncompleteError(
+        f"{bare[0]}: no file holds the scales of this quantized tensor",
+        tensor=bare[0],
+        file=found.place,
+        got=f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}",
+        want=f"{_METHODS[declared.method]} beside it, as config.json declares {declared.method}",
+        next_step=f"{told}gather the adapter alone, if there is one: {option('include', '.*lora_.*')}",
+    )
+
+
+def _edit_config(found: FoundSource, how: str) -> str:
+    if found.place is not None:
+        return f"put the model's config.json {how} into {found.place}, then {AGAIN}"
+    return f"give the module a config {how}"
