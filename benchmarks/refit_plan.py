@@ -24,7 +24,7 @@ from xrank.layout.local_part import local_part
 from xrank.plan.replicas import spread_copies
 from xrank.readers.live.local_model import local_model
 from xrank.recipes.own_config import OwnConfig
-from xrank.refit.directory import Card, read_trainer_model
+from xrank.refit.directory import Registration, read_trainer_model
 from xrank.refit.targets import ModuleTarget, Runs, cut_calls, find_runs, join_runs
 
 HIDDEN, FFN, DENSE_FFN, EXPERTS, VOCAB, HEADS = 7168, 2048, 18432, 384, 163_840, 64 * 128
@@ -111,10 +111,9 @@ def main() -> None:
     started = time.process_time()
     if arguments.card is not None:
         content = json.loads(arguments.card.read_text())
-    model = read_trainer_model(Card("", content, "card"))
+    model = read_trainer_model(Registration("", content, "registration"))
     read = time.process_time()
-    filling = target.plan(model)
-    plan = spread_copies(filling.plan, 5)
+    plan = spread_copies(target.plan(model).plan, 5)
     planned = time.process_time()
     parts: dict[int, list[Runs]] = {}
     for one in plan.tensors:

@@ -47,7 +47,7 @@ from xrank.readers.torch_checkpointing.item_files import find_model_files
 from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, Status
 from xrank.refit.relay import RelayedEngines
-from xrank.refit.trainer_ranks import Takers
+from xrank.refit.trainer_ranks import EngineWatch
 from xrank.writers.journal import parse_journal
 from xrank.writers.manifest import read_manifest
 from xrank.writers.store_journal import read_journal, read_record
@@ -300,9 +300,9 @@ def _cards(folder: Path) -> list[Target]:
             PeerRank("trainer rank", rank, description).close()
 
     def read_engines() -> None:
-        takers = Takers(place, 1, is_first=True)
-        takers._refresh()
-        takers.close()
+        engines = EngineWatch(place, 1, is_first=True)
+        engines._refresh()
+        engines.close()
         (folder / found["engine"]).touch()
 
     def read_relays() -> None:
@@ -311,7 +311,7 @@ def _cards(folder: Path) -> list[Target]:
         with ExitStack() as loan:
             engines, _ = RelayedEngines(place, loan, "own").find()
             for engine in engines:
-                engine._read_model(), engine._cast
+                engine._read_model()
 
     def whole(rng: random.Random) -> bytes:
         """Change the trainer's card, or a rank's description in it, which is a text."""

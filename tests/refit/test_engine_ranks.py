@@ -25,6 +25,8 @@ class Peer:
     def read(self) -> Status:
         return self.status
 
+    try_read = read
+
     def make_error(self, cause: str) -> RankFailedError:
         return RankFailedError(f"{self.role} failed: {cause}", rank=1)
 

@@ -16,7 +16,7 @@ import xrank
 from tests.gather.forked_ranks import attempt, kill_self, run_many
 from tests.refit.jobs import wait_for_file
 from xrank.errors import UsageError
-from xrank.refit.receive import PublishReport
+from xrank.refit.publish import PublishReport
 
 pytestmark = pytest.mark.timeout(180)
 

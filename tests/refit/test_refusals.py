@@ -138,7 +138,7 @@ def test_a_trainer_that_closes_after_an_engine_has_failed_says_why(tmp_path: Pat
             waiting.update(timeout_seconds=30)
             with pytest.raises(RankFailedError, match=r"engine rank 0 .* failed"):
                 published.result()
-        [(rank, description)] = find_trainer_ranks(offer._card)
+        [(rank, description)] = find_trainer_ranks(offer._registration)
         peer = PeerRank(f"trainer rank {rank}", rank, description)
         offer.close()
         wanted = r"trainer rank 0 failed: it has closed its side after RankFailedError: engine rank 0 .* failed"
@@ -207,7 +207,7 @@ def test_no_trainer_and_damaged_or_foreign_cards_are_named(tmp_path: Path, numbe
             path = tmp_path / "trainer.json"
             if number == 1:
                 path.write_text("{")
-                with pytest.raises(CorruptError, match="not a card"):
+                with pytest.raises(CorruptError, match="is not a registration"):
                     taken.update(timeout_seconds=5)
             elif os.geteuid() == 0:
                 os.chown(path, 12_345, -1)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from struct import Struct
 from time import monotonic, sleep, thread_time
 from typing import Any
@@ -18,92 +17,31 @@ from zlib import crc32
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, XrankError
 from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, connect
 from xrank.ranks.loans import PeerOffer
-from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, address_of, memory_at
+from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, address_of
 
-OUTCOME_HEAD = Struct("<II")
-"""Before an outcome in memory: checksum and length of its text."""
-_NBYTES = 4 << 20
-"""Most bytes of an outcome: 4,000 engine ranks that all failed take 2.5 MB."""
-_KINDS = {kind.__name__: kind for kind in (RankFailedError, RankTimeoutError, ContradictionError)}
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a step, the same on all ranks of the trainer."""
-
-    step: int
-    takers: tuple[str, ...] = ()
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """Engine ranks that failed, and why."""
-    error: XrankError | None = None
-    """Raised by all ranks."""
-    is_over: bool = False
-    """Whether a trainer rank has failed, so that no engine may take the step."""
-
-    def to_json(self) -> bytes:
-        """Return the outcome as text for other ranks."""
-        error = None if self.error is None else describe_error(self.error)
-        return json.dumps([self.step, self.takers, dict(self.failed), error, self.is_over]).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Outcome:
-        """Return the outcome of such a text."""
-        step, takers, failed, error, is_over = json.loads(text)
-        return cls(step, tuple(takers), failed, None if error is None else make_described_error(error), is_over)
-
-
-class OutcomeBlock:
-    """This rank's last outcome in memory, lent as any other bytes."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(mmap.mmap(-1, _NBYTES))  # no page until used
-        self.nbytes = _NBYTES
-        self.address: int | None = address_of(self._memory)
-
-    def write(self, outcome: Outcome) -> None:
-        """Replace the outcome; the status then shows its step."""
-        text = outcome.to_json()
-        end = OUTCOME_HEAD.size + len(text)
-        self._memory[:end] = OUTCOME_HEAD.pack(crc32(text), len(text)) + text
-
-    def find_row(self, start: int, nbytes: int) -> memoryview | None:
-        """Return the bytes from `start` on in place."""
-        return self._memory[start : start + nbytes]
-
-    def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
-        into[:] = self._memory[start : start + len(into)]
-
-
-def describe_error(error: XrankError) -> dict[str, Any]:
-    """Return an error of another rank as JSON."""
-    kind = type(error).__name__
-    parts: dict[str, Any] = {name: getattr(error, name) for name in ("rank", "host", "got", "want", "next_step")}
-    if isinstance(error, RankFailedError):
-        parts |= {"pid": error.pid, "cause": error.cause}
-        parts["failures"] = [describe_error(one) for one in error.failures if one is not error]
-    elif isinstance(error, RankTimeoutError):
-        parts["waiting_for"] = error.waiting_for
-    return {"kind": kind, "message": error.message, **parts}
-
-
-def make_described_error(described: Mapping[str, Any]) -> XrankError:
-    """Return the error of a description."""
-    parts = dict(described)
-    kind, message = _KINDS[parts.pop("kind")], parts.pop("message")
-    if kind is RankTimeoutError:
-        return RankTimeoutError(message, **{**parts, "waiting_for": tuple(parts["waiting_for"])})
-    failures = tuple(make_described_error(one) for one in parts.pop("failures", ()))
-    error = kind(message, **parts)
-    if isinstance(error, RankFailedError) and failures:
-        error.failures = (error, *failures)
-    return error
-
+SILENT_SECONDS = 1.5
+"""Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
+GRACE_SECONDS = 0.2
+"""Time in which the statuses may still show why another rank's memory cannot be read."""
+PAUSE_SECONDS = 0.0005
+_LOOK_SECONDS = 0.25
+"""Time between two looks at the state of a process of this host."""
+_STOPPED = ("T", "t")
+"""proc(5), /proc/pid/stat: stopped by a signal, or by a tracer."""
+_LEAVE_SECONDS = 2.0
+_DAMAGED_SECONDS = 1.5
+"""Longest time in which an owner may write its status: on a busy machine the kernel may pause it meanwhile."""
 
 _FIELDS = Struct("<qqqqqqqH")
 STATUS_NBYTES = 512
 """Bytes of a status: a checksum, the fields, and the cause as text."""
 _TEXT_NBYTES = STATUS_NBYTES - 4 - _FIELDS.size
+
+_OUTCOME_HEAD = Struct("<II")
+"""Before an outcome in memory: checksum and length of its text."""
+_OUTCOME_NBYTES = 4 << 20
+"""Most bytes of an outcome: 4,000 engine ranks that all failed take 2.5 MB."""
+_KINDS = {kind.__name__: kind for kind in (RankFailedError, RankTimeoutError, ContradictionError)}
 
 
 class Phase(IntEnum):
@@ -167,65 +105,117 @@ class Status:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Status | None:
-        """Return the status; None if the bytes are none, as while their owner writes them."""
+        """Return the status; None if the bytes are not one, as while their owner writes them."""
         body = content[4:]
-        *fields, length = _FIELDS.unpack_from(body)
+        phase, step, generation, checks, round_, offer, committed, length = _FIELDS.unpack_from(body)
         end = _FIELDS.size + length
-        if end > len(body) or crc32(body[:end]) != int.from_bytes(content[:4], "little") or fields[0] not in _PHASES:
+        if end > len(body) or crc32(body[:end]) != int.from_bytes(content[:4], "little") or phase not in _PHASES:
             return None
-        phase, step, generation, checks, round_, offer, committed = fields
         text = body[_FIELDS.size : end].decode(errors="replace")
         return cls(Phase(phase), step, generation, checks, round_, offer, committed, text)
 
+    def is_past(self, step: int) -> bool:
+        """Return whether this trainer rank will not show a step any more."""
+        return self.step > step or (self.step == step and self.phase is Phase.CLOSED)
 
-class StatusBlock:
-    """This rank's status in memory, lent as any other bytes; one thread writes it.
 
-    Args:
-        status: the first one.
-    """
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a step: the trainer's first rank decides it, and the other ranks take it over."""
 
-    def __init__(self, status: Status = Status()) -> None:  # it is immutable
-        self.nbytes = STATUS_NBYTES
-        self._memory = (ctypes.c_ubyte * STATUS_NBYTES)()
-        self.address: int | None = ctypes.addressof(self._memory)
-        self.value = status
-        self.write(status)
+    step: int
+    takers: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Engine ranks that failed, and why."""
+    error: XrankError | None = None
+    """Raised by all ranks."""
+    is_over: bool = False
+    """Whether a trainer rank has failed, so that no engine may take the step."""
 
-    def write(self, status: Status) -> None:
-        """Replace the status. A reader that sees a part of it reads again."""
-        self.value = status
-        ctypes.memmove(self._memory, status.to_bytes(), STATUS_NBYTES)
+    def to_json(self) -> bytes:
+        """Return the outcome as text for other ranks."""
+        error = None if self.error is None else describe_error(self.error)
+        return json.dumps([self.step, self.takers, dict(self.failed), error, self.is_over]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Outcome:
+        """Return the outcome of such a text."""
+        step, takers, failed, error, is_over = json.loads(text)
+        return cls(step, tuple(takers), failed, None if error is None else make_described_error(error), is_over)
+
+
+def describe_error(error: XrankError) -> dict[str, Any]:
+    """Return an error for other ranks, as JSON."""
+    parts: dict[str, Any] = {name: getattr(error, name) for name in ("rank", "host", "got", "want", "next_step")}
+    if isinstance(error, RankFailedError):
+        parts |= {"pid": error.pid, "cause": error.cause}
+        parts["failures"] = [describe_error(one) for one in error.failures if one is not error]
+    elif isinstance(error, RankTimeoutError):
+        parts["waiting_for"] = error.waiting_for
+    return {"kind": type(error).__name__, "message": error.message, **parts}
+
+
+def make_described_error(described: Mapping[str, Any]) -> XrankError:
+    """Return the error of a description."""
+    parts = dict(described)
+    kind, message = _KINDS[parts.pop("kind")], parts.pop("message")
+    if kind is RankTimeoutError:
+        return RankTimeoutError(message, **{**parts, "waiting_for": tuple(parts["waiting_for"])})
+    failures = tuple(make_described_error(one) for one in parts.pop("failures", ()))
+    error = kind(message, **parts)
+    if isinstance(error, RankFailedError) and failures:
+        error.failures = (error, *failures)
+    return error
+
+
+class _Block:
+    """Memory of this process that other ranks read, as `LocalBytes`; no page is in use before it is written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = memoryview(mmap.mmap(-1, nbytes))
+        self.address: int | None = address_of(self._memory)
 
     def find_row(self, start: int, nbytes: int) -> memoryview | None:
         """Return the bytes from `start` on in place."""
-        return memory_at(ctypes.addressof(self._memory) + start, nbytes)
+        return self._memory[start : start + nbytes]
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
-        into[:] = memory_at(ctypes.addressof(self._memory) + start, len(into))
+        into[:] = self._memory[start : start + len(into)]
 
 
-def is_past(status: Status, step: int) -> bool:
-    """Return whether a trainer rank will not show a step any more."""
-    return status.step > step or (status.step == step and status.phase is Phase.CLOSED)
+class StatusBlock(_Block):
+    """This rank's status; one thread writes it. A reader that sees a part of it reads again."""
+
+    def __init__(self, status: Status = Status()) -> None:  # it is immutable
+        super().__init__(STATUS_NBYTES)
+        self.write(status)
+
+    def write(self, status: Status) -> None:
+        """Replace the status."""
+        self.value = status
+        self._memory[:] = status.to_bytes()
 
 
-_SHORTEST_SECONDS = 0.0005
-_LONGEST_SECONDS = 0.04
-_REST_SHARE = 50.0
-"""Seconds of a pause for each second of processor time that a look has taken: waiting takes 2 % of a core."""
-_ANSWER_SHARE = 4.0
-"""Seconds of a pause for each second that a look has taken: other ranks that answer slowly have much to answer."""
-_WAITED_SHARE = 0.1
-"""Longest pause as a share of the time waited so far, so that short waits end soon."""
+class OutcomeBlock(_Block):
+    """The last outcome that this rank knows. Its status shows the step of it afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__(_OUTCOME_NBYTES)
+
+    def write(self, outcome: Outcome) -> None:
+        """Replace the outcome."""
+        text = outcome.to_json()
+        self._memory[: _OUTCOME_HEAD.size + len(text)] = _OUTCOME_HEAD.pack(crc32(text), len(text)) + text
 
 
 class Pause:
     """Sleeps between two looks of a thread, which wait for the same event.
 
     The ranks that are waited for may need the cores: on a host with as many ranks as cores, trainer ranks that looked
-    each half millisecond took 40 % of the time of the engine's copies.
+    each half millisecond took 40 % of the time of the engine's copies. So waiting takes 2 % of a core at most. Ranks
+    that answer slowly have much to answer, and get four times as long. Short waits end soon.
 
     Example:
         >>> pause, looks = Pause(), iter([False, False, True])
@@ -240,22 +230,10 @@ class Pause:
     def __call__(self) -> None:
         """Sleep for a time that suits the cost of the last look."""
         now = monotonic()
-        longest = min(_LONGEST_SECONDS, _WAITED_SHARE * (now - self._began))
-        seconds = max(_REST_SHARE * (thread_time() - self._resumed), _ANSWER_SHARE * (now - self._looked))
-        sleep(max(_SHORTEST_SECONDS, min(longest, seconds)))
+        longest = min(0.04, 0.1 * (now - self._began))
+        seconds = max(50.0 * (thread_time() - self._resumed), 4.0 * (now - self._looked))
+        sleep(max(PAUSE_SECONDS, min(longest, seconds)))
         self._looked, self._resumed = monotonic(), thread_time()
-
-
-_SILENT_SECONDS = 1.5
-"""Longest silence of a rank over a socket: a stopped rank is to be named within 2 seconds."""
-_LOOK_SECONDS = 0.25
-"""Time between two looks at the state of a process of this host."""
-_STOPPED = ("T", "t")
-"""proc(5), /proc/pid/stat: stopped by a signal, or by a tracer."""
-_PAUSE_SECONDS = 0.0005
-_MAX_WAIT_SECONDS = 2.0
-_DAMAGED_SECONDS = 1.5
-"""Longest time in which an owner may write its status: on a busy machine the kernel may pause it meanwhile."""
 
 
 class PeerRank:
@@ -278,8 +256,7 @@ class PeerRank:
             raise CorruptError(
                 f"{role} does not describe its status",
                 rank=rank,
-                got=f"views of {self._offer.nbytes[-3:].tolist()} bytes",
-                want=f"a last one of {STATUS_NBYTES} bytes",
+                got=f"views of {self._offer.nbytes[-3:].tolist()} bytes, not a last one of {STATUS_NBYTES}",
                 next_step="use the same version of xrank in both jobs",
             )
         self._offer.watch(direct=True)
@@ -288,7 +265,7 @@ class PeerRank:
         self._looked_at = -_LOOK_SECONDS
         self._stopped_since: float | None = None
         self._content = bytearray(STATUS_NBYTES)
-        self._last: tuple[bytes, Status] | None = None
+        self._last: tuple[bytes, Status | None] = (b"", None)
         self._lock = threading.Lock()
         self.may_return = False
         """Whether the last error was that the rank is stopped or silent, and not that it ended."""
@@ -300,6 +277,11 @@ class PeerRank:
         """The host and the process, for errors."""
         return f"host {self._offer.host}, pid {self._offer.pid}"
 
+    @property
+    def last(self) -> Status | None:
+        """The status that was read last, also of a rank that is stopped since; None if it was damaged."""
+        return self._last[1]
+
     def read(self) -> Status:
         """Return its status.
 
@@ -309,51 +291,43 @@ class PeerRank:
         """
         with self._lock:
             self.may_return = self.has_answered = False
-            if self._offer.has_ended:
-                raise self.make_error("its process ended")
+            self._check_alive()
             end = monotonic() + _DAMAGED_SECONDS
             while True:
                 self._bring(self._view, memoryview(self._content))
-                status = self._decode()
-                self._look()
-                if status is not None:
+                if self._last[0] != self._content:  # most looks find the bytes of the last one
+                    content = bytes(self._content)
+                    self._last = content, Status.from_bytes(content)
+                self._check_running()
+                if self._last[1] is not None:
                     self.has_answered = True
-                    return status
+                    return self._last[1]
                 if monotonic() > end:
-                    break
-                if self._offer.has_ended:
-                    raise self.make_error("its process ended")
-                sleep(_PAUSE_SECONDS)
-        raise self.make_error("its status is damaged")
+                    raise self.make_error("its status is damaged")
+                self._check_alive()
+                sleep(PAUSE_SECONDS)
 
-    @property
-    def last(self) -> Status | None:
-        """The status that was read last, also of a rank that is stopped since; None if it was damaged."""
-        return None if self._last is None else self._last[1]
+    def try_read(self) -> Status | None:
+        """Return its status; None if it cannot be read."""
+        try:
+            return self.read()
+        except (RankFailedError, RankTimeoutError):
+            return None
 
-    def read_outcome(self) -> bytes:
-        """Return the text of the outcome that a trainer rank keeps beside its status; errors as `read`."""
-        head = bytearray(OUTCOME_HEAD.size)
+    def read_outcome(self) -> Outcome:
+        """Return the outcome that a trainer rank keeps beside its status; errors as `read`."""
+        view, head = self._view - 1, bytearray(_OUTCOME_HEAD.size)
         with self._lock:
             end = monotonic() + _DAMAGED_SECONDS
             while monotonic() < end:
-                self._bring(self._view - 1, memoryview(head))
-                checksum, length = OUTCOME_HEAD.unpack(head)
-                text = bytearray(len(head) + min(length, int(self._offer.nbytes[self._view - 1]) - len(head)))
-                self._bring(self._view - 1, memoryview(text))
+                self._bring(view, memoryview(head))
+                checksum, length = _OUTCOME_HEAD.unpack(head)
+                text = bytearray(len(head) + min(length, int(self._offer.nbytes[view]) - len(head)))
+                self._bring(view, memoryview(text))
                 if text.startswith(head) and crc32(text[len(head) :]) == checksum:
-                    return bytes(text[len(head) :])
-                sleep(_PAUSE_SECONDS)
+                    return Outcome.from_json(bytes(text[len(head) :]))
+                sleep(PAUSE_SECONDS)
         raise self.make_error("its outcome is damaged")
-
-    def _decode(self) -> Status | None:
-        """Return the status that was read; most looks find the bytes of the last one."""
-        if self._last is not None and self._last[0] == self._content:
-            return self._last[1]
-        content = bytes(self._content)
-        status = Status.from_bytes(content)
-        self._last = None if status is None else (content, status)
-        return status
 
     def make_error(self, cause: str) -> RankFailedError:
         """Return the error that names this rank."""
@@ -361,33 +335,33 @@ class PeerRank:
 
     def close(self) -> None:
         """Close the connection, and stop watching the process."""
+        self._disconnect()
+        self._offer.close()
+
+    def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        self._offer.close()
 
     def _bring(self, view: int, into: memoryview) -> None:
-        memory, address = self._offer.memory, int(self._offer.addresses[view])
-        if memory is not None:
+        offer = self._offer
+        if offer.memory is not None:
             try:
-                memory.read_into(address, into)
+                offer.memory.read_into(int(offer.addresses[view]), into)
             except LendingEndedError:
                 raise self.make_error("its process ended, or no longer lends its memory") from None
             except UnreadableMemoryError:
-                self._offer.memory = None
+                offer.memory = None
             else:
                 return
         while True:
             is_fresh = self._connection is None
             try:
                 if self._connection is None:
-                    offer = self._offer
                     self._connection = connect(offer.socket, offer.port, offer.hosts, offer.token, self._tick)
                 self._connection.read_into(view, 0, into, self._tick)
             except BaseException as error:
-                if self._connection is not None:
-                    self._connection.close()
-                    self._connection = None
+                self._disconnect()
                 # A service with too many connections closes idle ones, and still serves new ones.
                 if isinstance(error, PeerGoneError) and error.is_early and not is_fresh:
                     continue
@@ -397,10 +371,9 @@ class PeerRank:
             return
 
     def _tick(self, silent_seconds: float) -> None:
-        if self._offer.has_ended:
-            raise self.make_error("its process ended")
-        self._look()
-        if silent_seconds > _SILENT_SECONDS:
+        self._check_alive()
+        self._check_running()
+        if silent_seconds > SILENT_SECONDS:
             self.may_return = True
             raise RankTimeoutError(
                 f"{self.role} has not answered for {silent_seconds:.1f} s",
@@ -411,12 +384,12 @@ class PeerRank:
                 next_step=f"check whether {self.role} is stopped, or its host cut off; then repeat the call",
             )
 
-    def _look(self) -> None:
-        """Raise if its process has been stopped for two looks.
+    def _check_alive(self) -> None:
+        if self._offer.has_ended:
+            raise self.make_error("its process ended")
 
-        Raises:
-            RankFailedError: it is stopped.
-        """
+    def _check_running(self) -> None:
+        """Raise if its process has been stopped for two looks."""
         now = monotonic()
         if self._offer.life is None:
             return
@@ -429,6 +402,15 @@ class PeerRank:
         if self._stopped_since is not None and self._looked_at >= self._stopped_since + _LOOK_SECONDS:
             self.may_return = True
             raise self.make_error("its process is stopped (SIGSTOP)")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name of the program, in parentheses, may contain anything (proc(5)).
+            return file.read().rpartition(")")[2].split()[0] in _STOPPED
+    except (OSError, IndexError):
+        return False
 
 
 def make_failure(role: str, rank: int, cause: str, host: str | None = None, pid: int | None = None) -> RankFailedError:
@@ -445,48 +427,38 @@ def make_failure(role: str, rank: int, cause: str, host: str | None = None, pid:
 
 
 def check_phase(peer: PeerRank, status: Status) -> None:
-    """Raise if a rank reports that it has failed or ended.
-
-    Raises:
-        RankFailedError: it names the rank and its cause.
-    """
+    """Raise a `RankFailedError` if a rank reports that it has failed or ended."""
     if status.phase in (Phase.FAILED, Phase.LATE):
         raise peer.make_error(status.cause)
     if status.phase is Phase.ENDED:
         raise peer.make_error(f"it has closed its side{f' after {status.cause}' if status.cause else ''}")
 
 
-def wait_until_done(peers: Sequence[PeerRank], needs: Callable[[Status], bool]) -> None:
-    """Wait, for a moment at most, until no rank needs this one any more: it is about to close.
+def wait_while(
+    peers: Iterable[PeerRank],
+    is_waited_for: Callable[[PeerRank], bool],
+    *,
+    end: float = inf,
+    between: Callable[[list[PeerRank]], object] = lambda _: None,
+) -> None:
+    """Look at ranks again and again, each one until it is not waited for any more, or until `end` of the clock.
 
     Args:
-        peers: the other ranks of this side.
-        needs: whether a rank of that status still looks for this one. Ranks that have failed need nothing.
+        peers: the ranks.
+        is_waited_for: looks at a rank.
+        end: of `time.monotonic`.
+        between: called with the others between two looks; it may raise.
     """
-    end, waiting = monotonic() + _MAX_WAIT_SECONDS, list(peers)
+    waiting = list(peers)
     while waiting and monotonic() < end:
-        for peer in list(waiting):
-            try:
-                if needs(peer.read()):
-                    continue
-            except (RankFailedError, RankTimeoutError):
-                pass
-            waiting.remove(peer)
+        waiting = [peer for peer in waiting if is_waited_for(peer)]
         if waiting:
-            sleep(_PAUSE_SECONDS)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name of the program, in parentheses, may contain anything (proc(5)).
-            return file.read().rpartition(")")[2].split()[0] in _STOPPED
-    except (OSError, IndexError):
-        return False
+            between(waiting)
+            sleep(PAUSE_SECONDS)
 
 
 class EngineRanks:
-    """The other ranks of this engine, by their statuses.
+    """The other ranks of this engine, by their statuses: ranks of an engine take a step all together or not at all.
 
     Args:
         block: this rank's status.
@@ -502,18 +474,11 @@ class EngineRanks:
         Ranks that have failed may have repeated their calls before this rank made its own: it joins them. They cannot
         have committed a step without this rank. `check` finds ranks that cannot be read.
         """
-        rounds = [self._block.value.round + 1]
-        for peer in self._peers:
-            with suppress(RankFailedError, RankTimeoutError):
-                rounds.append(peer.read().round)
-        return max(rounds)
+        statuses = [peer.try_read() for peer in self._peers]
+        return max(self._block.value.round + 1, *(status.round for status in statuses if status is not None), 0)
 
     def check(self) -> None:
-        """Raise if another rank has failed in this call of `update`, has ended, or is stopped.
-
-        Raises:
-            RankFailedError, RankTimeoutError: it names the rank.
-        """
+        """Raise if another rank has failed in this call of `update`, has ended, or is stopped; errors as `read`."""
         own = self._block.value.round
         for peer in self._peers:
             status = peer.read()
@@ -545,13 +510,18 @@ class EngineRanks:
                         waiting.remove(peer)
             if waiting:
                 check()
-                sleep(_PAUSE_SECONDS)
+                sleep(PAUSE_SECONDS)
         return True
 
     def wait_until_seen(self) -> None:
         """Wait until no rank still looks for this rank's last step, for a moment at most: it is about to close."""
         own = self._block.value.round
-        wait_until_done(self._peers, lambda status: status.phase is Phase.DONE and status.round == own)
+
+        def looks_for_it(peer: PeerRank) -> bool:
+            status = peer.try_read()
+            return status is not None and status.phase is Phase.DONE and status.round == own
+
+        wait_while(self._peers, looks_for_it, end=monotonic() + _LEAVE_SECONDS)
 
     def close(self) -> None:
         """Close all connections."""

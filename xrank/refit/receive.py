@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,34 +28,20 @@ from xrank.plan.executor import Budget
 from xrank.ranks.failure import Deadline
 from xrank.ranks.loans import MemoryOffer, add_token
 from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, is_mooncake
-from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text
+from xrank.ranks.team import check_alike, find_group_team, find_world, nbytes_text
 from xrank.readers.live.module_tensors import FilledModule
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
-from xrank.refit.directory import Address, Card, number_of
-from xrank.refit.peers import EngineRanks, PeerRank, Phase, Status, StatusBlock
+from xrank.refit.directory import Address, Registration
+from xrank.refit.peers import EngineRanks, PeerRank, Phase, StatusBlock
 from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngines
-from xrank.refit.targets import Filling, Loader, LoaderTarget, ModuleTarget, Target
-from xrank.refit.trainer_link import CARD_SECONDS, TrainerLink, connect_trainer
+from xrank.refit.targets import Loader, LoaderTarget, ModuleTarget, TargetPlan, Transfer
+from xrank.refit.trainer_link import LOOK_SECONDS, TrainerLink, connect_trainer
 from xrank.system import require_linux
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from xrank.layout import LayoutMap
-    from xrank.refit.targets import Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """The result of `WeightsOffer.publish`; all but `seconds` is the same on all ranks of the trainer."""
-
-    step: int
-    takers: tuple[str, ...]
-    """Engine ranks that have taken the step."""
-    failed: Mapping[str, str]
-    """Engine ranks that have failed and therefore not taken the step, and why: those that ended or were stopped since
-    the last report, and those whose last `update` raised."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +67,120 @@ class UpdateReport:
     """Tensors of the trainer of which this rank holds no part."""
 
 
-def make_update_report(
-    step: int,
-    filling: Filling,
-    transfer: Transfer,
-    moved: int,
-    seconds: float,
-    copy_seconds: float,
-    plan_seconds: float,
-) -> UpdateReport:
-    """Return the report of an update in which `moved` bytes were read."""
-    return UpdateReport(
-        step=step,
-        nbytes=transfer.nbytes,
-        moved_nbytes=moved,
-        direct_nbytes=transfer.direct_nbytes if moved else 0,
-        seconds=seconds,
-        copy_seconds=copy_seconds,
-        plan_seconds=plan_seconds,
-        whole={name: tensor.nbytes for name, tensor in filling.whole.items()},
-        unused=filling.unused,
+@names_own_arguments
+def take_weights(
+    target: FilledModule,
+    address: str | os.PathLike[str],
+    *,
+    layouts: LayoutMap | None = None,
+    mesh: Any = None,
+    loader: Loader | None = None,
+    relay: bool = False,
+    max_memory: str | int = "64MB",
+    wire: str | None = None,
+    group: ProcessGroup | None = None,
+    timeout_seconds: float = 1800.0,
+) -> TakenWeights:
+    """Prepare to take a trainer's weights; every rank of the engine makes this call, in any order with the trainer.
+
+    The engine is a job of its own, with a world of its own or none. `TakenWeights.update` then takes step after step.
+    The first one plans: it composes the trainer's layouts with those of the target, and proves that each element of
+    each tensor is written once.
+
+    Args:
+        target: the rank's module or state dict, as for `xrank.load_model`, under Hugging Face's names; or, with
+            `loader`, the engine's module in its own form.
+        address: the directory of the trainer's `xrank.offer_weights`.
+        layouts: the layouts of plain tensors that are cut; other plain tensors are whole.
+        mesh: the mesh of `layouts`, if they have none, or of a Megatron module.
+        loader: the engine's own function that takes (Hugging Face name, tensor) pairs and fills `target`, such as
+            vLLM's ``model.load_weights``. It runs once on tensors without memory, which shows its copies; tensors that
+            it changes on the way are given to it whole at each update (`UpdateReport.whole`). No layouts are needed.
+        relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
+            Each update then computes digests of the rank's bytes.
+        max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
+        wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
+            None: the kernel copies on one host, sockets between hosts.
+        group: the ranks of the engine, which take each step all together; None: all of the world.
+        timeout_seconds: how long the engine's ranks may take to arrive.
+
+    Raises:
+        UsageError: an argument is wrong, or a tensor has no memory to fill.
+
+    Example:
+        >>> import torch, xrank
+        >>> weights = xrank.take_weights({"weight": torch.zeros(2, 2)}, "refit")
+        >>> offer = xrank.offer_weights({"weight": torch.ones(2, 2)}, "refit", snapshot=True)
+        >>> _ = offer.publish(7)
+        >>> weights.update().moved_nbytes
+        16
+        >>> weights.close(); offer.close()
+    """
+    require_torch("take_weights")
+    require_linux("take_weights")
+    check_meeting(group, timeout_seconds)
+    place = Address(address)
+    team = find_group_team(
+        group, os.path.join(place.path, "engine"), timeout_seconds=timeout_seconds, call="take_weights"
     )
+
+    def read_arguments() -> tuple[ModuleTarget, int]:
+        check_types(layouts, mesh)
+        nbytes = parse_size(max_memory, "max_memory")
+        Budget.from_memory(nbytes, default_workers())
+        is_mooncake(wire, "take_weights")
+        if loader is None:
+            return ModuleTarget(target, live_layouts(layouts, mesh), mesh, *find_world()), nbytes
+        if layouts is not None or mesh is not None:
+            raise UsageError(
+                f"{option('loader')} shows how it cuts tensors; {option('layouts')} and {option('mesh')} have no use",
+                next_step="leave layouts and mesh out",
+            )
+        return LoaderTarget(target, loader), nbytes
+
+    def describe(made: tuple[ModuleTarget, int]) -> dict[str, str | None]:
+        return {
+            "call": "take_weights",
+            "relay": str(relay),
+            "address": place.path,
+            "max_memory": nbytes_text(made[1]),
+            "wire": wire,
+        }
+
+    with ExitStack() as loan:
+        with team.together():
+            (made, nbytes), _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
+            block = StatusBlock()
+            offer = MemoryOffer([block], across_hosts=True, secret=team.secret)
+            loan.callback(offer.close)
+            own = add_token(offer.describe(), team.secret)
+            _, texts = team.agree(
+                "the engine's ranks",
+                lambda: json.dumps(offer.describe()),
+                lambda text: text,
+                lambda _, texts: list(texts),
+            )
+            engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
+            loan.callback(place.remove, place.register("engine", engine, team.rank, {"offer": own}))
+        siblings = [
+            PeerRank(f"engine rank {rank}", rank, add_token(json.loads(text), team.secret))
+            for rank, text in zip(team.ranks, texts, strict=True)
+            if rank != team.rank
+        ]
+        connect = partial(
+            connect_trainer,
+            target=made,
+            offer=offer,
+            max_memory_nbytes=nbytes,
+            number=team.rank,
+            by_mooncake=is_mooncake(wire, "take_weights"),
+        )
+        lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
+        ranks = EngineRanks(block, siblings)
+        return TakenWeights(
+            place, made, block, offer, ranks, loan.pop_all(), connect, nbytes, team.rank, engine, lender
+        )
+    raise AssertionError
 
 
 class TakenWeights:
@@ -110,29 +189,28 @@ class TakenWeights:
     def __init__(
         self,
         place: Address,
-        target: Target,
+        target: ModuleTarget,
         block: StatusBlock,
         offer: MemoryOffer,
         siblings: EngineRanks,
         loan: ExitStack,
+        connect: Callable[..., TrainerLink],
         max_memory_nbytes: int,
         number: int,
         engine: str,
         relay: Relay | None,
-        *,
-        by_mooncake: bool,
     ) -> None:
         self._place, self._target, self._block, self._offer = place, target, block, offer
-        self._siblings, self._loan, self._max_memory_nbytes = siblings, loan, max_memory_nbytes
-        self._number, self._engine, self._relay, self._by_mooncake = number, engine, relay, by_mooncake
+        self._siblings, self._loan, self._connect_trainer = siblings, loan, connect
+        self._max_memory_nbytes, self._number, self._engine, self._relay = max_memory_nbytes, number, engine, relay
         self._link: TrainerLink | None = None
         self._is_closed = False
         self._is_writing = False
         self._planned = False
         self._is_late = False
         """Whether the present call has waited in vain for a new step."""
-        self._trainer: Card | None = None
-        """The card of the last trainer that was there."""
+        self._trainer: Registration | None = None
+        """The last trainer that was there."""
         self._held_offer = 0
         """Number of the trainer's offer that `step` is of."""
         self.step: int | None = None
@@ -195,6 +273,14 @@ class TakenWeights:
         """Stop taking weights: the trainer no longer waits for this rank. Further calls do nothing."""
         self._end(None)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+
     def _end(self, error: BaseException | None) -> None:
         """Close everything; the trainer's report names this rank if its last update has failed, or `error` ends it."""
         if self._is_closed:
@@ -205,44 +291,25 @@ class TakenWeights:
         cause = "" if status.phase is Phase.LATE else status.cause
         if error is not None and not cause:
             cause = f"{type(error).__name__}: {error}"
-        last = replace(status, phase=Phase.ENDED, cause=cause, step=self._find_held_step())
-        self._leave_last_words(last)
-        self._block.write(last)
+        is_of_trainer = self._trainer is not None and self._trainer.number == self._held_offer
+        held = self.step if is_of_trainer and self.step is not None else -1
+        if self._trainer is not None and (cause or held >= 0):  # it may look when the status cannot be read any more
+            content = {"cause": cause, "trainer": self._trainer.number, "round": status.round, "step": held}
+            left = self._place.register("left", self._engine, self._number, content)
+            if self._place.find_trainer_id() != self._trainer.id:  # it has closed, and looks no more
+                self._place.remove(left)
+        self._block.write(replace(status, phase=Phase.ENDED, cause=cause, step=held))
         if self._relay is not None:
             self._relay.close()
         self._drop_link()
         self._siblings.close()
         self._loan.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end(error)
-
-    def _find_held_step(self) -> int:
-        """Return the step that this rank holds of the trainer that it knows; -1 if there is none."""
-        is_known = self._trainer is not None and number_of(self._trainer) == self._held_offer
-        return self.step if is_known and self.step is not None else -1
-
-    def _leave_last_words(self, last: Status) -> None:
-        """Write down for the trainer how this rank ends: it may look when the status cannot be read any more."""
-        if self._trainer is None or not (last.cause or last.step >= 0):
-            return
-        numbers = {"trainer": number_of(self._trainer), "round": last.round, "step": last.step}
-        content = {"engine": self._engine, "rank": self._number, "cause": last.cause, **numbers}
-        left = self._place.write_left(self._engine, self._number, content)
-        card = self._place.read_trainer()
-        if card is None or card.id != self._trainer.id:  # it has closed, and looks no more
-            self._place.remove(left)
-
     def _call(self, work: Callable[[Deadline], UpdateReport], timeout_seconds: float) -> UpdateReport:
         deadline = Deadline(timeout_seconds)
         if self._is_closed:
-            raise UsageError("the weights are closed", want="open weights", next_step="call take_weights again")
-        self._block.write(replace(self._block.value, phase=Phase.WAITING, round=self._siblings.find_round(), cause=""))
+            raise UsageError("the weights are closed", next_step="call take_weights again")
+        self._set(Phase.WAITING, round=self._siblings.find_round(), cause="")
         self._is_writing = self._is_late = False
         try:
             return work(deadline)
@@ -255,6 +322,9 @@ class TakenWeights:
             self._block.write(failed)
             raise
 
+    def _set(self, phase: Phase, **changes: Any) -> None:
+        self._block.write(replace(self._block.value, phase=phase, **changes))
+
     def _update(self, step: int | None, deadline: Deadline) -> UpdateReport:
         while True:
             link = self._connect(deadline)
@@ -263,43 +333,40 @@ class TakenWeights:
             if open_statuses is None:  # another trainer has come
                 continue
             found, started = open_statuses[0].step, monotonic()
-            moved = self._copy(link, open_statuses)
+            moved = self._copy(link)
             copy_seconds = monotonic() - started
-            self._block.write(replace(self._block.value, phase=Phase.COPIED))
+            self._set(Phase.COPIED)
             check = partial(self._check, deadline, "the trainer's confirmation")
             if not link.wait_for_confirmation(open_statuses, check):
                 if step is not None:
                     raise ContradictionError(
                         f"the trainer closed step {found} before this rank had read it",
-                        want="a step that stays visible until it is read",
                         next_step="let publish wait longer, and take the next step",
                     )
                 continue
             link.held_step = found
-            if self._commit(link.filling, found, link.number, deadline):
+            if self._commit(link.planned, found, link.number, deadline):
                 break
         plan_seconds = link.plan_seconds if self._planned else 0.0
         self._planned = False
-        seconds = monotonic() - started
-        return make_update_report(found, link.filling, link.transfer, moved, seconds, copy_seconds, plan_seconds)
+        return _report(found, link.planned, link.transfer, moved, monotonic() - started, copy_seconds, plan_seconds)
 
-    def _commit(self, filling: Filling, step: int, offer: int, deadline: Deadline) -> bool:
+    def _begin_writing(self, planned: TargetPlan, step: int, offer: int) -> None:
+        self._is_writing = True
+        self._set(Phase.READING, step=step, offer=offer, generation=self._block.value.generation + 1)
+        self._target.begin(planned)
+
+    def _commit(self, planned: TargetPlan, step: int, offer: int, deadline: Deadline) -> bool:
         """Complete a step on all ranks of this engine; return False if another rank holds a newer one."""
-        self._target.finish(filling)
+        self._target.finish(planned)
         if self._relay is not None:
-            self._relay.record(filling)
-        self._block.write(replace(self._block.value, phase=Phase.DONE, step=step, offer=offer))
+            self._relay.record(planned)
+        self._set(Phase.DONE, step=step, offer=offer)
         if not self._siblings.wait_for_all(self._block.value, lambda: self._check(deadline, "the other ranks")):
             return False
         self.step, self._held_offer, self._is_writing = step, offer, False
-        self._block.write(replace(self._block.value, phase=Phase.CLOSED, committed=self._block.value.round))
+        self._set(Phase.CLOSED, committed=self._block.value.round)
         return True
-
-    def _begin_writing(self, filling: Filling, step: int, offer: int) -> None:
-        self._is_writing = True
-        old = self._block.value
-        self._block.write(replace(old, phase=Phase.READING, step=step, offer=offer, generation=old.generation + 1))
-        self._target.begin(filling)
 
     def _copy_from_engines(self, deadline: Deadline) -> UpdateReport:
         with ExitStack() as loan:
@@ -323,7 +390,7 @@ class TakenWeights:
                         next_step="wait for the trainer by update",
                     )
                 self._check(deadline, "a newer step of another engine")
-                sleep(CARD_SECONDS / 10)
+                sleep(LOOK_SECONDS / 10)
         raise AssertionError
 
     def _copy_from(self, engine: RelayedEngine, deadline: Deadline) -> UpdateReport | None:
@@ -332,45 +399,37 @@ class TakenWeights:
         copy = engine.copy_into(
             self._target,
             self._offer,
-            lambda filling, number: self._begin_writing(filling, -1, number),
+            lambda planned, number: self._begin_writing(planned, -1, number),
             self._siblings.check,
             max_memory_nbytes=self._max_memory_nbytes,
             number=self._number,
             held_step=self.step,
         )
-        if copy is None or not self._commit(copy.filling, copy.step, copy.number, deadline):
+        if copy is None or not self._commit(copy.planned, copy.step, copy.number, deadline):
             return None
         if self._link is not None and self._link.number == copy.number:
             self._link.held_step = copy.step
         seconds = monotonic() - started - copy.plan_seconds
-        return make_update_report(
-            copy.step, copy.filling, copy.transfer, copy.moved_nbytes, seconds, copy.copy_seconds, copy.plan_seconds
+        return _report(
+            copy.step, copy.planned, copy.transfer, copy.moved_nbytes, seconds, copy.copy_seconds, copy.plan_seconds
         )
 
     def _connect(self, deadline: Deadline) -> TrainerLink:
-        """Return the link to the trainer of the present card, and plan if there is none yet."""
+        """Return the link to the present trainer, and plan if there is none yet."""
         if self._link is not None and (self._link.is_over or self._link.places != self._target.list_places()):
             self._drop_link()  # the trainer has ended, or the engine has new tensors
         failure: XrankError | None = None
         while True:
-            card = self._place.read_trainer()
-            self._trainer = card or self._trainer
-            if card is not None and self._link is not None and self._link.card.id == card.id:
+            if self._link is not None and self._link.registration.id == self._place.find_trainer_id():
                 return self._link
             self._drop_link()
-            if card is not None:
+            trainer = self._place.read_trainer()
+            self._trainer = trainer or self._trainer
+            if trainer is not None:
                 try:
-                    self._link = connect_trainer(
-                        card,
-                        self._target,
-                        self._offer,
-                        self._max_memory_nbytes,
-                        self._siblings.check,
-                        self._number,
-                        by_mooncake=self._by_mooncake,
-                    )
+                    self._link = self._connect_trainer(trainer, check=self._siblings.check)
                 except (RankFailedError, RankTimeoutError) as error:
-                    failure = error  # an earlier trainer's card: another one may come
+                    failure = error  # an earlier trainer's registration: another one may come
                 else:
                     self._planned = True
                     if self._link.number == self._held_offer and self.step is not None:
@@ -381,16 +440,15 @@ class TakenWeights:
                 raise IncompleteError(
                     f"no trainer offers its weights at {self._place.path}",
                     file=self._place.trainer_path,
-                    got="no card" if failure is None else str(failure),
-                    want="a live trainer that has called offer_weights with this directory",
-                    next_step="start the trainer, then repeat the call",
+                    got="no registration" if failure is None else str(failure),
+                    next_step="start a trainer that calls offer_weights with this directory, then repeat the call",
                 )
             self._siblings.check()
-            sleep(CARD_SECONDS / 10)
+            sleep(LOOK_SECONDS / 10)
 
-    def _copy(self, link: TrainerLink, statuses: Sequence[Status]) -> int:
+    def _copy(self, link: TrainerLink) -> int:
         """Fill all tensors, and return the number of bytes read."""
-        self._begin_writing(link.filling, link.held_step, link.number)
+        self._begin_writing(link.planned, link.held_step, link.number)
         try:
             return link.transfer.run(self._siblings.check)
         except (LendingEndedError, UnreadableMemoryError):
@@ -402,16 +460,14 @@ class TakenWeights:
     def _explain_end(self, link: TrainerLink) -> NoReturn:
         link.watch()  # it names the rank that has ended or is stopped
         self._drop_link()
-        if self._by_mooncake:
+        if link.by_mooncake:
             raise RankTimeoutError(
                 "Mooncake could not read the trainer's tensors, although all of its ranks answer",
-                want="a network on which Mooncake reaches the trainer's hosts",
                 next_step="look at what Mooncake has logged, and check its variables (MOONCAKE_PROTOCOL, "
                 f"MOONCAKE_DEVICE, MOONCAKE_LOCAL_HOSTNAME) on both sides; or leave {option('wire')} out on both",
             )
         raise ContradictionError(
             "memory of a trainer's tensor cannot be read any more",
-            want="the memory that the offer describes",
             next_step="keep the offered tensors alive; then let the trainer offer its weights again",
         )
 
@@ -423,7 +479,6 @@ class TakenWeights:
             raise RankTimeoutError(
                 f"{what} did not come in {deadline.timeout_seconds:g} s",
                 got=f"step {'none' if self.step is None else self.step} is held",
-                want=what,
                 next_step="check that the trainer publishes, and all ranks of the engine call update; then repeat it",
             )
 
@@ -433,133 +488,23 @@ class TakenWeights:
             self._link = None
 
 
-@names_own_arguments
-def take_weights(
-    target: FilledModule,
-    address: str | os.PathLike[str],
-    *,
-    layouts: LayoutMap | None = None,
-    mesh: Any = None,
-    loader: Loader | None = None,
-    relay: bool = False,
-    max_memory: str | int = "64MB",
-    wire: str | None = None,
-    group: ProcessGroup | None = None,
-    timeout_seconds: float = 1800.0,
-) -> TakenWeights:
-    """Prepare to take a trainer's weights; every rank of the engine makes this call, in any order with the trainer.
-
-    The engine is a job of its own, with a world of its own or none. `TakenWeights.update` then takes step after step.
-    The first one plans: it composes the trainer's layouts with those of the target, and proves that each element of
-    each tensor is written once.
-
-    Args:
-        target: the rank's module or state dict, as for `xrank.load_model`, under Hugging Face's names; or, with
-            `loader`, the engine's module in its own form.
-        address: the directory of the trainer's `xrank.offer_weights`.
-        layouts: the layouts of plain tensors that are cut; other plain tensors are whole.
-        mesh: the mesh of `layouts`, if they have none, or of a Megatron module.
-        loader: the engine's own function that takes (Hugging Face name, tensor) pairs and fills `target`, such as
-            vLLM's ``model.load_weights``. It runs once on tensors without memory, which shows its copies; tensors that
-            it changes on the way are given to it whole at each update (`UpdateReport.whole`). No layouts are needed.
-        relay: whether other engines may copy this rank's step out of its memory, by `TakenWeights.copy_from_engines`.
-            Each update then computes digests of the rank's bytes.
-        max_memory: bytes of the buffers for tensors that are cast, strided, on a device, or of another host.
-        wire: ``"mooncake"``: Mooncake's transfer engine copies runs of bytes, from a trainer whose `wire` is the same.
-            None: the kernel copies on one host, sockets between hosts.
-        group: the ranks of the engine, which take each step all together; None: all of the world.
-        timeout_seconds: how long the engine's ranks may take to arrive.
-
-    Raises:
-        UsageError: an argument is wrong, or a tensor has no memory to fill.
-
-    Example:
-        >>> import torch, xrank
-        >>> weights = xrank.take_weights({"weight": torch.zeros(2, 2)}, "refit")
-        >>> offer = xrank.offer_weights({"weight": torch.ones(2, 2)}, "refit", snapshot=True)
-        >>> _ = offer.publish(7)
-        >>> weights.update().moved_nbytes
-        16
-        >>> weights.close(); offer.close()
-    """
-    require_torch("take_weights")
-    require_linux("take_weights")
-    check_meeting(group, timeout_seconds)
-    place = Address(address)
-    team = find_group_team(
-        group, os.path.join(place.path, "engine"), timeout_seconds=timeout_seconds, call="take_weights"
+def _report(
+    step: int,
+    planned: TargetPlan,
+    transfer: Transfer,
+    moved: int,
+    seconds: float,
+    copy_seconds: float,
+    plan_seconds: float,
+) -> UpdateReport:
+    return UpdateReport(
+        step=step,
+        nbytes=transfer.nbytes,
+        moved_nbytes=moved,
+        direct_nbytes=transfer.direct_nbytes if moved else 0,
+        seconds=seconds,
+        copy_seconds=copy_seconds,
+        plan_seconds=plan_seconds,
+        whole={name: tensor.nbytes for name, tensor in planned.whole.items()},
+        unused=planned.unused,
     )
-    loan, block = ExitStack(), StatusBlock()
-
-    def read_arguments() -> tuple[Target, int]:
-        check_types(layouts, mesh)
-        nbytes = parse_size(max_memory, "max_memory")
-        Budget.from_memory(nbytes, default_workers())
-        is_mooncake(wire, "take_weights")
-        return _make_target(target, layouts, mesh, loader), nbytes
-
-    def describe(made: tuple[Target, int]) -> dict[str, str | None]:
-        return {
-            "call": "take_weights",
-            "relay": str(relay),
-            "address": place.path,
-            "max_memory": nbytes_text(made[1]),
-            "wire": wire,
-        }
-
-    try:
-        with team.together():
-            (made, nbytes), _ = team.agree("the arguments", read_arguments, describe, check_alike(team.ranks))
-            offer = MemoryOffer([block], across_hosts=True, secret=team.secret)
-            loan.callback(offer.close)
-            own = add_token(offer.describe(), team.secret)
-            _, texts = team.agree(
-                "the engine's ranks",
-                lambda: json.dumps(offer.describe()),
-                lambda text: text,
-                lambda _, texts: list(texts),
-            )
-            engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
-            card = place.write_engine(engine, team.rank, {"engine": engine, "rank": team.rank, "offer": own})
-            loan.callback(place.remove, card)
-        lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
-        siblings = _find_siblings(texts, team)
-    except BaseException:
-        loan.close()
-        raise
-    ranks = EngineRanks(block, siblings)
-    return TakenWeights(
-        place,
-        made,
-        block,
-        offer,
-        ranks,
-        loan,
-        nbytes,
-        team.rank,
-        engine,
-        lender,
-        by_mooncake=is_mooncake(wire, "take_weights"),
-    )
-
-
-def _make_target(target: FilledModule, layouts: LayoutMap | None, mesh: Any, loader: Loader | None) -> Target:
-    if loader is None:
-        rank, world_size = find_world()
-        return ModuleTarget(target, live_layouts(layouts, mesh), mesh, rank, world_size)
-    if layouts is not None or mesh is not None:
-        raise UsageError(
-            f"{option('loader')} shows how it cuts tensors; {option('layouts')} and {option('mesh')} have no use",
-            got="a loader, and layouts or a mesh",
-            want="one of the two",
-            next_step="leave layouts and mesh out",
-        )
-    return LoaderTarget(target, loader)
-
-
-def _find_siblings(texts: Sequence[str], team: Team) -> list[PeerRank]:
-    return [
-        PeerRank(f"engine rank {rank}", rank, add_token(json.loads(text), team.secret))
-        for rank, text in zip(team.ranks, texts, strict=True)
-        if rank != team.rank
-    ]

@@ -15,24 +15,25 @@ import xxhash
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError
 from xrank.formats.entries import Entry
-from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nest_table import NestTable, int_array, join_rows
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.plan.executor import Budget
-from xrank.plan.output import OutputTensor
-from xrank.plan.planner import Plan
+from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.replicas import spread_copies
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.loans import MemoryOffer, PeerSource
-from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, memory_at
+from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.ranks import LiveModel
 from xrank.recipes.options import default_workers
-from xrank.refit.directory import Address, Card, TrainerModel
-from xrank.refit.peers import PeerRank, Phase, Status
-from xrank.refit.targets import Filling, Target, Transfer, make_transfer
+from xrank.refit.directory import Address, Registration, TrainerModel
+from xrank.refit.peers import GRACE_SECONDS, SILENT_SECONDS, PeerRank, Phase, Status
+from xrank.refit.targets import ModuleTarget, TargetPlan, Transfer, make_transfer
 
-DIGEST_NBYTES = 16
+_DIGEST_NBYTES = 16
 _CHUNK_NBYTES = 1 << 20
+_OWN = -1
+"""Rank of this process among the other engine's: none of them."""
 
 
 class Relay:
@@ -48,82 +49,57 @@ class Relay:
 
     def __init__(self, place: Address, engine: str, rank: int, ranks: Sequence[int], status: dict[str, Any]) -> None:
         self._place, self._engine, self._rank = place, engine, rank
-        self._content = {"engine": engine, "rank": rank, "ranks": list(ranks), "status": status}
+        self._content = {"ranks": list(ranks), "status": status}
         self._loan = ExitStack()
-        self._filling: Filling | None = None
+        self._planned: TargetPlan | None = None
         self._views: list[LocalBytes] = []
-        self._digests = np.zeros((0, DIGEST_NBYTES), np.uint8)
+        self._digests = np.zeros((0, _DIGEST_NBYTES), np.uint8)
 
-    def record(self, filling: Filling) -> None:
-        """Record the digests of the present values; new tensors are lent first.
-
-        Args:
-            filling: the tensors that hold a step, after they were filled.
-        """
-        if filling is not self._filling:
-            self._lend(filling)
+    def record(self, planned: TargetPlan) -> None:
+        """Record the digests of the present values, after the tensors were filled; new tensors are lent first."""
+        if planned is not self._planned:
+            self._lend(planned)
         for digest, view in zip(self._digests, self._views, strict=True):
-            digest[:] = np.frombuffer(digest_bytes(view), np.uint8)
+
+            def fetch(start: int, staging: memoryview, view: LocalBytes = view) -> memoryview:
+                row = view.find_row(start, len(staging))
+                if row is None:
+                    view.read_into(start, staging)
+                return staging if row is None else row
+
+            digest[:] = np.frombuffer(_digest(view.nbytes, fetch), np.uint8)
 
     def close(self) -> None:
         """Stop lending."""
         self._loan.close()
-        self._filling = None
+        self._planned = None
 
-    def _lend(self, filling: Filling) -> None:
+    def _lend(self, planned: TargetPlan) -> None:
+        import torch
+
         self.close()
-        self._views = [local_bytes(tensor) for tensor in filling.tensors]
-        self._digests = np.zeros((len(self._views), DIGEST_NBYTES), np.uint8)
-        offer = MemoryOffer([*self._views, _ArrayBytes(self._digests)], across_hosts=True)
+        self._views = [local_bytes(tensor) for tensor in planned.tensors]
+        self._digests = np.zeros((len(self._views), _DIGEST_NBYTES), np.uint8)
+        offer = MemoryOffer([*self._views, local_bytes(torch.from_numpy(self._digests))], across_hosts=True)
         self._loan.callback(offer.close)
-        tensors = [
-            _describe(one.output, one.source_dtype != one.output.dtype or one.output.name in filling.cast)
-            for one in filling.plan.tensors
-        ]
+        tensors = [_describe(one, one.output.name in planned.cast) for one in planned.plan.tensors]
         content = {**self._content, "offer": offer.describe(), "tensors": tensors}
-        card = self._place.write_relay(self._engine, self._rank, content)
-        self._loan.callback(self._place.remove, card)
-        self._filling = filling
+        self._loan.callback(self._place.remove, self._place.register("relay", self._engine, self._rank, content))
+        self._planned = planned
 
 
-class _ArrayBytes:
-    """The bytes of an array as `LocalBytes`."""
-
-    def __init__(self, array: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> None:
-        self._array, self.nbytes = array, array.nbytes
-        self.address: int | None = array.ctypes.data if array.nbytes else None
-
-    def find_row(self, start: int, nbytes: int) -> memoryview | None:
-        """Return the bytes from `start` on in place."""
-        return memory_at(self._array.ctypes.data + start, nbytes)
-
-    def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
-        into[:] = memory_at(self._array.ctypes.data + start, len(into))
-
-
-def digest_bytes(view: LocalBytes) -> bytes:
-    """Return the digest of a tensor's bytes."""
-    digest, staging = xxhash.xxh3_128(), memoryview(bytearray(min(view.nbytes, _CHUNK_NBYTES)))
-    for start in range(0, view.nbytes, _CHUNK_NBYTES):
-        nbytes = min(_CHUNK_NBYTES, view.nbytes - start)
-        row = view.find_row(start, nbytes)
-        if row is None:
-            row = staging[:nbytes]
-            view.read_into(start, row)
-        digest.update(row)
+def _digest(nbytes: int, fetch: Callable[[int, memoryview], memoryview]) -> bytes:
+    """Return the digest of bytes: `fetch` returns those from a start on, in the staging that it gets or in place."""
+    digest, staging = xxhash.xxh3_128(), memoryview(bytearray(min(nbytes, _CHUNK_NBYTES)))
+    for start in range(0, nbytes, _CHUNK_NBYTES):
+        digest.update(fetch(start, staging[: nbytes - start]))
     return digest.digest()
 
 
-def _describe(output: OutputTensor, is_cast: bool) -> list[Any]:
+def _describe(one: TensorPlan, is_cast: bool) -> list[Any]:
+    output, is_cast = one.output, is_cast or one.source_dtype != one.output.dtype
     nests = None if output.part is None else [[nest.x, nest.y, *map(list, nest.loops)] for nest in output.part.nests]
     return [output.name, output.dtype, list(output.global_shape), list(output.shape), nests, is_cast]
-
-
-_OWN = -1
-"""Rank of this process among the other engine's: none of them."""
-_GRACE_SECONDS = 0.2
-_SILENT_SECONDS = 1.5
 
 
 class EngineGoneError(Exception):
@@ -141,69 +117,83 @@ class EngineCopy:
     step: int
     number: int
     """Number of the trainer's offer of the step."""
-    filling: Filling
+    planned: TargetPlan
     transfer: Transfer
     moved_nbytes: int
     copy_seconds: float
     plan_seconds: float
 
 
+class RelayedEngines:
+    """The engines at an address that lend their steps; connections are kept, so that a stopped rank is noticed.
+
+    Args:
+        place: the address.
+        loan: closes the connections.
+        own: name of an engine that is left out.
+    """
+
+    def __init__(self, place: Address, loan: ExitStack, own: str) -> None:
+        self._place, self._loan, self._own = place, loan, own
+        self._known: dict[tuple[str, ...], RelayedEngine] = {}
+        """Ids of the ranks' registrations -> the engine."""
+
+    def find(self) -> tuple[list[RelayedEngine], RankFailedError | RankTimeoutError | None]:
+        """Return the engines of which all ranks lend a step, the one with the newest first, and another's failure."""
+        by_engine: dict[str, dict[int, Registration]] = {}
+        ranks_of: dict[str, tuple[int, ...]] = {}
+        for one in self._place.find_all("relay").values():
+            content = one.describe("an engine's rank", "engine, rank and all ranks")
+            name, rank = content["engine"].text(), content["rank"].count(below=1 << 31)
+            by_engine.setdefault(name, {})[rank] = one
+            ranks_of.setdefault(name, content["ranks"].counts(below=1 << 31))
+        found: list[tuple[int, RelayedEngine]] = []
+        failure: RankFailedError | RankTimeoutError | None = None
+        for name, its in by_engine.items():
+            ranks = ranks_of[name]
+            if name == self._own or set(ranks) != set(its):
+                continue  # a rank has not taken a step yet, or has ended
+            try:
+                engine = self._connect(name, [its[rank] for rank in ranks])
+                found.append((min(status.step for status in engine.read()), engine))
+            except (RankFailedError, RankTimeoutError) as error:
+                failure = error
+        return [engine for _, engine in sorted(found, key=lambda one: -one[0])], failure
+
+    def _connect(self, name: str, registrations: Sequence[Registration]) -> RelayedEngine:
+        ids = tuple(one.id for one in registrations)
+        if ids not in self._known:
+            with ExitStack() as loan:
+                peers = []
+                for one in registrations:
+                    content = one.describe("an engine's rank", "the description of its status")
+                    rank, status = content["rank"].count(below=1 << 31), content["status"].table()
+                    try:
+                        peers.append(PeerRank(f"engine rank {rank} ({name})", rank, status))
+                    except CorruptError as error:
+                        content["status"].refuse(f"the description of a status ({error.got})")
+                    loan.callback(peers[-1].close)
+                self._loan.push(loan.pop_all())
+            self._known[ids] = RelayedEngine(tuple(registrations), tuple(peers))
+        return self._known[ids]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayedEngine:
     """The ranks of an engine that lends its step."""
 
-    name: str
-    cards: tuple[Card, ...]
+    registrations: tuple[Registration, ...]
     peers: tuple[PeerRank, ...]
 
     def read(self) -> tuple[Status, ...]:
         """Return the statuses of all ranks; errors as `PeerRank.read`."""
         return tuple(peer.read() for peer in self.peers)
 
-    def _read_model(self) -> TrainerModel:
-        """Return the step's tensors as the engine's ranks hold them.
-
-        Raises:
-            CorruptError: a card does not describe them.
-        """
-        shards: dict[str, StoredShard] = {}
-        owners: list[int] = []
-        views: list[int] = []
-        nbytes: list[int] = []
-        for position, card in enumerate(self.cards):
-            tensors = card.describe("an engine's tensors", "names, types, shapes and pieces")["tensors"]
-            for view, one in enumerate(tensors.entries()):
-                piece, shape = _read_piece(one, position, len(owners))
-                shards[piece.name] = _join(shards[piece.name], piece) if piece.name in shards else piece
-                owners.append(position)
-                views.append(view)
-                nbytes.append(prod(shape) * dtypes.dtype(piece.dtype).nbytes)
-        file = int_array(owners)
-        count = len(owners)
-        stored = StoredModel(
-            format="memory",
-            path="memory",
-            files=tuple(
-                SourceFile(f"the memory of engine rank {peer.rank}", int(sum(nbytes)), inode=i, mtime_ns=0)
-                for i, peer in enumerate(self.peers)
-            ),
-            records=RecordTable(file, np.zeros(count, np.int64), int_array(nbytes), np.full(count, NO_CHECKSUM)),
-            shards=tuple(shards.values()),
-            world_size=len(self.cards),
-            nbytes=sum(nbytes),
-        )
-        return TrainerModel(LiveModel(stored, file, int_array(views)), stored, None, frozenset())
-
-    @property
-    def _cast(self) -> frozenset[str]:
-        """Names of tensors whose values the engine has cast from the trainer's."""
-        return frozenset(str(one[0]) for card in self.cards for one in card.content["tensors"] if one[5])
-
     def copy_into(
         self,
-        target: Target,
+        target: ModuleTarget,
         own: MemoryOffer,
-        begin: Callable[[Filling, int], object],
+        begin: Callable[[TargetPlan, int], object],
         check: Callable[[], object],
         *,
         max_memory_nbytes: int,
@@ -215,7 +205,7 @@ class RelayedEngine:
         Args:
             target: the tensors.
             own: this rank's own offer.
-            begin: called with the filling and the number of the trainer's offer before the first byte is written.
+            begin: called with the plan and the number of the trainer's offer before the first byte is written.
             check: raises if a rank of this engine has failed.
             max_memory_nbytes: bytes of buffers.
             number: of this rank among its engine's.
@@ -227,7 +217,7 @@ class RelayedEngine:
         Raises:
             EngineGoneError: a rank of the engine ended, or cannot be read.
             ContradictionError: a tensor has changed since the engine took the step.
-            XrankError: as `Target.plan`.
+            XrankError: as `ModuleTarget.plan`.
         """
         with self._naming_failures(check):
             before = self.read()
@@ -236,22 +226,70 @@ class RelayedEngine:
             return None
         started = monotonic()
         model = self._read_model()
-        filling = replace(target.plan(model), cast=self._cast)
-        _check_casts(filling)
+        cast = frozenset(str(one[0]) for each in self.registrations for one in each.content["tensors"] if one[5])
+        planned = replace(target.plan(model), cast=cast)
+        for tensor in planned.plan.tensors:
+            if tensor.output.name in cast and tensor.output.dtype != tensor.source_dtype:
+                raise UsageError(
+                    f"{tensor.output.name}: the other engine has cast it from the trainer's type",
+                    tensor=tensor.output.name,
+                    got=f"{tensor.source_dtype} there, {tensor.output.dtype} here",
+                    next_step="take the step from the trainer, or from an engine with the same types",
+                )
         with closing(self._open_source(own, model, check)) as source:
             budget = Budget.from_memory(max_memory_nbytes, default_workers())
-            transfer = make_transfer(spread_copies(filling.plan, number), filling.tensors, source, budget)
-            planned = monotonic()
-            begin(filling, offer)
+            transfer = make_transfer(spread_copies(planned.plan, number), planned.tensors, source, budget)
+            ready = monotonic()
+            begin(planned, offer)
             with self._naming_failures(check):
                 moved = transfer.run(check)
                 copied = monotonic()
-                changed = self._find_changed(filling.plan, model, source, check)
-                if not _is_same(before, self.read()):
-                    return None
+                changed = self._find_changed(planned.plan, model, source, check)
+                now = self.read()
+        if not _is_steady(now) or any(
+            (a.generation, a.step, a.offer) != (b.generation, b.step, b.offer) for a, b in zip(before, now, strict=True)
+        ):
+            return None  # a rank has begun to write meanwhile
         if changed is not None:
             raise changed
-        return EngineCopy(step, offer, filling, transfer, moved, copied - planned, planned - started)
+        return EngineCopy(step, offer, planned, transfer, moved, copied - ready, ready - started)
+
+    def _read_model(self) -> TrainerModel:
+        """Return the step's tensors as the engine's ranks hold them; a `CorruptError` if none are described."""
+        shards: dict[str, StoredShard] = {}
+        owners: list[int] = []
+        views: list[int] = []
+        nbytes: list[int] = []
+        for position, registration in enumerate(self.registrations):
+            tensors = registration.describe("an engine's tensors", "names, types, shapes and pieces")["tensors"]
+            for view, one in enumerate(tensors.entries()):
+                piece, shape = _read_piece(one, position, len(owners))
+                known = shards.get(piece.name)
+                if known is not None:
+                    piece = replace(
+                        known,
+                        rank=np.concatenate((known.rank, piece.rank)),
+                        record=np.concatenate((known.record, piece.record)),
+                        nests=join_rows([known.nests, piece.nests]),
+                    )
+                shards[piece.name] = piece
+                owners.append(position)
+                views.append(view)
+                nbytes.append(prod(shape) * dtypes.dtype(piece.dtype).nbytes)
+        file, count = int_array(owners), len(owners)
+        stored = StoredModel(
+            format="memory",
+            path="memory",
+            files=tuple(
+                SourceFile(f"the memory of engine rank {peer.rank}", int(sum(nbytes)), inode=i, mtime_ns=0)
+                for i, peer in enumerate(self.peers)
+            ),
+            records=RecordTable(file, np.zeros(count, np.int64), int_array(nbytes), np.full(count, NO_CHECKSUM)),
+            shards=tuple(shards.values()),
+            world_size=len(self.peers),
+            nbytes=sum(nbytes),
+        )
+        return TrainerModel(LiveModel(stored, file, int_array(views)), stored, None, frozenset())
 
     @contextmanager
     def _naming_failures(self, check: Callable[[], object]) -> Iterator[None]:
@@ -270,12 +308,12 @@ class RelayedEngine:
         return PeerSource(
             own,
             _OWN,
-            {position: card.content["offer"] for position, card in enumerate(self.cards)},
-            [*model.live.rank.tolist(), *range(len(self.cards))],
-            [*model.live.view.tolist(), *(len(card.content["tensors"]) for card in self.cards)],
+            {position: each.content["offer"] for position, each in enumerate(self.registrations)},
+            [*model.live.rank.tolist(), *range(len(self.registrations))],
+            [*model.live.view.tolist(), *(len(each.content["tensors"]) for each in self.registrations)],
             check=check,
-            timeout_seconds=_SILENT_SECONDS,
-            grace_seconds=_GRACE_SECONDS,
+            timeout_seconds=SILENT_SECONDS,
+            grace_seconds=GRACE_SECONDS,
         )
 
     def _find_changed(
@@ -285,25 +323,24 @@ class RelayedEngine:
         for one in plan.tensors:
             for record in np.unique(one.copies.record).tolist():
                 position, view = int(model.live.rank[record]), int(model.live.view[record])
-                want = bytearray(DIGEST_NBYTES)
-                source.read_into(len(model.live.rank) + position, DIGEST_NBYTES * view, memoryview(want))
-                got = _digest_record(source, record, int(model.source.records.nbytes[record]), check)
-                if got != bytes(want):
+                want = bytearray(_DIGEST_NBYTES)
+                source.read_into(len(model.live.rank) + position, _DIGEST_NBYTES * view, memoryview(want))
+
+                def fetch(start: int, staging: memoryview, record: int = record) -> memoryview:
+                    check()
+                    source.read_into(record, start, staging)
+                    return staging
+
+                if _digest(int(model.source.records.nbytes[record]), fetch) != bytes(want):
                     peer = self.peers[position]
                     return ContradictionError(
                         f"{one.output.name} has changed on {peer.role} since it took the step",
                         tensor=one.output.name,
                         rank=peer.rank,
-                        got=f"digest {got.hex()}",
                         want=f"digest {want.hex()}",
                         next_step="take the trainer's next step, and find what changes the engine's weights",
                     )
         return None
-
-    def close(self) -> None:
-        """Close all connections."""
-        for peer in self.peers:
-            peer.close()
 
 
 def _is_steady(statuses: Sequence[Status]) -> bool:
@@ -313,30 +350,6 @@ def _is_steady(statuses: Sequence[Status]) -> bool:
         status.phase in (Phase.CLOSED, Phase.WAITING) and (status.step, status.offer) == (first.step, first.offer)
         for status in statuses
     )
-
-
-def _is_same(before: Sequence[Status], now: Sequence[Status]) -> bool:
-    """Return whether no rank has begun to write between two looks at an engine that was steady."""
-    return _is_steady(now) and all(
-        (a.generation, a.step, a.offer) == (b.generation, b.step, b.offer) for a, b in zip(before, now, strict=True)
-    )
-
-
-def _check_casts(filling: Filling) -> None:
-    """Refuse tensors that another engine holds in a smaller type than the trainer, and that become a third type.
-
-    Raises:
-        UsageError: it names the tensor.
-    """
-    for one in filling.plan.tensors:
-        if one.output.name in filling.cast and one.output.dtype != one.source_dtype:
-            raise UsageError(
-                f"{one.output.name}: the other engine has cast it from the trainer's type",
-                tensor=one.output.name,
-                got=f"{one.source_dtype} there, {one.output.dtype} here",
-                want="one type in both engines",
-                next_step="take the step from the trainer, or from an engine with the same types",
-            )
 
 
 def _read_piece(one: Entry, position: int, record: int) -> tuple[StoredShard, tuple[int, ...]]:
@@ -373,86 +386,3 @@ def _read_nest(nest: Entry) -> Nest:
     if any(len(loop) != 3 for loop in loops):
         nest.refuse("loops of a count and two strides")
     return Nest(parts[0].count(), parts[1].count(), tuple((n, xs, ys) for n, xs, ys in loops))
-
-
-def _join(a: StoredShard, b: StoredShard) -> StoredShard:
-    depth = max(a.nests.loops.shape[1], b.nests.loops.shape[1])
-    x, y = a.nests.with_depth(depth), b.nests.with_depth(depth)
-    return StoredShard(
-        a.name,
-        a.dtype,
-        a.shape,
-        np.concatenate((a.rank, b.rank)),
-        np.concatenate((a.record, b.record)),
-        NestTable(*(np.concatenate((getattr(x, key), getattr(y, key))) for key in NestTable.__slots__)),
-    )
-
-
-def _digest_record(source: PeerSource, record: int, nbytes: int, check: Callable[[], object]) -> bytes:
-    digest, staging = xxhash.xxh3_128(), memoryview(bytearray(min(nbytes, _CHUNK_NBYTES)))
-    for start in range(0, nbytes, _CHUNK_NBYTES):
-        check()
-        part = staging[: min(_CHUNK_NBYTES, nbytes - start)]
-        source.read_into(record, start, part)
-        digest.update(part)
-    return digest.digest()
-
-
-class RelayedEngines:
-    """The engines at an address that lend their steps; connections are kept, so that a stopped rank is noticed.
-
-    Args:
-        place: the address.
-        loan: closes the connections.
-        own: name of an engine that is left out.
-    """
-
-    def __init__(self, place: Address, loan: ExitStack, own: str) -> None:
-        self._place, self._loan, self._own = place, loan, own
-        self._known: dict[tuple[str, ...], RelayedEngine] = {}
-        """Ids of the ranks' cards -> the engine."""
-
-    def find(self) -> tuple[list[RelayedEngine], RankFailedError | RankTimeoutError | None]:
-        """Return the engines of which all ranks lend a step, the one with the newest first, and another's failure."""
-        by_engine: dict[str, dict[int, Card]] = {}
-        ranks_of: dict[str, tuple[int, ...]] = {}
-        for card in self._place.read_relays():
-            content = card.describe("an engine's rank", "engine, rank and all ranks")
-            name, rank = content["engine"].text(), content["rank"].count(below=1 << 31)
-            by_engine.setdefault(name, {})[rank] = card
-            ranks_of.setdefault(name, content["ranks"].counts(below=1 << 31))
-        found: list[tuple[int, RelayedEngine]] = []
-        failure: RankFailedError | RankTimeoutError | None = None
-        for name, cards in by_engine.items():
-            ranks = ranks_of[name]
-            if name == self._own or set(ranks) != set(cards):
-                continue  # a rank has not taken a step yet, or has ended
-            try:
-                engine = self._connect(name, [cards[rank] for rank in ranks])
-                found.append((min(status.step for status in engine.read()), engine))
-            except (RankFailedError, RankTimeoutError) as error:
-                failure = error
-        return [engine for _, engine in sorted(found, key=lambda one: -one[0])], failure
-
-    def _connect(self, name: str, cards: Sequence[Card]) -> RelayedEngine:
-        ids = tuple(card.id for card in cards)
-        if ids not in self._known:
-            self._known[ids] = _connect(name, cards)
-            self._loan.callback(self._known[ids].close)
-        return self._known[ids]
-
-
-def _connect(name: str, cards: Sequence[Card]) -> RelayedEngine:
-    with ExitStack() as loan:
-        peers = []
-        for card in cards:
-            content = card.describe("an engine's rank", "the description of its status")
-            rank, status = content["rank"].count(below=1 << 31), content["status"].table()
-            try:
-                peers.append(PeerRank(f"engine rank {rank} ({name})", rank, status))
-            except CorruptError as error:
-                content["status"].refuse(f"the description of a status ({error.got})")
-            loan.callback(peers[-1].close)
-        loan.pop_all()
-        return RelayedEngine(name, tuple(cards), tuple(peers))
-    raise AssertionError

@@ -1,12 +1,18 @@
-"""The memory of a model's tensors. Both sides keep addresses, so they must notice when a tensor gets another one."""
+"""The tensors that an engine rank fills, and the copies that fill them: planned and proven once, run at each step.
+
+Runs of bytes with both ends in rows in memory of this host go straight to their places, by the kernel. All other
+tensors pass the executor's buffers: those that are cast, strided, padded, cut into tiny runs, on a device, or of ranks
+on other hosts.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -14,12 +20,11 @@ from xrank import dtypes
 from xrank.decisions.load_plan import plan_load
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
-from xrank.layout.nest_table import IntArray, NestTable
+from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
-from xrank.plan.source import StoredModel
 from xrank.plan.windows import share_all
 from xrank.ranks.loans import PeerSource, SpanMemory
 from xrank.ranks.peer_memory import MAX_SPANS, SpanArray
@@ -32,29 +37,45 @@ from xrank.words import list_text
 if TYPE_CHECKING:
     import torch
 
-    from xrank.refit.recording import Fill, Recording
+    from xrank.refit.recording import Fill
 
+
+_CALL_NBYTES = 8 << 20
+"""Bytes of one call at most: threads share the calls, and look for failures between two of them."""
+_CHECK_SECONDS = 0.02
+"""Time between two looks at the other ranks while the kernel copies."""
+_SMALLEST_RUN_NBYTES = 64
+"""Mean length of a tensor's runs below which the buffers' strided copies are faster than a span for each run."""
 
 MemoryPlaces: TypeAlias = dict[str, tuple[object, ...]]
-"""Name -> dtype, shape, strides and address of the local tensor."""
+"""Name -> dtype, shape, strides and address of the local tensor: both sides keep addresses over all steps."""
+Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
+"""An engine's function that takes a model's tensors by Hugging Face's names, such as ``model.load_weights``."""
 
 
 def list_places(model: FilledModule) -> MemoryPlaces:
     """Return the places of a model's tensors on this rank."""
+    import torch
+
     places: MemoryPlaces = {}
     for number, (name, tensor) in enumerate(list_tensors(model)):
         local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
         key = name if name not in places else f"{name} ({number})"  # Megatron's chunks may repeat names
-        places[key] = (str(local.dtype), tuple(local.shape), tuple(local.stride()), _address(local))
+        address = local.data_ptr() if local.layout is torch.strided and local.device.type != "meta" else 0
+        places[key] = (str(local.dtype), tuple(local.shape), tuple(local.stride()), address)
     return places
 
 
 def find_moved(old: MemoryPlaces, new: MemoryPlaces) -> tuple[str, str, str] | None:
     """Return the first tensor in another place, with its old and its new one as text; None if all are the same."""
+
+    def describe(place: tuple[object, ...] | None) -> str:
+        return "no tensor" if place is None else "{}, shape {}, strides {}, at address {}".format(*place)
+
     if old == new:
         return None
     name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
-    return name, _describe(old.get(name)), _describe(new.get(name))
+    return name, describe(old.get(name)), describe(new.get(name))
 
 
 def count_versions(views: Sequence[torch.Tensor]) -> list[int]:
@@ -62,29 +83,8 @@ def count_versions(views: Sequence[torch.Tensor]) -> list[int]:
     return [0 if view.is_inference() else view._version for view in views]
 
 
-def _describe(place: tuple[object, ...] | None) -> str:
-    if place is None:
-        return "no tensor"
-    dtype, shape, strides, address = place
-    return f"{dtype}, shape {shape}, strides {strides}, at address {address}"
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is _strided() and tensor.device.type != "meta" else 0
-
-
-def _strided() -> torch.layout:
-    import torch
-
-    return torch.strided
-
-
-Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
-"""An engine's function that takes a model's tensors by Hugging Face's names, such as ``model.load_weights``."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Filling:
+class TargetPlan:
     """The proven copies that fill an engine rank's tensors."""
 
     plan: Plan
@@ -101,24 +101,8 @@ class Filling:
     """Tensors that another engine had cast before this rank copied them from it."""
 
 
-class Target(Protocol):
-    """The tensors of an engine rank."""
-
-    def list_places(self) -> MemoryPlaces:
-        """Return the places of all tensors now; if they change, `plan` must be called again."""
-
-    def plan(self, model: TrainerModel) -> Filling:
-        """Return the proven copies from a trainer's model."""
-
-    def begin(self, filling: Filling) -> None:
-        """Prepare the tensors before the copies."""
-
-    def finish(self, filling: Filling) -> None:
-        """Complete the tensors after the copies, and count their changes for autograd."""
-
-
 class ModuleTarget:
-    """A module or state dict, whose layouts are known as for `xrank.load_model`.
+    """A module or state dict with layouts that are known as for `xrank.load_model`.
 
     Args:
         module: the rank's part.
@@ -137,11 +121,11 @@ class ModuleTarget:
         self._rank, self._world_size = rank, world_size
 
     def list_places(self) -> MemoryPlaces:
-        """Return the places of the module's tensors."""
+        """Return the places of all tensors now; if they change, `plan` must be called again."""
         return list_places(self._module)
 
-    def plan(self, model: TrainerModel) -> Filling:
-        """Return the proven copies into the module; errors as `xrank.load_model`."""
+    def plan(self, model: TrainerModel) -> TargetPlan:
+        """Return the proven copies from a trainer's model; errors as `xrank.load_model`."""
         local = local_model(
             self._module, layouts=self._layouts, mesh=self._mesh, rank=self._rank, world_size=self._world_size
         )
@@ -151,25 +135,24 @@ class ModuleTarget:
             raise UsageError(
                 f"{load.missing[0]}: the trainer has no such tensor",
                 tensor=load.missing[0],
-                got=f"{list_text(load.missing)} in the engine alone",
-                want="tensors that the trainer has",
+                got=f"{list_text(load.missing)} only in the engine",
                 next_step="give both sides the same model, and tie the same tensors in the engine as in the trainer",
             )
         for view, tensor in zip(load.views, load.plan.tensors, strict=True):
             check_fillable(tensor.output.name, local.views[view])
         held = set(load.names)
         unused = tuple(shard.name for shard in source.shards if shard.name not in held)
-        return Filling(load.plan, tuple(local.views[view] for view in load.views), unused)
+        return TargetPlan(load.plan, tuple(local.views[view] for view in load.views), unused)
 
-    def begin(self, filling: Filling) -> None:
-        """Do nothing: the copies fill all elements."""
+    def begin(self, planned: TargetPlan) -> None:
+        """Prepare the tensors before the copies."""
 
-    def finish(self, filling: Filling) -> None:
-        """Count the changes of all tensors."""
-        count_changes(self._module, filling.tensors)
+    def finish(self, planned: TargetPlan) -> None:
+        """Complete the tensors after the copies, and count their changes for autograd."""
+        count_changes(self._module, planned.tensors)
 
 
-class LoaderTarget:
+class LoaderTarget(ModuleTarget):
     """The parameters that an engine's own loader fills. The loader runs once on stand-ins, which shows its copies.
 
     Args:
@@ -181,26 +164,23 @@ class LoaderTarget:
     """
 
     def __init__(self, module: FilledModule, load: Loader) -> None:
-        check_materialised(module)
-        self._module, self._load = module, load
+        super().__init__(module, None, None, 0, 1)
+        self._load = load
 
-    def list_places(self) -> MemoryPlaces:
-        """Return the places of the module's tensors."""
-        return list_places(self._module)
-
-    def plan(self, model: TrainerModel) -> Filling:
-        """Return the proven copies into the loader's parameters.
+    def plan(self, model: TrainerModel) -> TargetPlan:
+        """Return the proven copies from a trainer's model.
 
         Raises:
-            UsageError: the loader leaves elements of a parameter unwritten, or writes some twice.
+            UsageError: the loader leaves elements of a parameter unwritten, writes some twice, or replaces it.
         """
-        shards = {shard.name: shard for shard in model.source.shards}
-        shapes = {name: (shard.dtype, tuple(shard.shape)) for name, shard in shards.items()}
+        import torch
+
+        from xrank.refit.recording import record_loader  # it imports torch
+
+        shapes = {shard.name: (shard.dtype, tuple(shard.shape)) for shard in model.source.shards}
         places = self.list_places()
         try:
-            from xrank.refit.recording import record_loader  # it imports torch
-
-            recording = record_loader(self._load, _list_parameters(self._module), shapes)
+            recording = record_loader(self._load, self._list_parameters(), shapes)
         finally:
             moved = find_moved(places, self.list_places())
             if moved is not None:
@@ -211,62 +191,47 @@ class LoaderTarget:
                     want=moved[1],
                     next_step="make the engine's model anew, and give its tensors with layouts=, or use iter_model",
                 )
-        files: list[OutputFile] = []
-        tensors: list[torch.Tensor] = []
-        for copy in recording.copies:
-            files.append(OutputFile.bare(copy.output))
-            tensors.append(copy.target)
-        whole = {name: _make_staging(name, shards[name].dtype, shapes[name][1]) for name in recording.whole}
-        for name, tensor in whole.items():
-            files.append(OutputFile.bare(OutputTensor(name, shards[name].dtype, shapes[name][1])))
-            tensors.append(tensor)
-        plan = make_plan(model.source, files)
-        return Filling(plan, tuple(tensors), _find_unused(model.source, recording), whole, tuple(recording.fills))
+        outputs = [copy.output for copy in recording.copies]
+        whole = {}
+        for name in recording.whole:
+            dtype, shape = shapes[name]
+            outputs.append(OutputTensor(name, dtype, shape))
+            whole[name] = torch.empty(shape, dtype=getattr(torch, dtypes.dtype(dtype).torch_name), device="cpu")
+        used = {output.name for output in outputs}
+        return TargetPlan(
+            make_plan(model.source, list(map(OutputFile.bare, outputs))),
+            (*(copy.target for copy in recording.copies), *whole.values()),
+            tuple(name for name in shapes if name not in used),
+            whole,
+            tuple(recording.fills),
+        )
 
-    def begin(self, filling: Filling) -> None:
+    def begin(self, planned: TargetPlan) -> None:
         """Write the loader's constants."""
         import torch
 
         with torch.no_grad():
-            for fill in filling.fills:
+            for fill in planned.fills:
                 fill.target.fill_(fill.value)
 
-    def finish(self, filling: Filling) -> None:
+    def finish(self, planned: TargetPlan) -> None:
         """Let the loader take its whole tensors, and count the changes of all tensors."""
         import torch
 
-        if filling.whole:
+        if planned.whole:
             with torch.no_grad():
-                self._load(iter(list(filling.whole.items())))
+                self._load(iter(list(planned.whole.items())))
         count_changes(self._module, ())
 
+    def _list_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the distinct parameters of a module, or tensors of a state dict: no loader need fill buffers."""
+        import torch
 
-def _list_parameters(module: FilledModule) -> list[tuple[str, torch.Tensor]]:
-    """Return the distinct parameters of a module, or tensors of a state dict: no loader need fill buffers."""
-    import torch
-
-    named = list_tensors(module)
-    if not isinstance(module, Mapping):
-        named = [(name, tensor) for name, tensor in named if isinstance(tensor, torch.nn.Parameter)]
-    found = {(tensor.data_ptr(), tensor.numel()): (name, tensor.detach()) for name, tensor in reversed(named)}
-    return list(reversed(found.values()))
-
-
-def _make_staging(name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    import torch
-
-    from xrank.dtypes import dtype as find_dtype
-
-    return torch.empty(tuple(shape), dtype=getattr(torch, find_dtype(dtype).torch_name), device="cpu")
-
-
-def _find_unused(source: StoredModel, recording: Recording) -> tuple[str, ...]:
-    used = {copy.output.name for copy in recording.copies} | set(recording.whole)
-    return tuple(shard.name for shard in source.shards if shard.name not in used)
-
-
-_CALL_NBYTES = 8 << 20
-"""Bytes of one call at most: threads share the calls, and look for failures between two of them."""
+        named = list_tensors(self._module)
+        if not isinstance(self._module, Mapping):
+            named = [(name, tensor) for name, tensor in named if isinstance(tensor, torch.nn.Parameter)]
+        found = {(tensor.data_ptr(), tensor.numel()): (name, tensor.detach()) for name, tensor in reversed(named)}
+        return list(reversed(found.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,11 +259,6 @@ class Call:
     nbytes: int
 
 
-def mean_run_nbytes(nests: NestTable, width: int) -> float:
-    """Return the mean length of the runs that `find_runs` would return, before they are joined."""
-    return int(nests.sizes.sum()) * width / max(1, int(count_runs(nests).sum()))
-
-
 def count_runs(nests: NestTable) -> IntArray:
     """Return the number of runs of each nest, before they are joined."""
     return nests.sizes // np.maximum(1, _run_lengths(nests)[1])
@@ -324,11 +284,10 @@ def find_runs(nests: NestTable, width: int) -> Runs:
 
 def _run_lengths(nests: NestTable) -> tuple[IntArray, IntArray]:
     """Return the number of loops outside each nest's runs, and the elements of a run."""
-    rows = np.arange(len(nests))
     depth = (nests.loops[:, :, 0] != 1).sum(axis=1)
     lengths = np.ones(len(nests), np.int64)
     if nests.loops.shape[1]:
-        inner = nests.loops[rows, np.maximum(depth - 1, 0)]
+        inner = nests.loops[np.arange(len(nests)), np.maximum(depth - 1, 0)]
         is_run = (depth > 0) & (inner[:, 1] == 1) & (inner[:, 2] == 1)
         lengths = np.where(is_run, inner[:, 0], 1)
         depth = depth - is_run
@@ -352,7 +311,12 @@ def cut_calls(runs: Runs) -> Iterator[Call]:
     Either side of a call is joined by itself: rows of a matrix that become columns elsewhere are one span here, and
     many there.
     """
-    runs = _split_long(runs)
+    counts = -(-runs.nbytes // _CALL_NBYTES)
+    if (counts > 1).any():  # runs that are longer than a call
+        owner = np.repeat(np.arange(len(counts)), counts)
+        skip = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * _CALL_NBYTES
+        nbytes = np.minimum(_CALL_NBYTES, runs.nbytes[owner] - skip)
+        runs = Runs(runs.there[owner] + skip, runs.here[owner] + skip, nbytes)
     ends = np.cumsum(runs.nbytes)
     begin = 0
     while begin < len(runs.nbytes):
@@ -365,28 +329,11 @@ def cut_calls(runs: Runs) -> Iterator[Call]:
         begin = end
 
 
-def _split_long(runs: Runs) -> Runs:
-    """Cut runs that are longer than a call."""
-    counts = -(-runs.nbytes // _CALL_NBYTES)
-    if (counts <= 1).all():
-        return runs
-    owner = np.repeat(np.arange(len(counts)), counts)
-    skip = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * _CALL_NBYTES
-    nbytes = np.minimum(_CALL_NBYTES, runs.nbytes[owner] - skip)
-    return Runs(runs.there[owner] + skip, runs.here[owner] + skip, nbytes)
-
-
 def _join_side(addresses: IntArray, nbytes: IntArray) -> SpanArray:
     is_first = np.ones(len(addresses), bool)
     is_first[1:] = addresses[1:] != addresses[:-1] + nbytes[:-1]
     first = np.flatnonzero(is_first)
     return np.ascontiguousarray(np.stack((addresses[first], np.add.reduceat(nbytes, first)), axis=1)).astype(np.uint64)
-
-
-_CHECK_SECONDS = 0.02
-"""Time between two looks at the other ranks while the kernel copies."""
-_SMALLEST_RUN_NBYTES = 64
-"""Mean length of a tensor's runs below which the buffers' strided copies are faster than a span for each run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -421,7 +368,20 @@ class Transfer:
             RankFailedError, RankTimeoutError: as `PeerSource.read_into`.
         """
         self._run_calls(check)
-        return self.direct_nbytes + self._run_buffered(check)
+        if self.buffered is None:
+            return self.direct_nbytes
+        source, target = _CountedSource(self.source), TensorTarget(dict(enumerate(self.buffered_tensors)))
+        shares = share_all(self.buffered)
+
+        def cancelled() -> bool:
+            check()
+            return False
+
+        try:
+            execute(self.buffered, source, target, budget=self.budget, shares=shares, cancelled=cancelled)
+        finally:
+            target.finish()
+        return self.direct_nbytes + source.nbytes
 
     def _run_calls(self, check: Callable[[], object]) -> None:
         lock, next_check = threading.Lock(), 0.0
@@ -455,28 +415,6 @@ class Transfer:
         if failures:
             raise failures[0]
 
-    def _run_buffered(self, check: Callable[[], object]) -> int:
-        if self.buffered is None:
-            return 0
-        source, target = _CountedSource(self.source), TensorTarget(dict(enumerate(self.buffered_tensors)))
-
-        def cancelled() -> bool:
-            check()
-            return False
-
-        try:
-            execute(
-                self.buffered,
-                source,
-                target,
-                budget=self.budget,
-                shares=share_all(self.buffered),
-                cancelled=cancelled,
-            )
-        finally:
-            target.finish()
-        return source.nbytes
-
 
 def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSource, budget: Budget) -> Transfer:
     """Return the copies of a proven plan; nothing is read yet.
@@ -489,35 +427,33 @@ def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSourc
         budget: threads and buffers.
     """
     runs: dict[SpanMemory, list[Runs]] = {}
-    buffered: list[TensorPlan] = []
-    buffered_tensors: list[torch.Tensor] = []
+    files: list[FilePlan] = []
+    buffered: list[torch.Tensor] = []
     for one, tensor in zip(plan.tensors, tensors, strict=True):
         found = _find_direct(one, tensor, source)
         if found is None:
-            buffered.append(_without_replicas(one))
-            buffered_tensors.append(tensor)
+            none = int_array([])
+            one = replace(one, replicas=Copies(none, none, one.replicas.nests.take(none)))
+            files.append(FilePlan(OutputFile.bare(one.output), (one,)))
+            buffered.append(tensor)
             continue
         for memory, its in found:
             runs.setdefault(memory, []).append(its)
-    calls = [(memory, call) for memory, parts in runs.items() for call in cut_calls(join_runs(parts))]
-    files = tuple(FilePlan(OutputFile.bare(one.output), (one,)) for one in buffered)
+    calls = [[(memory, call) for call in cut_calls(join_runs(parts))] for memory, parts in runs.items()]
+    # Calls of different processes in turn: two readers of one process wait for its lock.
+    in_turn = [one for turn in zip_longest(*calls) for one in turn if one is not None]
     return Transfer(
-        plan.nbytes,
-        source,
-        _interleave(calls),
-        Plan(plan.source, files) if files else None,
-        tuple(buffered_tensors),
-        budget,
+        plan.nbytes, source, in_turn, Plan(plan.source, tuple(files)) if files else None, tuple(buffered), budget
     )
 
 
 def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> list[tuple[SpanMemory, Runs]] | None:
     """Return the runs that fill a tensor; None if it must pass the buffers."""
-    width = dtypes.dtype(one.output.dtype).nbytes
+    width, nests = dtypes.dtype(one.output.dtype).nbytes, one.copies.nests
     if one.source_dtype != one.output.dtype or one.changed or one.update is not None or one.output.is_padded:
         return None
     here = locate_elements(tensor)[0]
-    if here is None or mean_run_nbytes(one.copies.nests, width) < _SMALLEST_RUN_NBYTES:
+    if here is None or int(nests.sizes.sum()) * width < _SMALLEST_RUN_NBYTES * max(1, int(count_runs(nests).sum())):
         return None
     found: list[tuple[SpanMemory, Runs]] = []
     for record in np.unique(one.copies.record).tolist():
@@ -525,23 +461,9 @@ def _find_direct(one: TensorPlan, tensor: torch.Tensor, source: PeerSource) -> l
         if place is None:
             return None
         memory, there = place
-        its = find_runs(one.copies.nests.take(np.flatnonzero(one.copies.record == record)), width)
+        its = find_runs(nests.take(np.flatnonzero(one.copies.record == record)), width)
         found.append((memory, Runs(its.there + there, its.here + here, its.nbytes)))
     return found
-
-
-def _without_replicas(one: TensorPlan) -> TensorPlan:
-    none = np.zeros(0, np.int64)
-    return replace(one, replicas=Copies(none, none, one.replicas.nests.take(none)))
-
-
-def _interleave(calls: Sequence[tuple[SpanMemory, Call]]) -> list[tuple[SpanMemory, Call]]:
-    """Return the calls with those of different processes in turn: two readers of one process wait for its lock."""
-    by_memory: dict[SpanMemory, list[Call]] = {}
-    for memory, call in calls:
-        by_memory.setdefault(memory, []).append(call)
-    turns = max(map(len, by_memory.values()), default=0)
-    return [(memory, its[turn]) for turn in range(turns) for memory, its in by_memory.items() if turn < len(its)]
 
 
 class _CountedSource:

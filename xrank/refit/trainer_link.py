@@ -15,46 +15,51 @@ from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.peer_memory import MooncakeEngine
 from xrank.ranks.tensor_bytes import locate_elements
 from xrank.recipes.options import default_workers
-from xrank.refit.directory import Address, Card, find_trainer_ranks, number_of, read_trainer_model
-from xrank.refit.peers import Pause, PeerRank, Phase, Status, check_phase, is_past
-from xrank.refit.targets import Filling, MemoryPlaces, Target, Transfer, make_transfer
+from xrank.refit.directory import Address, Registration, find_trainer_ranks, read_trainer_model
+from xrank.refit.peers import (
+    GRACE_SECONDS,
+    PAUSE_SECONDS,
+    SILENT_SECONDS,
+    Pause,
+    PeerRank,
+    Phase,
+    Status,
+    check_phase,
+)
+from xrank.refit.targets import MemoryPlaces, ModuleTarget, TargetPlan, Transfer, make_transfer
 
-CARD_SECONDS = 0.25
-"""Time between two looks for another trainer's card."""
-
+LOOK_SECONDS = 0.25
+"""Time between two looks for another trainer; also at all ranks of the trainer, while the first one shows no new step.
+Hundreds of engine ranks may wait: if each looked at all ranks all the time, these would do little else than answer."""
 _OWN = -1
 """Rank of this process among the trainer's: none of them."""
-_GRACE_SECONDS = 0.2
-_SILENT_SECONDS = 1.5
-_PAUSE_SECONDS = 0.0005
-_LOOK_SECONDS = 0.25
-"""Time between two looks at all ranks of the trainer, while the first one shows no new step. Hundreds of engine ranks
-may wait: if each looked at all ranks all the time, these would do little else than answer."""
-_OPEN = (Phase.OPEN, Phase.STEADY)
 
 
 @dataclass(slots=True, eq=False)
 class TrainerLink:
     """A trainer as this rank reads it; see `connect_trainer`."""
 
-    card: Card
-    number: int
-    """Number of the offer in statuses."""
+    registration: Registration
     peers: list[PeerRank]
-    filling: Filling
+    planned: TargetPlan
     transfer: Transfer
     places: MemoryPlaces
     """The places of this rank's tensors that the plan has."""
     plan_seconds: float
+    by_mooncake: bool
     loan: ExitStack
     held_step: int = -1
     """The last step taken from this trainer."""
-
     is_over: bool = False
     """Whether a rank has ended: another trainer may come, to which a new link is needed."""
     _reported: dict[int, int] = field(default_factory=dict)
     """Rank -> the generation whose failure was raised."""
-    _next_card: float = 0.0
+    _next_look: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """Number of the offer in statuses."""
+        return self.registration.number
 
     def read(self) -> list[Status]:
         """Return the statuses of all ranks; raise a failure of a step once, the end of a rank always.
@@ -68,9 +73,9 @@ class TrainerLink:
             self.is_over = not any(peer.may_return for peer in self.peers)
             raise
         for peer, status in zip(self.peers, statuses, strict=True):
-            if status.phase is Phase.FAILED and self._reported.get(peer.rank) == status.generation:
-                continue
             if status.phase is Phase.FAILED:
+                if self._reported.get(peer.rank) == status.generation:
+                    continue
                 self._reported[peer.rank] = status.generation
             self.is_over = status.phase is Phase.ENDED
             check_phase(peer, status)
@@ -78,17 +83,13 @@ class TrainerLink:
 
     def watch(self) -> None:
         """Read the statuses for a moment, after a read of memory has failed; errors as `read`."""
-        end = monotonic() + _SILENT_SECONDS
+        end = monotonic() + SILENT_SECONDS
         while monotonic() < end:
             self.read()
-            sleep(_PAUSE_SECONDS)
+            sleep(PAUSE_SECONDS)
 
     def wait_for_step(
-        self,
-        place: Address,
-        step: int | None,
-        engine_step: int | None,
-        check: Callable[[], object],
+        self, place: Address, step: int | None, engine_step: int | None, check: Callable[[], object]
     ) -> list[Status] | None:
         """Return the statuses once all ranks show one new step; None if another trainer has come to the address.
 
@@ -108,29 +109,26 @@ class TrainerLink:
             return found == step or (step is None and (found > self.held_step or engine_step != found))
 
         while True:
-            first = self._glance()
+            first = self.peers[0].try_read()  # `read` explains why it cannot be read
             if first is None or first != seen or is_new(first.step) or monotonic() >= next_look:
-                statuses, seen, next_look = self.read(), first, monotonic() + _LOOK_SECONDS
+                statuses, seen, next_look = self.read(), first, monotonic() + LOOK_SECONDS
                 newest = statuses[0].step
-                if step is not None and any(is_past(status, step) for status in statuses):
+                if step is not None and any(status.is_past(step) for status in statuses):
                     raise UsageError(
                         f"step {step} is past",
                         got=f"step {max(status.step for status in statuses)} of the trainer",
                         want="a step that is visible or comes later, or None for the newest",
                     )
-                if is_new(newest) and all(status.phase in _OPEN and status.step == newest for status in statuses):
+                if is_new(newest) and all(
+                    status.phase in (Phase.OPEN, Phase.STEADY) and status.step == newest for status in statuses
+                ):
                     return statuses
             check()
-            if self._is_replaced(place):
-                return None
+            if monotonic() >= self._next_look:
+                self._next_look = monotonic() + LOOK_SECONDS
+                if place.find_trainer_id() not in (None, self.registration.id):
+                    return None
             pause()
-
-    def _glance(self) -> Status | None:
-        """Return the status of the trainer's first rank; None if it cannot be read, which `read` explains."""
-        try:
-            return self.peers[0].read()
-        except (RankFailedError, RankTimeoutError):
-            return None
 
     def wait_for_confirmation(self, before: Sequence[Status], check: Callable[[], object]) -> bool:
         """Wait until all ranks confirm the bytes that were read; return False if they have closed the step.
@@ -162,17 +160,10 @@ class TrainerLink:
         """Close all connections."""
         self.loan.close()
 
-    def _is_replaced(self, place: Address) -> bool:
-        if monotonic() < self._next_card:
-            return False
-        self._next_card = monotonic() + CARD_SECONDS
-        card = place.read_trainer()
-        return card is not None and card.id != self.card.id
-
 
 def connect_trainer(
-    card: Card,
-    target: Target,
+    registration: Registration,
+    target: ModuleTarget,
     offer: MemoryOffer,
     max_memory_nbytes: int,
     check: Callable[[], object],
@@ -180,10 +171,10 @@ def connect_trainer(
     *,
     by_mooncake: bool = False,
 ) -> TrainerLink:
-    """Return a link to the trainer of a card: its ranks answer, and the plan is proven.
+    """Return a link to a trainer: its ranks answer, and the plan is proven.
 
     Args:
-        card: the trainer's card.
+        registration: the trainer's.
         target: this rank's tensors.
         offer: this rank's own offer.
         max_memory_nbytes: bytes of the buffers for tensors that pass them.
@@ -194,19 +185,19 @@ def connect_trainer(
     Raises:
         RankFailedError, RankTimeoutError: a trainer rank has ended, or does not answer.
         UsageError: a trainer rank does not lend by Mooncake.
-        XrankError: as `read_trainer_model` and `Target.plan`.
+        XrankError: as `read_trainer_model` and `ModuleTarget.plan`.
     """
+    offers = dict(find_trainer_ranks(registration))
     with ExitStack() as loan:
         peers = []
-        for rank, description in find_trainer_ranks(card):
+        for rank, description in offers.items():
             peers.append(PeerRank(f"trainer rank {rank}", rank, description))
             loan.callback(peers[-1].close)
         for peer in peers:
             peer.read()
         started = monotonic()
-        model = read_trainer_model(card)
-        filling = target.plan(model)
-        offers = dict(find_trainer_ranks(card))
+        model = read_trainer_model(registration)
+        planned = target.plan(model)
         source = PeerSource(
             offer,
             _OWN,
@@ -214,30 +205,28 @@ def connect_trainer(
             model.live.rank.tolist(),
             model.live.view.tolist(),
             check=check,
-            timeout_seconds=_SILENT_SECONDS,
-            grace_seconds=_GRACE_SECONDS,
-            mooncake=_join_mooncake(offers, filling, loan) if by_mooncake else None,
+            timeout_seconds=SILENT_SECONDS,
+            grace_seconds=GRACE_SECONDS,
+            mooncake=_join_mooncake(offers, planned, loan) if by_mooncake else None,
         )
         loan.callback(source.close)
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
-        transfer = make_transfer(spread_copies(filling.plan, number), filling.tensors, source, budget)
+        transfer = make_transfer(spread_copies(planned.plan, number), planned.tensors, source, budget)
         places, seconds = target.list_places(), monotonic() - started
-        return TrainerLink(card, number_of(card), peers, filling, transfer, places, seconds, loan.pop_all())
+        return TrainerLink(registration, peers, planned, transfer, places, seconds, by_mooncake, loan.pop_all())
     raise AssertionError
 
 
-def _join_mooncake(offers: Mapping[int, Mapping[str, Any]], filling: Filling, loan: ExitStack) -> MooncakeEngine:
+def _join_mooncake(offers: Mapping[int, Mapping[str, Any]], planned: TargetPlan, loan: ExitStack) -> MooncakeEngine:
     """Return an engine that has the tensors of this rank, if all trainer ranks lend by Mooncake."""
     for rank, description in offers.items():
         if description.get("mooncake") is None:
             raise UsageError(
                 f"trainer rank {rank} does not lend its tensors by Mooncake",
                 rank=rank,
-                got=f"an offer without {option('wire')}",
-                want=f"offer_weights(..., {option('wire')}='mooncake'), as this engine has it",
-                next_step=f"give both sides the same {option('wire')}",
+                next_step=f"call offer_weights with {option('wire')}='mooncake', as this engine, or neither of both",
             )
-    rows = [(locate_elements(tensor)[0], tensor.nbytes) for tensor in filling.tensors]
+    rows = [(locate_elements(tensor)[0], tensor.nbytes) for tensor in planned.tensors]
     engine = MooncakeEngine([(address, nbytes) for address, nbytes in rows if address])
     loan.callback(engine.close)
     return engine

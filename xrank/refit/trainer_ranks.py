@@ -11,24 +11,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from time import monotonic, sleep
+from time import monotonic
 
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError
-from xrank.refit.directory import Address, Card
-from xrank.refit.peers import Outcome, OutcomeBlock, PeerRank, Phase, Status, StatusBlock, check_phase, make_failure
+from xrank.refit.directory import Address, Registration
+from xrank.refit.peers import (
+    Outcome,
+    OutcomeBlock,
+    PeerRank,
+    Phase,
+    Status,
+    StatusBlock,
+    check_phase,
+    make_failure,
+    wait_while,
+)
 
 _REFRESH_SECONDS = 0.05
 """Time between two looks into the directory."""
-
 _RETRY_SECONDS = 0.5
 """Time in which an engine rank that has failed may repeat its call; then the trainer goes on without it."""
-
+_LEAVE_SECONDS = 2.0
+"""Longest time for which a rank that closes waits for others."""
+_SUSPECT_SECONDS = 2.0
+"""Longest time until all ranks have noticed that the first one does not answer."""
+_SHOWN = (Phase.OPEN, Phase.STEADY)
 _HOLDING = (Phase.CLOSED, Phase.WAITING, Phase.LATE, Phase.FAILED)
 """Phases in which all ranks of an engine hold the step of its status: a failure while it wrote has none."""
 
 
 @dataclass(slots=True)
-class Survey:
+class EngineParts:
     """The engine ranks at one moment, by their part in a step."""
 
     waiting: list[PeerRank] = field(default_factory=list)
@@ -42,18 +55,18 @@ class Survey:
     """Whether one of them waits for that now: the others need no checks yet."""
 
 
-class Takers:
-    """Finds engine ranks by their cards, and reads their statuses.
+class EngineWatch:
+    """Finds engine ranks by their registrations, and reads their statuses.
 
     Args:
         place: the address.
         offer: number of the trainer's offer.
-        is_first: whether this is the trainer's first rank, which alone removes cards.
+        is_first: whether this is the trainer's first rank, which alone removes registrations.
     """
 
     def __init__(self, place: Address, offer: int, *, is_first: bool) -> None:
         self._place, self._offer, self._is_first = place, offer, is_first
-        self._cards: dict[str, Card] = {}
+        self._registrations: dict[str, Registration] = {}
         self._peers: dict[str, PeerRank] = {}
         self._reported: dict[str, int] = {}
         """Rank -> the call of `update` whose failure was reported."""
@@ -66,8 +79,8 @@ class Takers:
         """Engine ranks that have ended, or were stopped, since the last outcome, and how."""
         self._left: dict[str, int] = {}
         """Engine ranks that have closed since the last outcome, and the step that they held."""
-        self.survey(-1)
-        self._ended.clear()  # ranks of earlier jobs, whose cards are removed now
+        self.look(-1)
+        self._ended.clear()  # ranks of earlier jobs, whose registrations are removed now
 
     def begin_step(self) -> None:
         """Look again for ranks that were stopped or silent during the last step."""
@@ -75,24 +88,40 @@ class Takers:
         self._failed.clear()
         self._next_refresh = 0.0
 
-    def survey(self, step: int) -> Survey:
+    def look(self, step: int) -> EngineParts:
         """Return the engine ranks' parts in a step. Ranks that have ended are left out; `settle` names them."""
         self._refresh()
-        found = Survey()
+        found = EngineParts()
         for name, peer in list(self._peers.items()):
             try:
                 status = peer.read()
             except (RankFailedError, RankTimeoutError) as error:
                 self._lose(name, peer, error)
                 continue
-            self._sort(found, name, peer, status, step)
+            if status.phase is Phase.ENDED:
+                self._note_left(peer.role, peer.rank, status.cause, status.round, status.step)
+                self._forget(name, remove=True)
+            elif status.offer == self._offer and status.step >= step and status.phase in _HOLDING:
+                found.taken.append(peer.role)
+            elif status.phase is Phase.FAILED:
+                found.failed.append((peer, status))
+                if self._may_retry(name, status.round):
+                    found.waiting.append(peer)
+            else:
+                found.waiting.append(peer)
+                if status.phase in (Phase.READING, Phase.COPIED):
+                    found.reading.append(peer)
+                found.must_confirm |= status.phase is Phase.COPIED
         found.taken += [role for role, held in self._left.items() if held >= step and role not in found.taken]
         return found
 
-    def settle(self, found: Survey) -> tuple[dict[str, str], list[XrankError]]:
+    def settle(self, found: EngineParts) -> tuple[dict[str, str], list[XrankError]]:
         """Return why engine ranks have failed, by rank, and the errors of those that were not returned before."""
-        failed = {role: _cause_of(error) for role, error in self._ended.items()}
         errors = list(self._ended.values())
+        failed = {
+            role: (error.cause if isinstance(error, RankFailedError) else None) or error.message
+            for role, error in self._ended.items()
+        }
         for peer, status in found.failed:
             failed[peer.role] = status.cause
             if self._reported.get(peer.role) != status.round:
@@ -103,27 +132,11 @@ class Takers:
         return failed, errors
 
     def close(self) -> None:
-        """Close all connections; after the trainer's card was removed, no rank of an engine leaves last words."""
+        """Close all connections; after the trainer's registration was removed, no engine rank leaves last words."""
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
         self._read_left()
-
-    def _sort(self, found: Survey, name: str, peer: PeerRank, status: Status, step: int) -> None:
-        if status.phase is Phase.ENDED:
-            self._note_left(peer.role, peer.rank, status.cause, status.round, status.step)
-            self._drop(name)
-        elif status.offer == self._offer and status.step >= step and status.phase in _HOLDING:
-            found.taken.append(peer.role)
-        elif status.phase is Phase.FAILED:
-            found.failed.append((peer, status))
-            if self._may_retry(name, status.round):
-                found.waiting.append(peer)
-        else:
-            found.waiting.append(peer)
-            if status.phase in (Phase.READING, Phase.COPIED):
-                found.reading.append(peer)
-            found.must_confirm |= status.phase is Phase.COPIED
 
     def _may_retry(self, name: str, round_: int) -> bool:
         """Return whether a rank that has failed may still repeat its call: in its first moment in this step."""
@@ -138,37 +151,35 @@ class Takers:
         if now < self._next_refresh:
             return
         self._next_refresh = now + _REFRESH_SECONDS
-        cards = self._place.read_engines(self._cards)
-        for name in [*self._peers.keys() - cards.keys()]:
+        found = self._place.find_all("engine", self._registrations)
+        for name in [*self._peers.keys() - found.keys()]:
             self._forget(name)
         self._read_left()
-        for name, card in cards.items():
-            if name not in self._cards and name not in self._paused:
-                self._add(name, card)
-        self._cards = {name: card for name, card in cards.items() if name not in self._paused}
+        for name, one in found.items():
+            if name not in self._registrations and name not in self._paused:
+                self._add(name, one)
+        self._registrations = {name: one for name, one in found.items() if name not in self._paused}
 
-    def _add(self, name: str, card: Card) -> None:
+    def _add(self, name: str, registration: Registration) -> None:
         try:
-            content = card.describe("an engine's rank", "engine, rank and offer")
+            content = registration.describe("an engine's rank", "engine, rank and offer")
             rank, engine = content["rank"].count(below=1 << 31), content["engine"].text()
             self._peers[name] = PeerRank(f"engine rank {rank} ({engine})", rank, content["offer"].table())
         except (CorruptError, RankFailedError, UsageError):
-            # The trainer goes on: an engine with a damaged card cannot take anything.
-            self._remove(card)
+            if self._is_first:  # the trainer goes on: an engine with a damaged registration cannot take anything
+                self._place.remove(registration)
 
     def _read_left(self) -> None:
         """Read and remove the last words of engine ranks that have closed."""
-        if not self._is_first:
-            return
-        for card in self._place.read_left():
+        for left in self._place.find_all("left").values() if self._is_first else ():
             with suppress(CorruptError):  # not xrank's
-                content = card.describe("the end of an engine's rank", "engine, rank, step, round, cause and trainer")
+                content = left.describe("the end of an engine's rank", "engine, rank, step, round, cause and trainer")
                 engine, rank = content["engine"].text(), content["rank"].count(below=1 << 31)
                 step, round_ = content["step"].count(low=-1), content["round"].count(low=-1)
                 cause = content["cause"].text()
                 if content["trainer"].value == self._offer:
                     self._note_left(f"engine rank {rank} ({engine})", rank, cause, round_, step)
-            self._place.remove(card)
+            self._place.remove(left)
 
     def _note_left(self, role: str, rank: int, cause: str, round_: int, step: int) -> None:
         if not cause:
@@ -178,43 +189,20 @@ class Takers:
             self._ended[role] = make_failure(role, rank, cause)
 
     def _lose(self, name: str, peer: PeerRank, error: XrankError) -> None:
-        """Drop a rank that has failed. One that closes removes its card before its status cannot be read any more."""
-        if self._place.has(self._cards[name]):
+        """Drop a rank that has failed. One that closes removes its registration before its status is gone."""
+        if self._place.has(self._registrations[name]):
             self._ended[peer.role] = error
         else:
             self._read_left()
         if peer.may_return:
             self._paused.add(name)
-            self._forget(name)
-            self._cards.pop(name, None)
-        else:
-            self._drop(name)
+            self._registrations.pop(name, None)
+        self._forget(name, remove=not peer.may_return)
 
-    def _drop(self, name: str) -> None:
-        self._forget(name)
-        if name in self._cards:
-            self._remove(self._cards[name])
-
-    def _remove(self, card: Card) -> None:
-        if self._is_first:
-            self._place.remove(card)
-
-    def _forget(self, name: str) -> None:
-        peer = self._peers.pop(name, None)
-        if peer is not None:
-            peer.close()
-
-
-def _cause_of(error: XrankError) -> str:
-    return (error.cause if isinstance(error, RankFailedError) else None) or error.message
-
-
-_PAUSE_SECONDS = 0.0005
-_LEAVE_SECONDS = 2.0
-"""Longest time for which a rank that closes waits for others."""
-_SUSPECT_SECONDS = 2.0
-"""Longest time until all ranks have noticed that the first one does not answer."""
-_SHOWN = (Phase.OPEN, Phase.STEADY)
+    def _forget(self, name: str, *, remove: bool = False) -> None:
+        self._peers.pop(name).close()
+        if remove and self._is_first and name in self._registrations:
+            self._place.remove(self._registrations[name])
 
 
 class TrainerRanks:
@@ -234,11 +222,7 @@ class TrainerRanks:
         self._outcomes = outcomes
 
     def check(self, step: int) -> None:
-        """Raise if a step has failed on another rank.
-
-        Raises:
-            RankFailedError, RankTimeoutError, ContradictionError: it names the rank.
-        """
+        """Raise if a step has failed on another rank; the error names it."""
         if self.is_first:
             self.find_late(step)
         else:
@@ -284,26 +268,24 @@ class TrainerRanks:
         Raises:
             RankFailedError: none has, because they took this rank for a failed one.
         """
-        waiting, is_known = list(self.peers), False
-        refusal: tuple[PeerRank, Status] | None = None
-        while waiting:
-            for peer in list(waiting):
-                try:
-                    status = peer.read()
-                except (RankFailedError, RankTimeoutError):
-                    waiting.remove(peer)  # the next step names it
-                    continue
-                if status.committed >= step:
-                    is_known = True
-                elif status.step >= step and status.phase in (Phase.FAILED, Phase.ENDED):
-                    refusal = peer, status
-                else:
-                    continue
-                waiting.remove(peer)
-            if waiting:
-                sleep(_PAUSE_SECONDS)
-        if refusal is not None and not is_known:
-            check_phase(*refusal)
+        known: list[PeerRank] = []
+        refusals: list[tuple[PeerRank, Status]] = []
+
+        def is_waited_for(peer: PeerRank) -> bool:
+            status = peer.try_read()
+            if status is None:
+                return False  # the next step names it
+            if status.committed >= step:
+                known.append(peer)
+            elif status.step >= step and status.phase in (Phase.FAILED, Phase.ENDED):
+                refusals.append((peer, status))
+            else:
+                return True
+            return False
+
+        wait_while(self.peers, is_waited_for)
+        if refusals and not known:
+            check_phase(*refusals[-1])
 
     def find_outcome(self, step: int) -> Outcome | None:
         """Return the outcome of a step once the first rank has decided it.
@@ -340,25 +322,26 @@ class TrainerRanks:
         """
         self.block.write(replace(self.block.value, phase=Phase.ENDED, checks=0, cause=cause))
         end = monotonic() + _LEAVE_SECONDS
+        lost: list[RankFailedError] = []
         for checks in (0, 1):
-            waiting = list(self.peers)
+
+            def is_open(peer: PeerRank, checks: int = checks) -> bool:
+                if lost:
+                    return False
+                try:
+                    status = peer.read()
+                except RankTimeoutError:
+                    return True
+                except RankFailedError as error:
+                    if not peer.may_return and not checks:
+                        lost.append(error)
+                    return peer.may_return
+                return status.phase is not Phase.ENDED or status.checks < checks
+
             self.block.write(replace(self.block.value, checks=checks))
-            while waiting and monotonic() < end:
-                for peer in list(waiting):
-                    try:
-                        status = peer.read()
-                    except RankTimeoutError:
-                        continue
-                    except RankFailedError as error:
-                        if not peer.may_return and not checks:
-                            return error
-                        if not peer.may_return:
-                            waiting.remove(peer)
-                        continue
-                    if status.phase is Phase.ENDED and status.checks >= checks:
-                        waiting.remove(peer)
-                if waiting:
-                    sleep(_PAUSE_SECONDS)
+            wait_while(self.peers, is_open, end=end)
+            if lost:
+                return lost[0]
         return None
 
     def close(self) -> None:
@@ -367,9 +350,9 @@ class TrainerRanks:
             peer.close()
 
     def _take_over(self, peer: PeerRank, step: int) -> Outcome:
-        outcome = Outcome.from_json(peer.read_outcome())
+        outcome = peer.read_outcome()
         if outcome.step != step:
-            raise _make_step_error(peer, outcome.step, step)
+            raise _step_error(peer, outcome.step, step)
         self.decide(outcome)
         return outcome
 
@@ -380,20 +363,20 @@ class TrainerRanks:
         """
         cause = f"{type(error).__name__}: {error}"
         self.block.write(replace(self.block.value, phase=Phase.FAILED, step=step, cause=cause))
-        waiting, end = list(self.peers[1:]), monotonic() + _SUSPECT_SECONDS
-        while waiting and monotonic() < end:
-            for peer in list(waiting):
-                try:
-                    status = peer.read()
-                except (RankFailedError, RankTimeoutError):
-                    waiting.remove(peer)
-                    continue
-                if status.committed >= step:
-                    return self._take_over(peer, step)
-                if status.step != step or status.phase in (Phase.FAILED, Phase.ENDED):
-                    waiting.remove(peer)
-            if waiting:
-                sleep(_PAUSE_SECONDS)
+        knowing: list[PeerRank] = []
+
+        def may_know(peer: PeerRank) -> bool:
+            status = None if knowing else peer.try_read()
+            if status is None:
+                return False
+            if status.committed >= step:
+                knowing.append(peer)
+                return False
+            return status.step == step and status.phase not in (Phase.FAILED, Phase.ENDED)
+
+        wait_while(self.peers[1:], may_know, end=monotonic() + _SUSPECT_SECONDS)
+        if knowing:
+            return self._take_over(knowing[0], step)
         raise error
 
 
@@ -402,14 +385,13 @@ def _check_step(peer: PeerRank, status: Status, step: int) -> None:
     if status.step >= step or status.phase is Phase.ENDED:  # failures of earlier steps are over
         check_phase(peer, status)
     if status.step > step:
-        raise _make_step_error(peer, status.step, step)
+        raise _step_error(peer, status.step, step)
 
 
-def _make_step_error(peer: PeerRank, got: int, step: int) -> ContradictionError:
+def _step_error(peer: PeerRank, got: int, step: int) -> ContradictionError:
     return ContradictionError(
         f"{peer.role} publishes step {got}, this rank step {step}",
         rank=peer.rank,
-        got=f"step {got} on {peer.role}",
         want=f"step {step} on all ranks of the trainer",
         next_step="let all ranks publish the same steps in the same order",
     )
