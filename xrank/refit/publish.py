@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from xrank.decisions.sources import open_base_model
-from xrank.decisions.transforms import Transform
 from xrank.errors import (
     ContradictionError,
     CorruptError,
@@ -34,6 +33,7 @@ from xrank.ranks.team import Team, check_alike, find_group_team, path_text
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.recipes.options import GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
 from xrank.recipes.quantization import Quantization
+from xrank.recipes.transforms import Transform
 from xrank.refit.directory import Address, Registration, find_trainer_ranks
 from xrank.refit.peers import (
     Outcome,
