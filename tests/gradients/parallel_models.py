@@ -16,7 +16,7 @@ from torch import nn
 
 from xrank.gradients import mark
 from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.wire import make_groups
+from xrank.gradients.wire import make_wire
 from xrank.layout.mesh import MeshViews, megatron_views
 
 VOCABULARY, WIDTH, LENGTH, NUM_HEADS, NUM_EXPERTS, NUM_LAYERS, ROWS = 12, 8, 8, 4, 4, 2, 8
@@ -46,8 +46,8 @@ def place_of(
         place.places[axis] = place.ranks[axis].index(rank)
         place.lengths[axis] = len(place.ranks[axis])
     if world_size > 1 and connects:
-        made = make_groups(place.ranks.values())
-        place.groups = {axis: made[ranks] for axis, ranks in place.ranks.items()}
+        groups = make_wire(place.ranks.values()).groups
+        place.groups = {axis: groups.get(ranks) for axis, ranks in place.ranks.items()}
     return place
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,8 +12,8 @@ from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
 from xrank.gradients.bucket_sync import BucketSync
 from xrank.gradients.buffer import GradientBuffer
+from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.plan import PlannedBucket
-from xrank.gradients.wire import GradientFault
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
 
@@ -155,11 +157,11 @@ def test_inspections_see_each_bucket_before_it_leaves_and_their_faults_are_raise
     sync, wire = _make_sync(_module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=4)
     seen = []
 
-    def inspect(bucket: PlannedBucket) -> GradientFault | None:
+    def inspect(bucket: PlannedBucket, arrivals: list[int]) -> GradientFault | None:
         seen.append((bucket.id, len(wire.sent)))
-        return GradientFault(f"{bucket.names[0]}: it is odd", 1, bucket.names[0]) if bucket.id == 1 else None
+        return At(bucket.names[0], 1).fault("it is odd", "see it") if bucket.id == 1 else None
 
-    sync.inspections.append(inspect)
+    sync.watch = SimpleNamespace(record=lambda *arguments: None, inspect=inspect)  # type: ignore[assignment]
     for index in (2, 1, 0):
         sync.add_gradient(index, torch.ones(4), is_last=True)
     assert seen == [(0, 0), (1, 1), (2, 2)]
@@ -168,7 +170,7 @@ def test_inspections_see_each_bucket_before_it_leaves_and_their_faults_are_raise
     assert caught.value.tensor == "b"
     assert not wire.outstanding
     sync.reset()
-    sync.inspections.clear()
+    sync.watch = None
     sync.finish()  # a fault is raised once
 
 

@@ -87,7 +87,7 @@ def test_values_that_are_loaded_or_broadcast_are_what_wide_copies_step(rank: int
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_module_that_torch_wraps_and_tokens_that_are_no_number_are_refused(rank: int) -> None:
     module = torch.nn.parallel.DistributedDataParallel(make_module())
-    with pytest.raises(UsageError, match="the module is wrapped by torch's DistributedDataParallel"):
+    with pytest.raises(UsageError, match="the module: torch's DistributedDataParallel wraps it"):
         DistributedDataParallel(module, GradientPlan.from_module(module, _MESH))
     module = make_module()
     plan = GradientPlan.from_module(module, _MESH, GradientConfig(calculate_per_token_loss=True))

@@ -261,7 +261,7 @@ def test_slices_without_a_layout_are_refused_by_name(rank: int) -> None:
     module.uneven = torch.nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh["tp"], [Shard(0)]))
     ddp = DistributedDataParallel(module, GradientPlan.from_module(module, mesh, _SHARDED))
     ddp.finish_grad_sync()
-    with pytest.raises(LayoutError, match="uneven: ranks along tp hold parts of other sizes"):
+    with pytest.raises(LayoutError, match="uneven: ranks along tp hold parts of different sizes"):
         export_gradients(ddp)
     module = cut_module(rank % 2, 2)
     module.row.partition_dim = -1
@@ -269,8 +269,8 @@ def test_slices_without_a_layout_are_refused_by_name(rank: int) -> None:
     ddp.finish_grad_sync()
     with pytest.raises(LayoutError, match="row: it is cut along tp, and the dim is unknown"):
         export_gradients(ddp)
-    with pytest.raises(UsageError, match="column: the optimizer steps a tensor that is not a shard"):
+    with pytest.raises(UsageError, match=r"column: the optimizer steps a tensor of .* not a shard"):
         export_optimizer_shards(torch.optim.SGD(module.parameters(), lr=1.0), ddp)
     optimizer = torch.optim.Adafactor(cut_module(0, 1).parameters())
-    with pytest.raises(UsageError, match="a parameter: the optimizer steps a tensor that is not a shard"):
+    with pytest.raises(UsageError, match=r"^the optimizer steps a tensor of .* not a shard"):
         export_optimizer_shards(optimizer, ddp)

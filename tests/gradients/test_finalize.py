@@ -243,7 +243,10 @@ def test_all_ranks_raise_for_missing_or_surplus_token_counts(rank: int) -> None:
         error = assert_raises_everywhere(
             lambda missing=missing: finalize_model_grads(ddp, None if rank == missing else 3)
         )
-        assert str(error) == f"rank {missing} gives no num_tokens, and its gradients are not divided otherwise"
+        assert (
+            str(error)
+            == f"rank {missing} gives no num_tokens, by which calculate_per_token_loss=True divides its gradients"
+        )
     for wrong in (-1, float("nan"), [3], 1j, 10**400, torch.tensor([])):
         fill(ddp, 1.0)
         error = assert_raises_everywhere(lambda wrong=wrong: finalize_model_grads(ddp, wrong if rank else 3))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.gradients.parallel_models import Place, Stage, place_of, reference_gradients, run_microbatch, take_batch
 from tests.gradients.wires import batch_of, loss_of, make_module
@@ -23,6 +22,7 @@ from xrank.gradients import (
     finalize_model_grads,
     grad_norm,
 )
+from xrank.gradients.wire import make_wire
 from xrank.layout import DeviceMesh
 
 pytestmark = pytest.mark.timeout(120)
@@ -184,9 +184,9 @@ def test_copies_that_drift_apart_are_not_counted_in_silence(rank: int) -> None:
         grad_norm(ddp)
 
 
-@pytest.mark.ranks(2, timeout_seconds=60)
-def test_new_groups_have_the_timeout_of_the_world(rank: int, world_size: int) -> None:
-    from xrank.gradients.wire import _world_timeout
-
-    world = dist.group.WORLD
-    assert _world_timeout(world) == world._get_backend(torch.device("cpu")).options._timeout
+@pytest.mark.ranks(3)
+def test_new_groups_have_the_timeout_of_the_world(rank: int) -> None:
+    pair = (0, 1)
+    groups = make_wire([pair] if rank in pair else []).groups
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups.values()]
+    assert len(timeouts) >= 1 + (rank in pair) and len(set(timeouts)) == 1

@@ -254,7 +254,7 @@ def test_instances_of_the_distributed_optimizer():
         assert buffer.across_ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[rank]
         assert buffer.place == rank % 2
         assert set(plan.groups()) == {(0, 1, 2, 3), buffer.shard_ranks, buffer.across_ranks}
-    with pytest.raises(UsageError, match="3 replicas cannot be 2 instances"):
+    with pytest.raises(UsageError, match=r"3 replicas, .* cannot be 2 instances"):
         GradientPlan.from_module(two_layers(), DeviceMesh((3,), ("dp",)), config, 0)
 
 
@@ -359,7 +359,7 @@ def test_a_tied_table_on_a_stage_in_between():
 def test_an_expert_without_experts_in_the_mesh():
     module = nn.Linear(2, 2)
     module.weight.allreduce = False
-    with pytest.raises(UsageError, match="weight: it belongs to an expert, and no mesh has the axis ep") as caught:
+    with pytest.raises(UsageError, match=r"weight: it belongs to an expert, .* has no ep") as caught:
         GradientPlan.from_module(module, DeviceMesh((2, 2), ("dp", "tp")), rank=0)
     assert "megatron_views" in caught.value.next_step
 
@@ -371,7 +371,7 @@ def test_an_expert_without_experts_in_the_mesh():
         (DeviceMesh((2, 2), ("dp", "edp")), 0, "both 'dp' and 'edp'"),
         (DeviceMesh((2,), ("dp",)), 2, "rank 2 is not in the mesh"),
         (MeshViews(DeviceMesh((2,), ("dp",)), (("expert", DeviceMesh((2,), ("ep_",))),)), 2, "rank 2"),
-        ((2, 2), 0, "the mesh has an unknown type"),
+        ((2, 2), 0, "the mesh is a tuple, and not a DeviceMesh"),
     ],
 )
 def test_meshes_that_mean_nothing(mesh, rank, message):
@@ -381,12 +381,12 @@ def test_meshes_that_mean_nothing(mesh, rank, message):
 
 def test_other_refusals():
     mesh = DeviceMesh((2,), ("dp",))
-    with pytest.raises(UsageError, match="the rank of the plan is unknown"):
+    with pytest.raises(UsageError, match=r"the rank of the plan .* is unknown"):
         GradientPlan.from_module(nn.Linear(2, 2), mesh)
     assert GradientPlan.from_module(nn.Linear(2, 2), DeviceMesh((1,), ("dp",), (7,))).rank == 7
     with pytest.raises(UsageError, match="is not a module"):
         GradientPlan.from_module({"w": torch.zeros(2)}, mesh, rank=0)
-    with pytest.raises(UsageError, match="weight has no shape yet"):
+    with pytest.raises(UsageError, match="weight: it has no shape yet"):
         GradientPlan.from_module(nn.LazyLinear(2), mesh, rank=0)
     with pytest.raises(UsageError, match="complex"):
         config = GradientConfig(grad_reduce_in_fp32=True)
@@ -409,15 +409,15 @@ def explain_all(told, views, rank, config=GradientConfig()):  # noqa: B008  froz
 
 WORD = """word_0 is a parameter of shape [40] in float32. Its gradients on ranks 9, 11, 13, 15, replicas along dp,
 are added up and divided by 4. Later it is summed over ranks 1, 9 along pp, because stages 0 and 1 hold the same word
-table: its attribute shared_embedding is True. It lies in bucket 1 of 2, elements 14 to 53 of buffer 0."""
+table: its attribute shared_embedding is True. It is in bucket 1 of 2, elements 14 to 53 of buffer 0."""
 COPY = """copy_1 is a parameter of shape [8] in float32. Its gradients on ranks 9, 11, 13, 15, replicas along dp, are
 added up and divided by 4. Later it is summed over ranks 8-9 along tp, because each has a part of its gradient: its
-attribute sequence_parallel is True. It lies in bucket 1 of 2, elements 6 to 13 of buffer 0."""
+attribute sequence_parallel is True. It is in bucket 1 of 2, elements 6 to 13 of buffer 0."""
 EXPERT = """expert_2 is an expert's parameter of shape [13] in float32. Its gradients on ranks 9, 13, replicas along
-edp, are added up and divided by 4, the number of ranks that see different data. It lies in bucket 0 of 2, elements 0 to
+edp, are added up and divided by 4, the number of ranks that see different data. It is in bucket 0 of 2, elements 0 to
 12 of buffer 1. This is known because its attribute allreduce is False, as Megatron marks experts."""
 REPLICA = """replica_3 is a parameter of shape [6] in float32. Its gradients on ranks 9, 11, 13, 15, replicas along
-dp, are added up and divided by 4. It lies in bucket 1 of 2, elements 0 to 5 of buffer 0."""
+dp, are added up and divided by 4. It is in bucket 1 of 2, elements 0 to 5 of buffer 0."""
 FROZEN = "frozen_4 is frozen: it has no gradient, no place in a buffer, and is never exchanged."
 
 

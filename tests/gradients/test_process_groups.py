@@ -7,7 +7,7 @@ from torch import nn
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients import GradientPlan, wire
-from xrank.gradients.wire import exchange_texts, make_groups
+from xrank.gradients.wire import exchange_texts, make_wire
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
 
@@ -24,28 +24,29 @@ def test_groups_of_a_plan_exchange_among_its_ranks(rank, world_size):
     module = nn.Linear(2, 2)
     module.weight.sequence_parallel = True
     plan = GradientPlan.from_module(module, views)
-    groups = make_groups(plan.groups())
+    made = make_wire(plan.groups())
+    groups = made.groups
     for ranks in plan.groups():
         group = groups[ranks]
         assert tuple(dist.get_process_group_ranks(group)) == ranks
         assert total(group, rank) == sum(1 << other for other in ranks)
     assert groups[0, 1, 2, 3] is dist.group.WORLD
-    assert groups[(rank,)] is None
+    assert made.exchange("alone", (rank,)) == {rank: "alone"}
     with pytest.raises(UsageError, match=r"no process group of ranks \[0, 3\]"):
-        groups[0, 3]
+        made.exchange("", (0, 3))
 
 
 @pytest.mark.ranks(4)
 def test_groups_are_made_once_and_kept(rank):
     halves = (0, 1) if rank < 2 else (2, 3)
-    first = make_groups([halves])
+    first = make_wire([halves]).groups
     count = len(dist.distributed_c10d._world.pg_names)
-    again = make_groups([halves, halves[::-1], (rank,)])
+    again = make_wire([halves, halves[::-1], (rank,)]).groups
     assert again[halves] is first[halves]
     assert len(dist.distributed_c10d._world.pg_names) == count
     # Others are added, also where only some ranks ask; the order of asking does not matter.
     pairs = [(0, 2), (0, 3)] if rank == 0 else [(0, rank)] if rank > 1 else []
-    more = make_groups(pairs[::-1])
+    more = make_wire(pairs[::-1]).groups
     assert all(total(more[pair], rank) == sum(1 << other for other in pair) for pair in pairs)
     assert more[halves] is first[halves]
 
@@ -54,24 +55,24 @@ def test_groups_are_made_once_and_kept(rank):
 def test_a_group_that_not_all_ask_for_is_refused_on_all_ranks(rank):
     wanted = [(0, 1)] if rank == 0 else []
     with pytest.raises(GradientError, match=r"rank 0 exchanges .* ranks \[0, 1\], and rank 1 does not") as caught:
-        make_groups(wanted)
+        make_wire(wanted)
     assert caught.value.rank == 1
     # Nothing was made, and nothing hangs after it.
-    assert total(make_groups([(0, 1, 2, 3)])[0, 1, 2, 3], rank) == 15
+    assert total(make_wire([(0, 1, 2, 3)]).groups[0, 1, 2, 3], rank) == 15
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ranks", [(0, 5), (1, 2), (0, 0)])
 def test_groups_of_ranks_that_are_not_there(rank, ranks):
     with pytest.raises(GradientError, match="rank 0 asks for a group of ranks"):
-        make_groups([ranks] if rank == 0 else [])
+        make_wire([ranks] if rank == 0 else [])
 
 
 @pytest.mark.ranks(2)
 def test_a_mesh_larger_than_the_world_is_refused(rank):
     plan = GradientPlan.from_module(nn.Linear(2, 2), DeviceMesh((4,), ("dp",)))
     with pytest.raises(GradientError, match="rank 0 asks for") as caught:
-        make_groups(plan.groups())
+        make_wire(plan.groups())
     assert "make the mesh of the ranks of this world" in caught.value.next_step
 
 
@@ -85,16 +86,16 @@ def test_texts_of_any_length_are_exchanged(rank):
 def test_without_a_world():
     assert not dist.is_initialized()
     with pytest.raises(UsageError, match="none is initialized"):
-        make_groups([(0, 1)])
+        make_wire([(0, 1)])
 
 
 def test_nothing_is_kept_of_a_world_that_ended(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        groups = make_groups([])
+        made = make_wire([])
         assert len(wire._made) == 1
     finally:
         dist.destroy_process_group()
-    del groups
+    del made
     gc.collect()
     assert len(wire._made) == 0

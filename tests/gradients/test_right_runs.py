@@ -148,6 +148,6 @@ def test_a_buffer_with_unknown_slices_is_refused_on_all_ranks(rank: int) -> None
     if rank == 1:
         buffer = torch.zeros(sum(one.numel() for one in own.values()))
         own = {name: buffer[: one.numel()].view(one.shape) for name, one in own.items()}
-    with pytest.raises(UsageError, match="its gradient lies in a buffer that the plan does not know") as caught:
+    with pytest.raises(UsageError, match=r"its gradient is a view .* of a buffer that the plan") as caught:
         check_gradients(own, plan)
     assert caught.value.rank == 1

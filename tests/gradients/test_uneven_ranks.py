@@ -63,7 +63,7 @@ def test_a_plan_of_another_rank_is_refused_on_all_ranks(rank: int) -> None:
     with pytest.raises(GradientError, match="rank 1 has the plan of rank 0"):
         check_gradients({name: torch.ones_like(one) for name, one in module.named_parameters()}, plan)
     mesh = DeviceMesh((2,), ("dp" if rank == 0 else "tp",))
-    with pytest.raises(GradientError, match="ranks 0 and 1 have other meshes") as caught:
+    with pytest.raises(GradientError, match="ranks 0 and 1 have different meshes") as caught:
         DistributedDataParallel(module, GradientPlan.from_module(module, mesh))
     assert (caught.value.got, caught.value.want) == ("on rank 1: tp=2", "as on rank 0: dp=2")
 

@@ -46,14 +46,7 @@ def is_loss(function: Callable[..., Any]) -> bool:
 def compute_loss(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Compute a loss of plain tensors; a mean is that of all ranks' parts. A sum is that of this rank's part.
-
-    Args:
-        function: one of torch's losses.
-        args: its tensors.
-        kwargs: its other arguments, with `reduction`.
-        group: the ranks along the batch axis.
-    """
+    """Compute a loss of plain tensors; a mean is that of all ranks' parts. A sum is that of this rank's part."""
     reduction = kwargs.get("reduction", "mean")
     if reduction not in ("mean", "batchmean"):
         loss: torch.Tensor = function(*args, **kwargs)
@@ -79,13 +72,7 @@ def draw_seed() -> int:
 
 
 class Stream:
-    """Context in which torch's generators continue from a seed; their old states return at the end.
-
-    Args:
-        seed: a number that all ranks agree on.
-        part: index of this rank's part of the batch.
-        device_type: the kind of device whose generator is seeded beside the CPU's.
-    """
+    """Context in which torch's generators continue from a seed; their old states return at the end."""
 
     def __init__(self, seed: int, part: int, device_type: str) -> None:
         # An odd, large factor makes the seeds of parts differ in many of the bits that the generator uses.
@@ -127,12 +114,7 @@ def entrance_of(module: nn.Module) -> Entrance | None:
 
 
 class Entrance:
-    """Surrounds the calls to any module of a model; of nested calls only the outermost.
-
-    Args:
-        mesh: the mesh.
-        batch_axis: name of the axis along which ranks get different parts of the batch.
-    """
+    """Surrounds the calls to any module of a model; of nested calls only the outermost."""
 
     def __init__(self, mesh: TorchMesh, batch_axis: str) -> None:
         self._mesh = mesh

@@ -19,14 +19,6 @@ def shard_dataset(dataset: Any, num_shards: int, shard: int) -> Any:
     A DataLoader has the global batch size: part p contains the samples from p/n to (p+1)/n of each batch, and all ranks
     shuffle alike. A Dataset or IterableDataset gives single samples: part p contains the samples p, p+n, ..., so that
     local batches of b samples together are the global batch of n*b.
-
-    Args:
-        dataset: a DataLoader, Dataset or IterableDataset of torch, the same on all ranks.
-        num_shards: number of parts.
-        shard: index of the part.
-
-    Raises:
-        UsageError: the dataset is none of these, a batch size is unknown, or batches or samples do not divide.
     """
     if not isinstance(dataset, DataLoader | Dataset):
         raise UsageError(

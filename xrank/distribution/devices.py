@@ -126,10 +126,6 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
     """Return the torch mesh of a mesh on the process group; None without a group, where a mesh only describes.
 
     All ranks of the group call this together.
-
-    Raises:
-        LayoutError: the mesh does not have the ranks of the group, or torch does not support its order of ranks.
-        UsageError: a launcher started several processes and the group is not started, or this rank is not in the mesh.
     """
     if not dist.is_initialized():
         launch = environment.read_launch(environment.environ())

@@ -167,11 +167,7 @@ def linear(batch_axis: int, tensor: torch.Tensor, weight: Any, bias: Any = None)
 def embedding(
     batch_axis: int, indices: torch.Tensor, weight: Any, padding_idx: int | None = None, **options: Any
 ) -> torch.Tensor:
-    """Look up rows of a laid out table.
-
-    Raises:
-        UsageError: an option that needs the counts of the whole batch, or changes the table.
-    """
+    """Look up rows of a laid out table."""
     given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if options.get(name)]
     if given:
         name = getattr(weight, NAMES, ("a table",))[0]

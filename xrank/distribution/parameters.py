@@ -173,11 +173,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], mesh: TorchMesh, axis:
 
     Parameters that the axis cuts are left out, since each rank has the averaged gradient of its part. So are those of
     which an earlier call averages the gradients.
-
-    Args:
-        parameters: the parameters, in the same order on all ranks.
-        mesh: the mesh.
-        axis: index of the batch axis.
     """
     found = [
         parameter for parameter in parameters if not hasattr(parameter, _AVERAGED) and not _is_cut(parameter, axis)

@@ -63,11 +63,7 @@ def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tenso
 
 
 def fit_layout(layout: TensorLayout, ndim: int) -> TensorLayout:
-    """Return a layout for a tensor of that many dims. Dims after the layout's last one are whole, as in Keras.
-
-    Raises:
-        LayoutError: the layout has more dims than the tensor.
-    """
+    """Return a layout for a tensor of that many dims. Dims after the layout's last one are whole, as in Keras."""
     missing = ndim - len(layout.dims)
     if missing < 0:
         raise LayoutError(
@@ -83,11 +79,7 @@ def fit_layout(layout: TensorLayout, ndim: int) -> TensorLayout:
 
 
 def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Return torch's placements of a tensor of that shape.
-
-    Raises:
-        LayoutError: the layout does not fit the shape, or placements cannot express it.
-    """
+    """Return torch's placements of a tensor of that shape."""
     if layout.tree.sums:
         raise LayoutError(
             f"a whole tensor has values, and the layout {layout} has addends on ranks",
@@ -215,17 +207,7 @@ class ParameterPlan:
 def plan_parameters(
     root: nn.Module, mesh: DeviceMesh, layout_of: Callable[[str], TensorLayout | None]
 ) -> list[ParameterPlan]:
-    """Return the plans of a module's parameters, in its order; nothing is changed.
-
-    Args:
-        root: the outermost module, whose ``named_parameters`` define the names.
-        mesh: the mesh.
-        layout_of: layout by name; None leaves the parameter on every rank, unless another of its names has a layout.
-
-    Raises:
-        LayoutError: a layout does not fit its parameter, names of a shared one disagree, or it has another layout.
-        UsageError: a parameter has no shape yet, or has a gradient.
-    """
+    """Return the plans of a module's parameters, in its order; nothing is changed."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

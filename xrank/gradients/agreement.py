@@ -10,92 +10,68 @@ from collections.abc import Mapping, Sequence
 
 from xxhash import xxh128_hexdigest
 
-from xrank.errors import GradientError
-from xrank.gradients.plan import GradientPlan, PlannedBuffer, PlannedParameter, list_later
-from xrank.gradients.wire import GradientWire, TorchWire, make_groups
+from xrank.gradients.faults import At
+from xrank.gradients.plan import GradientPlan, PlannedBuffer, list_later
+from xrank.gradients.wire import GradientWire, make_wire
 
 
-def torch_wire(plan: GradientPlan) -> GradientWire:
-    """Return the wire of a plan's ranks; on all ranks of the world, as `make_groups`.
+def connect_ranks(plan: GradientPlan, wire: GradientWire | None) -> GradientWire:
+    """Return the wire of a plan's ranks, torch's if None, after a check that the plans of all ranks fit together.
 
-    Raises:
-        UsageError: torch.distributed is not initialised.
-        GradientError: a rank has the plan of another rank, or ranks have other meshes; the same on all ranks.
+    All ranks of the world call this together, as `make_wire`, and raise the same errors: a rank has the plan of another
+    rank, ranks have different meshes, or plans differ.
     """
-    wire = TorchWire(make_groups(plan.groups()))
-    grids = " and ".join(mesh.grid for mesh in (plan.views.main, *(mesh for _, mesh in plan.views.others)))
-    texts = wire.exchange(json.dumps([plan.rank, grids]), tuple(sorted(plan.views.main.ranks)))
-    _check_places({rank: json.loads(text) for rank, text in texts.items()})
+    everyone = tuple(sorted(plan.views.main.ranks))
+    if wire is None:
+        wire = make_wire(plan.groups())
+        grids = " and ".join(mesh.grid for mesh in (plan.views.main, *(mesh for _, mesh in plan.views.others)))
+        texts = wire.exchange(json.dumps([plan.rank, grids]), everyone)
+        _check_places({rank: json.loads(text) for rank, text in texts.items()})
+    _check_lines_of_all(plan, wire)
     return wire
 
 
-def check_agreement(lines: Mapping[tuple[int, ...], tuple[str, ...]], wire: GradientWire, plan: GradientPlan) -> None:
-    """Check that the plans of all ranks of the mesh fit together; all raise the same error.
-
-    Args:
-        lines: lines that must be equal, by the set of ranks: `agreement_lines` of the plan.
-        wire: the plan's wire.
-        plan: this rank's plan.
-
-    Raises:
-        GradientError: plans differ; it names the first difference, and two ranks.
-    """
+def _check_lines_of_all(plan: GradientPlan, wire: GradientWire) -> None:
     everyone = tuple(sorted(plan.views.main.ranks))
-    mine = {_key(ranks): [*found, _order(plan, ranks)] for ranks, found in lines.items()}
+    lines = agreement_lines(plan)
+    mine = {" ".join(map(str, ranks)): [*found, _describe_order(plan, ranks)] for ranks, found in lines.items()}
     digests = {key: xxh128_hexdigest("\n".join(found).encode()) for key, found in mine.items()}
     received = {rank: json.loads(text) for rank, text in wire.exchange(json.dumps(digests), everyone).items()}
-    wrong = _find_difference(received)
-    if wrong is None:
-        return
-    # Lines are long: ranks send them only to name a difference.
-    texts = wire.exchange(json.dumps(mine.get(wrong, [])), everyone)
-    among = [int(rank) for rank in wrong.split()]
-    check_lines({rank: json.loads(texts[rank]) for rank in among})
-    raise GradientError(
-        "ranks do not lay out the same gradients",
-        got=f"among ranks {among}",
-        next_step="give all ranks the same module, plan and config",
-    )
+    for key in sorted({key for digests in received.values() for key in digests}):
+        among = [int(rank) for rank in key.split()]
+        if len({received[rank].get(key) for rank in among}) == 1:
+            continue
+        # Lines are long: ranks send them only to name a difference.
+        texts = wire.exchange(json.dumps(mine.get(key, [])), everyone)
+        check_lines({rank: json.loads(texts[rank]) for rank in among})
+        raise At().error(
+            f"ranks {among} do not lay out the same gradients", "give all ranks the same module, plan and config"
+        )
 
 
 def _check_places(places: Mapping[int, tuple[int, str]]) -> None:
     """Check that each rank has its own plan, and that all plans are on one mesh.
 
-    Args:
-        places: by rank, the rank of its plan, and its meshes.
-
-    Raises:
-        GradientError: shards of a rank would go to another, or an axis has different meanings.
+    Else shards of a rank would go to another rank, or an axis would have two meanings.
     """
     # All ranks compare with the lowest one, so that all name the same pair.
     first = min(places)
     for rank, (planned_rank, grids) in sorted(places.items()):
         if planned_rank != rank:
-            raise GradientError(
-                f"rank {rank} has the plan of rank {planned_rank}",
-                rank=rank,
-                got=f"a plan with rank={planned_rank}",
-                want=f"rank={rank}: each rank owns other elements",
-                next_step="let every rank make its own plan, GradientPlan.from_module without rank=",
+            raise At(rank=rank).error(
+                f"rank {rank} has the plan of rank {planned_rank}, which owns other elements",
+                "let every rank make its own plan, GradientPlan.from_module without rank=",
             )
         if grids != places[first][1]:
-            raise GradientError(
-                f"ranks {first} and {rank} have other meshes",
-                rank=rank,
-                got=f"on rank {rank}: {grids}",
-                want=f"as on rank {first}: {places[first][1]}",
-                next_step="make the same mesh on all ranks",
+            raise At(rank=rank).error(
+                f"ranks {first} and {rank} have different meshes",
+                "make the same mesh on all ranks",
+                f"on rank {rank}: {grids}",
+                f"as on rank {first}: {places[first][1]}",
             )
 
 
-def _find_difference(digests_by_rank: Mapping[int, Mapping[str, str]]) -> str | None:
-    for key in sorted({key for digests in digests_by_rank.values() for key in digests}):
-        if len({digests_by_rank[int(rank)].get(key) for rank in key.split()}) > 1:
-            return key
-    return None
-
-
-def _order(plan: GradientPlan, ranks: tuple[int, ...]) -> str:
+def _describe_order(plan: GradientPlan, ranks: tuple[int, ...]) -> str:
     """Return the order in which buckets leave among these ranks. Ids would also count buckets of other sets."""
     buffers = [buffer.id for buffer in plan.buffers if buffer.ranks == ranks]
     places = [
@@ -104,10 +80,6 @@ def _order(plan: GradientPlan, ranks: tuple[int, ...]) -> str:
         if bucket.buffer in buffers
     ]
     return f"buckets leave in the order {' '.join(places)} (buffer.bucket)"
-
-
-def _key(ranks: tuple[int, ...]) -> str:
-    return " ".join(map(str, ranks))
 
 
 def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
@@ -136,20 +108,14 @@ def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]
             lines.setdefault(buffer.ranks, [str(plan.config)]).extend(buffer_lines(plan, buffer))
     for parameter, later in list_later(plan.parameters):
         name = parameter.name if later.kind == "tensor" else f"a {later.kind} parameter"
-        elements = _describe_elements(parameter)
+        start, stop = parameter.owned
+        elements = f"elements {start} to {stop} of shape {parameter.shape} in {parameter.grad_dtype}"
         lines.setdefault(later.ranks, []).append(f"{name}, {later.operation} over {later.axes}: {elements}")
     return {ranks: tuple(found) for ranks, found in lines.items()}
 
 
 def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
-    """Compare the lines of one set of ranks.
-
-    Args:
-        lines: by rank.
-
-    Raises:
-        GradientError: two ranks differ; it shows the first different line of both.
-    """
+    """Compare the lines of one set of ranks, by rank; raise the first difference between two."""
     first, *others = sorted(lines)
     for other in others:
         mine, theirs = [*lines[first]], [*lines[other]]
@@ -158,15 +124,9 @@ def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
         at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
         # One is the beginning of the other: the first line that is missing is the difference.
         at = min(len(mine), len(theirs)) if at is None else at
-        raise GradientError(
+        raise At(rank=other).error(
             f"ranks {first} and {other} do not lay out the same gradients",
-            rank=other,
-            got=f"on rank {other}: {theirs[at] if at < len(theirs) else 'nothing more'}",
-            want=f"as on rank {first}: {mine[at] if at < len(mine) else 'nothing more'}",
-            next_step="make the same module with the same marks and GradientConfig on all of them",
+            "make the same module with the same marks and GradientConfig on all of them",
+            f"on rank {other}: {theirs[at] if at < len(theirs) else 'nothing more'}",
+            f"as on rank {first}: {mine[at] if at < len(mine) else 'nothing more'}",
         )
-
-
-def _describe_elements(parameter: PlannedParameter) -> str:
-    start, stop = parameter.owned
-    return f"elements {start} to {stop} of shape {parameter.shape} in {parameter.grad_dtype}"

@@ -43,18 +43,9 @@ class BufferLayout:
         """Elements, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    @property
-    def numel_unpadded(self) -> int:
-        """Elements up to the last parameter of each bucket, summed over the buckets."""
-        return sum(bucket.numel_unpadded for bucket in self.buckets)
-
 
 def default_bucket_size(numel: int) -> int:
-    """Return the default number of elements of a bucket: several buckets leave while the backward runs.
-
-    Args:
-        numel: number of elements exchanged between the same ranks.
-    """
+    """Return the default number of elements of a bucket: several buckets leave while the backward runs."""
     return max(_MIN_BUCKET_SIZE, min(_MAX_BUCKET_SIZE, numel // _NUM_BUCKETS))
 
 
@@ -62,15 +53,7 @@ def default_bucket_size(numel: int) -> int:
 def lay_out(
     numels: tuple[int, ...], is_alone: tuple[bool, ...], bucket_size: int | None, num_shards: int, is_wide: bool
 ) -> BufferLayout:
-    """Return the places of parameters. The same arguments give the same layout on any rank.
-
-    Args:
-        numels: number of elements of each parameter, in the order of registration.
-        is_alone: whether a parameter has a bucket of its own.
-        bucket_size: number of elements that closes a bucket; None puts all parameters into one bucket.
-        num_shards: number of equal parts of every bucket; 0 means no shards and no padding.
-        is_wide: buckets also end at multiples of 65,536 elements.
-    """
+    """Return the places of parameters. The same arguments give the same layout on any rank."""
     # Without shards no rank needs equal parts, so padding would only be sent for nothing.
     start_alignment = _START_ALIGNMENT if num_shards else 1
     end_alignment = lcm(num_shards, _END_ALIGNMENT, _WIDE_END_ALIGNMENT if is_wide else 1) if num_shards else 1
@@ -102,12 +85,7 @@ def lay_out(
 
 
 def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
-    """Return the number of elements that closes a bucket; None for one bucket per buffer.
-
-    Args:
-        config: contains the size, or None to derive it from the size of the model.
-        numels: number of elements of each parameter that the same ranks exchange.
-    """
+    """Return the number of elements that closes a bucket; None for one bucket per buffer."""
     if not config.overlap_grad_reduce:
         return None
     return config.bucket_size or default_bucket_size(sum(numels))

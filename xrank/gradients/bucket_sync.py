@@ -1,65 +1,55 @@
-"""A reduce-scatter that sends gradients in their own dtype and adds them up in float32: each sum is rounded once.
+"""The exchange of one step's gradients: each bucket leaves once, in the order of ids, as soon as it is full.
 
-A collective's own sum of n gradients of 16 bits is rounded up to n - 1 times.
+All ranks use the plan's order from the first batch on, whatever order their backwards take: a full bucket waits for
+those before it. Nothing here raises while collectives are under way: see `BucketSync.faults`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from xrank.errors import GradientError
 from xrank.gradients.buffer import GradientBuffer
+from xrank.gradients.faults import At, GradientFault
+from xrank.gradients.nonfinite import GradientWatch
 from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedParameter
 from xrank.gradients.roles import local_of
-from xrank.gradients.wire import FaultFlag, GradientFault, GradientWire, Handle
-
-
-def start_wide_sum(shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> Handle:
-    """Send a bucket; the handle's wait leaves the sum of all ranks' parts in ``shard``, a view of this rank's part."""
-    if len(ranks) == 1:
-        return wire.reduce_scatter(shard, whole, ranks, "sum")
-    received = torch.empty_like(whole)
-    return _WideSum(wire.all_to_all(received, whole, ranks), received.view(len(ranks), -1), shard)
+from xrank.gradients.wire import FaultFlag, GradientWire, Handle
 
 
 class _WideSum:
-    def __init__(self, handle: Handle, parts: torch.Tensor, shard: torch.Tensor) -> None:
-        self._handle, self._parts, self._shard = handle, parts, shard
+    """A reduce-scatter that sends gradients in their own dtype and adds them up in float32.
+
+    Each sum is rounded once. A collective's own sum of n gradients of 16 bits is rounded up to n - 1 times.
+    """
+
+    def __init__(self, shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> None:
+        received = torch.empty_like(whole)
+        self._shard, self._parts = shard, received.view(len(ranks), -1)
+        self._handle = wire.all_to_all(received, whole, ranks)
 
     def wait(self) -> None:
         self._handle.wait()
         self._shard.copy_(self._parts.sum(0, dtype=torch.promote_types(self._shard.dtype, torch.float32)))
 
 
-Inspection = Callable[[PlannedBucket], "GradientFault | None"]
-"""Checks a bucket before it leaves, after the multiplication by `PlannedBuffer.prescale`."""
-
-Observer = Callable[[int, "torch.Tensor | None", int], None]
-"""Receives each gradient before it is added: the index of its parameter in the plan, the gradient (None if a kernel
-added it), and the number of earlier gradients of the parameter in this step."""
-
-
 class BucketSync:
     """The exchange of gradients of one rank, one step after another.
 
     Call order in a step: `add_gradient` for each gradient, `start` any number of times, `finish` once, then `reset`.
-
-    Args:
-        plan: this rank's plan.
-        buffers: a buffer for each of the plan's.
-        wire: collectives between the ranks of the plan.
     """
 
     def __init__(self, plan: GradientPlan, buffers: Sequence[GradientBuffer], wire: GradientWire) -> None:
         self.plan = plan
-        self.inspections: list[Inspection] = []
-        """Called in turn for each bucket before it leaves. `finish` raises their faults on all ranks."""
-        self.observers: list[Observer] = []
         self.faults: list[GradientFault] = []
+        """Faults of this step so far; `finish` raises them on all ranks."""
+        is_watched = plan.config.check_for_nan_in_grad or plan.config.check_for_large_grads
+        self.watch = GradientWatch(plan, buffers) if is_watched else None
         self._buffers, self._wire = buffers, wire
         self._ranks = tuple(sorted(plan.views.main.ranks))
         index_of = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
@@ -70,11 +60,7 @@ class BucketSync:
         self.reset()
 
     def reset(self, *, lazily: bool = False) -> None:
-        """Begin a step.
-
-        Args:
-            lazily: buffers keep their old values, which the first gradient of each parameter replaces.
-        """
+        """Begin a step."""
         num_parameters = len(self.plan.parameters)
         self.arrivals = [0] * num_parameters
         """Number of gradients of each parameter in this step, in the order of the plan: one for each micro-batch that
@@ -94,23 +80,23 @@ class BucketSync:
         return bool(self.next_bucket) or any(self.arrivals)
 
     def add_gradient(self, index: int, gradient: torch.Tensor | None, *, is_last: bool) -> None:
-        """Add a gradient to its buffer, and send full buckets whose turn has come.
-
-        Args:
-            index: index of the parameter in the plan.
-            gradient: gradient of this rank's local tensor; None if a kernel has already added it.
-            is_last: whether this is the step's last micro-batch.
-        """
+        """Add a gradient to its buffer, and send full buckets whose turn has come."""
         planned = self.plan.parameters[index]
         if self.is_finished or planned.bucket < self.next_bucket:
             self._note_late(index)
             return
-        # Before the sum: observers see the gradient of this micro-batch alone.
-        for observer in self.observers:
-            observer(index, gradient, self.arrivals[index])
+        # Before the sum: this is the gradient of this micro-batch alone.
+        if self.watch is not None:
+            self.watch.record(index, gradient, self.arrivals[index])
         is_leaving = is_last and self.plan.config.overlap_grad_reduce
         if gradient is None:
-            self._check_kernel(index)
+            if self._is_stale[index]:
+                self.faults.append(
+                    At(planned.name, self.plan.rank).fault(
+                        f"on rank {self.plan.rank} a kernel added its gradient to that of the last step",
+                        "call zero_grad_buffer() without lazily: kernels that set grad_added_to_main_grad need zeros",
+                    )
+                )
         else:
             # Scale while adding: this saves a pass over the full bucket.
             if is_leaving and not self.arrivals[index]:
@@ -134,20 +120,20 @@ class BucketSync:
             self._send_next()
 
     def finish(self, more: Sequence[GradientFault] = ()) -> None:
-        """Send all remaining buckets, wait for all, and raise the faults of any rank on all ranks.
-
-        Args:
-            more: faults that the caller found.
-
-        Raises:
-            GradientError: gradients were already exchanged in this step; then nothing is sent. Or a rank had a fault:
-                then do not use the gradients, and begin the next step with `reset`.
-        """
+        """Send all remaining buckets, wait for all, and raise the faults of any rank on all ranks."""
         if self.is_finished:
             raise self._make_repeat_error()
         self.start()
         if self.plan.config.unused == "error":
-            self._note_unused()
+            rank = self.plan.rank
+            self.faults += [
+                At(planned.name, rank).fault(
+                    f"no gradient came on rank {rank} in this step",
+                    'use it in a micro-batch, freeze it before the plan is made, or set unused="zero"',
+                )
+                for planned, count in zip(self.plan.parameters, self.arrivals, strict=True)
+                if not count
+            ]
         # The flag travels behind the gradients: every rank runs all collectives, even a rank that has faults.
         flag = FaultFlag([*self.faults, *more], self._wire, self._ranks)
         # Before the waits and faults: a gradient that comes from now on belongs to the next step.
@@ -170,22 +156,6 @@ class BucketSync:
             view.copy_(gradient).mul_(scale)
         self._is_stale[index] = False
 
-    def _check_kernel(self, index: int) -> None:
-        """Record a fault if a kernel added a gradient to the last step's."""
-        if not self._is_stale[index]:
-            return
-        planned, rank = self.plan.parameters[index], self.plan.rank
-        self.faults.append(
-            GradientFault(
-                f"{planned.name}: on rank {rank} a kernel added its gradient to that of the last step",
-                rank,
-                planned.name,
-                got="grad_added_to_main_grad after zero_grad_buffer(lazily=True)",
-                want="zeros to add to",
-                next_step="call zero_grad_buffer() without lazily",
-            )
-        )
-
     def _send_next(self) -> None:
         """Scale the next bucket, inspect it, and send it."""
         bucket = self.plan.buckets[self.next_bucket]
@@ -198,15 +168,15 @@ class BucketSync:
                 self._views[index].zero_()
         if planned.prescale != 1.0:
             self._scale(bucket, whole)
-        for inspect in self.inspections:
-            fault = inspect(bucket)
-            if fault is not None:
-                self.faults.append(fault)
+        fault = None if self.watch is None else self.watch.inspect(bucket, self.arrivals)
+        if fault is not None:
+            self.faults.append(fault)
         if self.plan.config.use_distributed_optimizer:
             start, stop = self.plan.shard(bucket)
             shard = _real(buffer.data[start:stop])
-            if self.plan.config.reduce_scatter_with_fp32_accumulation:
-                handle = start_wide_sum(shard, _real(whole), planned.shard_ranks, self._wire)
+            handle: Handle
+            if self.plan.config.reduce_scatter_with_fp32_accumulation and len(planned.shard_ranks) > 1:
+                handle = _WideSum(shard, _real(whole), planned.shard_ranks, self._wire)
             else:
                 handle = self._wire.reduce_scatter(shard, _real(whole), planned.shard_ranks, planned.operation)
         else:
@@ -243,57 +213,27 @@ class BucketSync:
         self._late.add(index)
         planned, rank = self.plan.parameters[index], self.plan.rank
         if self.is_finished:
-            self.faults.append(
-                GradientFault(
-                    f"{planned.name}: a gradient came on rank {rank} after the step's gradients were exchanged",
-                    rank,
-                    planned.name,
-                    got="a backward after finish_grad_sync",
-                    want="zero_grad_buffer before it",
-                    next_step="call zero_grad_buffer() before the first backward of every step",
-                )
+            fault = At(planned.name, rank).fault(
+                f"a gradient came on rank {rank} after the step's gradients were exchanged",
+                "call zero_grad_buffer() before the first backward of every step",
             )
-            return
-        self.faults.append(
-            GradientFault(
-                f"{planned.name}: a gradient came on rank {rank} after its bucket {planned.bucket} had left",
-                rank,
-                planned.name,
-                got=f"gradient {self.arrivals[index] + 1} of the step, when {self.next_bucket} of "
-                f"{len(self._members)} buckets had left",
-                want="one backward outside of no_sync() in a step, the last, which comes to each parameter once",
-                next_step="run all but the last micro-batch inside no_sync(), or set overlap_grad_reduce=False",
+        else:
+            fault = At(planned.name, rank).fault(
+                f"a gradient came on rank {rank} after its bucket {planned.bucket} had left",
+                "run all but the last micro-batch inside no_sync(), or set overlap_grad_reduce=False",
+                f"gradient {self.arrivals[index] + 1} of the step, when {self.next_bucket} of {len(self._members)} "
+                "buckets had left",
+                "one backward outside of no_sync() in a step, the last, which comes to each parameter once",
             )
-        )
-
-    def _note_unused(self) -> None:
-        for index, planned in enumerate(self.plan.parameters):
-            if not self.arrivals[index]:
-                self.faults.append(
-                    GradientFault(
-                        f"{planned.name}: no gradient came on rank {self.plan.rank} in this step",
-                        self.plan.rank,
-                        planned.name,
-                        got="no micro-batch that used it",
-                        want='a gradient, since unused="error"',
-                        next_step='use it, freeze it before the plan is made, or set unused="zero"',
-                    )
-                )
+        self.faults.append(fault)
 
     def _make_repeat_error(self) -> GradientError:
         late = min(self._late, default=None)
-        planned = self.plan.parameters[late or 0] if self.plan.parameters else None
-        name = planned.name if planned is not None else "no parameter"
-        why = f"{name}: gradients of this step were exchanged already"
-        if late is not None:
-            why += ", and a backward came after that"
-        return GradientError(
-            why,
-            tensor=planned.name if planned is not None else None,
-            rank=self.plan.rank,
-            got="finish_grad_sync a second time",
-            want="once in a step: a second sum would count every replica twice",
-            next_step="call zero_grad_buffer() at the start of every step, and finish once",
+        name = self.plan.parameters[late or 0].name if self.plan.parameters else None
+        why = ", and a backward came after that" if late is not None else ""
+        return At(name, self.plan.rank).error(
+            f"gradients of this step were exchanged already{why}",
+            "call zero_grad_buffer() at the start of every step, and finish_grad_sync() once",
         )
 
 
@@ -302,67 +242,8 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def find_foreign_axis(gradient: Any, parameter: Any, planned: PlannedParameter) -> str | None:
-    """Return an axis of replicas along which torch itself keeps a gradient as addends or parts; None without one.
-
-    Activations are then DTensors along it, so torch has scaled the gradient by its own rules, not by the plan's.
-    """
-    differing = _find_differing(gradient, parameter)
-    return next((axis for dim in differing for axis in planned.placement_axes[dim] if axis in planned.axes), None)
-
-
-def take_local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter) -> torch.Tensor:
-    """Return a gradient as a strided tensor with the placements of its parameter's local tensor.
-
-    Addends stay addends along axes that finalize reduces later. Along other axes torch adds them up here; all ranks
-    along such an axis do so in the order of their backwards.
-
-    Args:
-        gradient: gradient from autograd.
-        parameter: its parameter.
-        planned: the parameter's entry in the plan.
-    """
-    later = {axis for one in planned.later for axis in one.axes}
-    wanted = list(gradient.placements) if hasattr(gradient, "placements") else []
-    for dim in _find_differing(gradient, parameter):
-        if not later.issuperset(planned.placement_axes[dim]):
-            wanted[dim] = parameter.placements[dim]
-    if wanted and wanted != list(gradient.placements):
-        # A collective along the differing axes: all ranks along them come here, in the order of their backwards.
-        gradient = gradient.redistribute(gradient.device_mesh, wanted)
-    local: torch.Tensor = local_of(gradient)
-    return local if local.layout is torch.strided else local.to_dense()
-
-
-def _find_differing(gradient: Any, parameter: Any) -> list[int]:
-    """Return the dims of the mesh along which placements of a gradient and its parameter differ."""
-    if not hasattr(gradient, "placements") or not hasattr(parameter, "placements"):
-        return []
-    pairs = zip(gradient.placements, parameter.placements, gradient.device_mesh.shape, strict=True)
-    return [dim for dim, (own, its, length) in enumerate(pairs) if own != its and length > 1]
-
-
-def make_foreign_fault(name: str, axis: str, rank: int) -> GradientFault:
-    """Return the fault of a gradient that has a foreign axis."""
-    return GradientFault(
-        f"{name}: on rank {rank} torch keeps its gradient as parts along {axis}, and would add it up by itself",
-        rank,
-        name,
-        got=f"activations that are DTensors along {axis}",
-        want=f"plain tensors, or DTensors along other axes: gradients along {axis} are added up here",
-        next_step=f"leave {axis} out of the mesh of the activations",
-    )
-
-
 class GradientHooks:
-    """Hooks that add each gradient of autograd to its buffer, and ``main_grad``, where kernels and readers find it.
-
-    Args:
-        plan: this rank's plan.
-        parameters: its parameters by name, in the order of the plan.
-        buffers: a buffer for each of the plan's.
-        sync: the exchange that receives the gradients.
-    """
+    """Hooks that add each gradient of autograd to its buffer, and ``main_grad``, where kernels and readers find it."""
 
     def __init__(
         self,
@@ -375,8 +256,11 @@ class GradientHooks:
         """Whether gradients that come now may send their buckets."""
         self._plan, self._parameters, self._buffers, self._sync = plan, parameters, buffers, sync
         self.give_views()
+        # A weak reference: torch keeps these hooks where the garbage collector sees no cycle, so an unused wrapper
+        # would stay alive with its buffers and process groups.
+        hooks = weakref.ref(self)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_take_gradient, hooks, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters.values())
         ]
 
@@ -409,20 +293,9 @@ class GradientHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # A weak reference: torch keeps these hooks where the garbage collector sees no cycle, so an unused wrapper
-        # would stay alive with its buffers and process groups.
-        this = weakref.ref(self)
-
-        def add(parameter: torch.Tensor) -> None:
-            hooks = this()
-            if hooks is not None:
-                hooks._take_gradient(index, parameter)
-
-        return add
-
     @torch.no_grad()
-    def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
+    def take_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """Move a parameter's ``.grad`` into its buffer."""
         planned = self._plan.parameters[index]
         # Free .grad at once: torch would add the next micro-batch to it.
         gradient, parameter.grad = parameter.grad, None
@@ -431,8 +304,47 @@ class GradientHooks:
         if gradient is None or (is_added and not getattr(parameter, "zero_out_wgrad", False)):
             self._sync.add_gradient(index, None, is_last=self.is_last_microbatch)
             return
-        axis = find_foreign_axis(gradient, parameter, planned)
-        if axis is not None:
-            self._sync.faults.append(make_foreign_fault(planned.name, axis, self._plan.rank))
-        local = take_local_gradient(gradient, parameter, planned)
+        differing = _find_differing(gradient, parameter)
+        foreign = [axis for dim in differing for axis in planned.placement_axes[dim] if axis in planned.axes]
+        if foreign:
+            rank, axis = self._plan.rank, foreign[0]
+            # torch has scaled the gradient by its own rules, not by the plan's.
+            fault = At(planned.name, rank).fault(
+                f"on rank {rank} torch keeps its gradient as parts along {axis}, and would add it up by itself",
+                f"leave {axis} out of the mesh of the activations: gradients along it are added up here",
+                f"activations that are DTensors along {axis}",
+            )
+            self._sync.faults.append(fault)
+        local = _take_local(gradient, parameter, planned, differing)
         self._sync.add_gradient(index, local, is_last=self.is_last_microbatch)
+
+
+def _take_gradient(hooks: weakref.ref[GradientHooks], index: int, parameter: torch.Tensor) -> None:
+    found = hooks()
+    if found is not None:
+        found.take_gradient(index, parameter)
+
+
+def _find_differing(gradient: Any, parameter: Any) -> list[int]:
+    """Return the dims of the mesh along which placements of a gradient and its parameter differ."""
+    if not hasattr(gradient, "placements") or not hasattr(parameter, "placements"):
+        return []
+    pairs = zip(gradient.placements, parameter.placements, gradient.device_mesh.shape, strict=True)
+    return [dim for dim, (own, its, length) in enumerate(pairs) if own != its and length > 1]
+
+
+def _take_local(gradient: Any, parameter: Any, planned: PlannedParameter, differing: Sequence[int]) -> torch.Tensor:
+    """Return a gradient as a strided tensor with the placements of its parameter's local tensor.
+
+    Partial sums stay partial along axes that finalize reduces later. Along other axes torch adds them up here.
+    """
+    later = {axis for one in planned.later for axis in one.axes}
+    wanted = list(getattr(gradient, "placements", ()))
+    for dim in differing:
+        if not later.issuperset(planned.placement_axes[dim]):
+            wanted[dim] = parameter.placements[dim]
+    if wanted and wanted != list(gradient.placements):
+        # A collective along the differing axes: all ranks along them come here, in the order of their backwards.
+        gradient = gradient.redistribute(gradient.device_mesh, wanted)
+    local: torch.Tensor = local_of(gradient)
+    return local if local.layout is torch.strided else local.to_dense()

@@ -9,7 +9,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
-from xrank.errors import GradientError, UsageError
+from xrank.errors import GradientError
+from xrank.gradients.faults import At
 from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedBuffer, PlannedParameter
 from xrank.gradients.roles import local_of
 from xrank.gradients.wire import GradientWire, Handle
@@ -20,14 +21,6 @@ class GradientBuffer:
 
     Parameters that move into the buffer keep their values and stay the same objects; their old memory is freed. Views
     live as long as the buffer: `release` and `restore` free and allocate the memory below them.
-
-    Args:
-        plan: this rank's plan.
-        planned: one of its buffers.
-        parameters: parameters of the buffer by name, all on one device.
-
-    Raises:
-        UsageError: parameters are on several devices.
     """
 
     def __init__(
@@ -60,11 +53,7 @@ class GradientBuffer:
         return bool(self._nbytes) and not self.data.untyped_storage().nbytes()
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Return the view that is a parameter's ``main_grad``, in the shape of the local tensor.
-
-        Raises:
-            GradientError: the buffer is released, so that a read would touch freed memory.
-        """
+        """Return the view that is a parameter's ``main_grad``, in the shape of the local tensor."""
         self.demand(name)
         return self._gradients[name]
 
@@ -80,21 +69,11 @@ class GradientBuffer:
         return not planned.numel or local_of(parameter).data_ptr() == expected
 
     def demand(self, name: str | None = None) -> None:
-        """Check that the buffer has memory.
-
-        Raises:
-            GradientError: the buffer is released.
-        """
+        """Check that the buffer has memory."""
         if self.is_released:
             name = self.members[0].name if name is None else name
-            raise GradientError(
-                f"{name}: the memory of its gradient is released",
-                tensor=name,
-                rank=self.planned.rank,
-                got=f"buffer {self.planned.id}, released",
-                want="its memory",
-                next_step="call restore() before the next backward",
-            )
+            text = f"the memory of its gradient, buffer {self.planned.id}, is released"
+            raise At(name, self.planned.rank).error(text, "call restore() before the next backward")
 
     def release(self) -> int:
         """Free the memory of the gradients, and return its bytes; 0 if it was freed before."""
@@ -121,26 +100,15 @@ def _device(parameters: Mapping[str, torch.nn.Parameter]) -> torch.device:
     found: dict[torch.device, str] = {local_of(parameter).device: name for name, parameter in parameters.items()}
     if len(found) > 1:
         (one, name), (other, other_name), *_ = found.items()
-        raise UsageError(
-            f"{other_name} is on {other} and {name} on {one}: their gradients cannot lie in one buffer",
-            tensor=other_name,
-            got=f"{other} and {one}",
-            want="one device",
-            next_step="move the module to one device before it is wrapped",
+        raise At(other_name).usage_error(
+            f"it is on {other}, and {name} on {one}: their gradients cannot be in one buffer",
+            "move the module to one device before it is wrapped",
         )
     return next(iter(found))
 
 
 class ParameterGather:
-    """The parameters of one module: gathered, due for gathering, or under way.
-
-    Args:
-        plan: this rank's plan; without the distributed optimizer all methods do nothing.
-        buffers: a buffer for each of the plan's.
-        wire: collectives between the ranks of the plan.
-        module: module whose submodules wait for their parameters.
-        parameters: parameters by name.
-    """
+    """The parameters of one module: gathered, due for gathering, or under way."""
 
     def __init__(
         self,
@@ -168,11 +136,7 @@ class ParameterGather:
         self._is_expected = self._is_sharded
 
     def start(self) -> None:
-        """Send all buckets, unless that was done since the parameters were stepped.
-
-        Raises:
-            GradientError: a parameter has left its buffer.
-        """
+        """Send all buckets, unless that was done since the parameters were stepped."""
         if not self._is_sharded:
             return
         # Collectives of the last step must have written before the next ones read the same memory.
@@ -204,31 +168,19 @@ class ParameterGather:
             self._handles.pop(bucket).wait()
 
     def close(self) -> None:
-        """Remove the hooks from the modules.
-
-        Raises:
-            GradientError: as `demand`.
-        """
+        """Remove the hooks from the modules."""
         self.demand()
         while self._hooks:
             self._hooks.pop().remove()
 
     def demand(self) -> None:
-        """Wait for buckets under way, and check that no parameter is due.
-
-        Raises:
-            GradientError: parameters were stepped and not gathered.
-        """
+        """Wait for buckets under way, and check that no parameter is due."""
         if self._is_expected:
             raise self._make_ungathered_error(self._plan.parameters[0].name)
         self.finish()
 
     def wait_for(self, names: Sequence[str]) -> None:
-        """Wait for parameters, before a module runs.
-
-        Raises:
-            GradientError: parameters are due, and ``align_param_gather`` leaves their gathering to the caller.
-        """
+        """Wait for parameters, before a module runs."""
         if self._is_expected and self._plan.config.align_param_gather:
             raise self._make_ungathered_error(names[0])
         self.catch_up()
@@ -239,23 +191,15 @@ class ParameterGather:
     def _check_places(self) -> None:
         for planned in self._plan.parameters:
             if not self._buffers[planned.buffer].is_here(planned, self._parameters[planned.name]):
-                raise GradientError(
-                    f"{planned.name}: it is no longer in the buffer that shards are gathered into",
-                    tensor=planned.name,
-                    rank=self._plan.rank,
-                    got="a parameter whose data was replaced",
-                    want="data that is changed in place",
-                    next_step="move and cast modules before they are wrapped; copy into parameters, do not replace",
+                raise At(planned.name, self._plan.rank).error(
+                    "its data was replaced, and is no longer in the buffer that shards are gathered into",
+                    "move and cast modules before they are wrapped; copy into parameters, do not replace",
                 )
 
     def _make_ungathered_error(self, name: str) -> GradientError:
-        return GradientError(
-            f"{name}: its shards may have been stepped, and were not gathered",
-            tensor=name,
-            rank=self._plan.rank,
-            got="no start_param_sync since finish_grad_sync",
-            want="start_param_sync on all ranks after the optimizer's step",
-            next_step="call start_param_sync(force_sync=True) on all ranks",
+        return At(name, self._plan.rank).error(
+            "its shards may have been stepped since finish_grad_sync, and were not gathered",
+            "call start_param_sync(force_sync=True) on all ranks after the optimizer's step",
         )
 
 

@@ -1,4 +1,7 @@
-"""Gradients as callers give them: by name, or as the modules that hold them, with each rank's slices.
+"""Checks gradients from any framework: replicas must agree, and must equal the gradients of one process.
+
+Replicas that agree may all be wrong: if half of the batch was never added up, it is missing on each of them. So give a
+reference, the gradients of one process over the whole batch, wherever the model is small enough.
 
 After a reduce-scatter a rank has only some elements of a gradient. They are the plan's ``owned``, unless another
 wrapper cut its own buckets: Megatron's distributed optimizer cuts other slices than the plan where tp is longer than 1
@@ -14,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from xrank.errors import UsageError
-from xrank.gradients.agreement import agreement_lines, check_agreement, torch_wire
+from xrank.gradients.agreement import connect_ranks
 from xrank.gradients.comparisons import (
     GradientCheck,
     GradientFinding,
@@ -26,6 +29,7 @@ from xrank.gradients.comparisons import (
     merge_findings,
 )
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.faults import At
 from xrank.gradients.nonfinite import first_nonfinite
 from xrank.gradients.plan import GradientPlan, PlannedParameter, split_instances
 from xrank.gradients.roles import local_of
@@ -49,16 +53,7 @@ class GivenGradients:
 
 
 def read_gradients(given: Given, plan: GradientPlan) -> GivenGradients:
-    """Return gradients by the plan's names; unknown names stay.
-
-    Args:
-        given: gradients by name; or the module that holds them in ``main_grad`` or ``.grad``, wrapped or not, or its
-            chunks.
-        plan: this rank's plan.
-
-    Raises:
-        UsageError: a gradient lies in a buffer whose slices are unknown.
-    """
+    """Return gradients by the plan's names; unknown names stay."""
     if isinstance(given, Mapping):
         return GivenGradients(rename_to_plan(given, plan))
     named: dict[str, Any] = {}
@@ -117,14 +112,11 @@ def find_foreign_view(given: GivenGradients, plan: GradientPlan) -> UsageError |
         local = local_of(gradient)
         is_view = local.untyped_storage().nbytes() > local.numel() * local.element_size()
         if is_view and local.storage_offset() != planned.offset:
-            return UsageError(
-                f"{planned.name}: its gradient lies in a buffer that the plan does not know, so the elements that "
-                "this rank has after the reduce-scatter are unknown",
-                tensor=planned.name,
-                rank=plan.rank,
-                got=f"a view of element {local.storage_offset()} on",
-                want=f"the plan's place, element {planned.offset}; or the wrapped module, which shows its slices",
-                next_step="give the wrapper itself, check_gradients(ddp, plan), in the place of a dict",
+            return At(planned.name, plan.rank).usage_error(
+                f"its gradient is a view of element {local.storage_offset()} of a buffer that the plan does not know, "
+                "so the elements that this rank has are unknown",
+                "give the wrapper itself, check_gradients(ddp, plan), in the place of a dict",
+                want=f"element {planned.offset}, as in the plan",
             )
     return None
 
@@ -214,9 +206,7 @@ def check_gradients(
         >>> check_gradients(ddp, ddp.plan).is_right
         True
     """
-    if wire is None:
-        wire = torch_wire(plan)
-    check_agreement(agreement_lines(plan), wire, plan)
+    wire = connect_ranks(plan, wire)
     everyone = tuple(sorted(plan.views.main.ranks))
     given = read_gradients(named_gradients, plan)
     _check_views(given, plan, wire)

@@ -106,11 +106,7 @@ def encode_findings(findings: Sequence[GradientFinding]) -> str:
 
 
 def merge_findings(texts: Iterable[str]) -> tuple[GradientFinding, ...]:
-    """Return the findings of all ranks. Findings that differ only in ranks become one.
-
-    Args:
-        texts: one text of `encode_findings` for each rank.
-    """
+    """Return the findings of all ranks. Findings that differ only in ranks become one."""
     found: dict[tuple[str, ...], GradientFinding] = {}
     for text in texts:
         for values in json.loads(text):
@@ -132,12 +128,6 @@ def find_factors(
 
     Products come before quotients, and those of the parameter's own mesh before all others. A quotient is written so
     that it equals the ratio: ``dp/edp``.
-
-    Args:
-        ratio: gradient divided by reference.
-        plan: this rank's plan.
-        planned: the parameter.
-        tolerance: allowed difference of the ratio from a product, relative to the product.
     """
     own = _list_lengths(plan, planned, is_own=True)
     every = _list_lengths(plan, planned, is_own=False)
@@ -175,13 +165,7 @@ def describe_factor(ratio: float, plan: GradientPlan, planned: PlannedParameter)
 def summarize_factors(
     findings: Sequence[GradientFinding], plan: GradientPlan, judged: Sequence[str]
 ) -> list[GradientFinding]:
-    """Replace findings of one factor by one finding where it is that of all gradients of a kind.
-
-    Args:
-        findings: findings of this rank.
-        plan: this rank's plan.
-        judged: names of gradients whose reference is not zero, so that a factor would show.
-    """
+    """Replace findings of one factor by one finding where it is that of all gradients of a kind."""
     left = list(findings)
     for title, members in _list_kinds(plan, judged):
         scaled = {one.name: one for one in left if one.kind == "scale" and one.name in members}
@@ -212,13 +196,7 @@ def _list_kinds(plan: GradientPlan, judged: Sequence[str]) -> Iterator[tuple[str
 
 
 def _list_lengths(plan: GradientPlan, planned: PlannedParameter, *, is_own: bool) -> dict[str, int]:
-    """Return the lengths of axes longer than 1, those along which the parameter is exchanged first.
-
-    Args:
-        plan: this rank's plan.
-        planned: the parameter.
-        is_own: only the axes of the parameter's own mesh.
-    """
+    """Return the lengths of axes longer than 1, those along which the parameter is exchanged first."""
     is_expert = plan.buffers[planned.buffer].is_expert
     place = MeshPlace(plan.views, plan.rank)
     lengths: dict[str, int] = {}
@@ -260,14 +238,7 @@ def explain_missing_sums(
     plan: GradientPlan,
     wire: GradientWire,
 ) -> list[GradientFinding]:
-    """Return the findings, with the missing exchange where one explains a difference; on all ranks together.
-
-    Args:
-        findings: this rank's.
-        compared: by name, gradients that were compared with a reference on this rank.
-        plan: this rank's plan.
-        wire: collectives between the ranks of the plan.
-    """
+    """Return the findings, with the missing exchange where one explains a difference; on all ranks together."""
     wrong = {one.name for one in findings if one.kind == "reference" and one.name in compared}
     hints: dict[str, str] = {}
     for ranks, axes, names in _list_sets(plan):
@@ -337,13 +308,7 @@ _MAX_COMPARED = 64
 def compare_replicas(
     owned: Mapping[str, torch.Tensor | None], plan: GradientPlan, wire: GradientWire
 ) -> list[GradientFinding]:
-    """Return where gradients differ that should be equal; all ranks of a set return the same.
-
-    Args:
-        owned: by name, the flat elements that this rank owns; None if no gradient came.
-        plan: this rank's plan.
-        wire: collectives between the ranks of the plan.
-    """
+    """Return where gradients differ that should be equal; all ranks of a set return the same."""
     digests = {name: _digest(tensor) for name, tensor in owned.items()}
     findings: list[GradientFinding] = []
     sets: dict[tuple[tuple[int, ...], FindingKind, tuple[str, ...]], list[str]] = {}
@@ -446,14 +411,7 @@ have rounding errors."""
 def compare_with_reference(
     gradients: Mapping[str, Any], reference: Mapping[str, Any], plan: GradientPlan, tolerance: float | None
 ) -> tuple[list[GradientFinding], dict[str, Comparable]]:
-    """Return where this rank's gradients differ from those of one process, and what was compared.
-
-    Args:
-        gradients: by name, gradients of the local shape; None if none came.
-        reference: by name, gradients of the local or of the whole shape, or None.
-        plan: this rank's plan.
-        tolerance: as in `check_gradients`.
-    """
+    """Return where this rank's gradients differ from those of one process, and what was compared."""
     findings: list[GradientFinding] = []
     compared: dict[str, Comparable] = {}
     judged: list[str] = []

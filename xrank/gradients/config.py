@@ -7,6 +7,15 @@ from typing import Literal
 
 from xrank.errors import UsageError
 
+_NEEDED = {
+    "num_distributed_optimizer_instances": "use_distributed_optimizer",
+    "overlap_param_gather": "use_distributed_optimizer",
+    "align_param_gather": "overlap_param_gather",
+    "pad_buckets_for_high_nccl_busbw": "use_distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
+}
+"""A field -> the field without which it has no effect."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientConfig:
@@ -68,36 +77,19 @@ class GradientConfig:
         if self.unused not in ("zero", "error"):
             raise UsageError('unused must be "zero" or "error"', got=repr(self.unused), want='"zero" or "error"')
         if self.calculate_per_token_loss and self.average_in_collective:
+            text = "average_in_collective divides by the number of ranks, calculate_per_token_loss by that of tokens"
+            raise UsageError(text, got="both", want="one of them")
+        for field in fields(self):
+            needed, value = _NEEDED.get(field.name), getattr(self, field.name)
+            if needed is not None and value != field.default and not getattr(self, needed):
+                step = f"set {needed}=True, or omit the other"
+                raise UsageError(f"{field.name}={value} has no effect without {needed}=True", next_step=step)
+        instances = self.num_distributed_optimizer_instances
+        if self.reduce_scatter_with_fp32_accumulation and (self.average_in_collective or instances > 1):
             raise UsageError(
-                "average_in_collective divides by the number of ranks, calculate_per_token_loss by that of tokens",
-                got="both",
-                want="one of them",
-            )
-        if self.num_distributed_optimizer_instances > 1:
-            self._require("num_distributed_optimizer_instances > 1", "use_distributed_optimizer")
-        if self.overlap_param_gather:
-            self._require("overlap_param_gather", "use_distributed_optimizer")
-        if self.align_param_gather:
-            self._require("align_param_gather", "overlap_param_gather")
-        if self.pad_buckets_for_high_nccl_busbw:
-            self._require("pad_buckets_for_high_nccl_busbw", "use_distributed_optimizer")
-        if self.reduce_scatter_with_fp32_accumulation:
-            self._require("reduce_scatter_with_fp32_accumulation", "use_distributed_optimizer")
-            if self.average_in_collective or self.num_distributed_optimizer_instances > 1:
-                raise UsageError(
-                    "reduce_scatter_with_fp32_accumulation adds up by itself, in one instance",
-                    got=f"average_in_collective={self.average_in_collective}, num_distributed_optimizer_instances="
-                    f"{self.num_distributed_optimizer_instances}",
-                    want="False and 1",
-                )
-
-    def _require(self, name: str, needed: str) -> None:
-        if not getattr(self, needed):
-            raise UsageError(
-                f"{name} has no effect without {needed}",
-                got=f"{needed}=False",
-                want=f"{needed}=True",
-                next_step=f"set {needed}=True, or omit the other",
+                "reduce_scatter_with_fp32_accumulation adds up by itself, in one instance",
+                got=f"average_in_collective={self.average_in_collective}, {instances} instances",
+                want="False and 1",
             )
 
 

@@ -1,139 +1,87 @@
-"""Matches a module's parameters with a plan: when the module is wrapped, and at the end of each step."""
+"""A module whose replicas add up their gradients in contiguous buffers, by its `GradientPlan`.
+
+One step, on all ranks alike::
+
+    ddp.zero_grad_buffer()
+    with ddp.no_sync():
+        for batch in all_but_the_last:
+            loss(ddp(batch)).backward()
+    loss(ddp(last)).backward()  # buckets leave while it runs
+    ddp.finish_grad_sync()      # or finalize_model_grads([ddp]), which also makes the later reductions
+    ...                         # step the parameters with their main_grad
+    ddp.start_param_sync()      # with the distributed optimizer: each rank stepped only its shards
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from xrank.errors import GradientError, UsageError
-from xrank.gradients.agreement import agreement_lines, check_agreement, torch_wire
+from xrank.gradients.agreement import connect_ranks
 from xrank.gradients.bucket_sync import BucketSync, GradientHooks
 from xrank.gradients.buffer import GradientBuffer, ParameterGather
 from xrank.gradients.config import GradientConfig
+from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.nonfinite import watch
 from xrank.gradients.optimizers import watch_optimizers
 from xrank.gradients.plan import GradientPlan, iter_parameters
 from xrank.gradients.roles import local_of, role_of
-from xrank.gradients.wire import GradientFault, GradientWire
-
-
-def match_parameters(
-    module: torch.nn.Module | Sequence[torch.nn.Module], plan: GradientPlan
-) -> dict[str, torch.nn.Parameter]:
-    """Return the module's parameters by their names in the plan, in its order.
-
-    Raises:
-        UsageError: parameters and plan differ, or a parameter already has a gradient.
-    """
-    for part in [module] if isinstance(module, torch.nn.Module) else module:
-        _refuse_other_wrappers(part, plan.rank)
-    found = dict(iter_parameters(module))
-    matched = {}
-    for planned in plan.parameters:
-        parameter = found.get(planned.name)
-        local = None if parameter is None else local_of(parameter)
-        got = "none" if local is None else f"{tuple(local.shape)} in {local.dtype}"
-        if parameter is None or local is None or (tuple(local.shape), local.dtype) != (planned.shape, planned.dtype):
-            raise _make_mismatch_error(planned.name, plan.rank, got, f"{planned.shape} in {planned.dtype}")
-        if not parameter.requires_grad:
-            raise _make_mismatch_error(planned.name, plan.rank, "it is frozen", "a parameter that needs a gradient")
-        if hasattr(parameter, "main_grad"):
-            raise UsageError(
-                f"{planned.name} has a main_grad already: two hooks would take the gradient from each other",
-                tensor=planned.name,
-                rank=plan.rank,
-                got="a wrapped module",
-                want="a module that is not wrapped",
-                next_step="call unwrap() of the DistributedDataParallel that it has",
-            )
-        if parameter.grad is not None:
-            raise UsageError(
-                f"{planned.name} has a gradient already, which would be added to the next",
-                tensor=planned.name,
-                rank=plan.rank,
-                next_step="set .grad to None before the module is wrapped",
-            )
-        matched[planned.name] = parameter
-    for name, parameter in found.items():
-        if parameter.requires_grad and name not in plan:
-            raise _make_mismatch_error(name, plan.rank, "it needs a gradient", "a parameter of the plan")
-    return matched
-
-
-def find_unplanned(module: torch.nn.Module, plan: GradientPlan, known: Container[int]) -> list[GradientFault]:
-    """Return a fault for each parameter that needs a gradient and is not in the plan.
-
-    Args:
-        module: the module at this moment; modules may change.
-        plan: this rank's plan.
-        known: ids of the plan's parameters.
-    """
-    return [
-        GradientFault(
-            f"{name}: it needs a gradient on rank {plan.rank}, and has no place in the plan",
-            plan.rank,
-            name,
-            got="a parameter that was frozen or absent when the plan was made",
-            want="one of the plan's parameters",
-            next_step="call unwrap(), then make the plan and the DistributedDataParallel again",
-        )
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in known
-    ]
-
-
-def find_frozen(parameters: Mapping[str, torch.nn.Parameter], rank: int) -> list[GradientFault]:
-    """Return a fault for each of the plan's parameters that no longer needs a gradient: weight decay would move it."""
-    return [
-        GradientFault(
-            f"{name}: it was frozen on rank {rank} after the plan was made, and optimizers still step it",
-            rank,
-            name,
-            got="requires_grad=False",
-            want="a parameter that needs a gradient, or that is not in the plan",
-            next_step="call unwrap(), freeze it, then make plan, DistributedDataParallel and optimizer again",
-        )
-        for name, parameter in parameters.items()
-        if not parameter.requires_grad
-    ]
-
-
-def _refuse_other_wrappers(module: torch.nn.Module, rank: int) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
-            raise UsageError(
-                f"{name or 'the module'} is wrapped by torch's DistributedDataParallel: both would send gradients",
-                tensor=name or None,
-                rank=rank,
-                got=type(part).__name__,
-                want="a module whose gradients no other wrapper exchanges",
-                next_step="make the plan and the wrapper from its .module",
-            )
-
-
-def _make_mismatch_error(name: str, rank: int, got: str, want: str) -> UsageError:
-    return UsageError(
-        f"{name} differs from the plan",
-        tensor=name,
-        rank=rank,
-        got=got,
-        want=want,
-        next_step="make the plan from the wrapped module in its current state",
-    )
-
+from xrank.gradients.wire import GradientWire
 
 _CHUNK = 1 << 20
 """Elements that are summed at once, to bound memory."""
 _PRIME = 2_147_483_647
 
 
+def _match_parameters(
+    module: torch.nn.Module | Sequence[torch.nn.Module], plan: GradientPlan
+) -> dict[str, torch.nn.Parameter]:
+    """Return the module's parameters by their names in the plan, in its order; or raise where they differ."""
+    for part in [module] if isinstance(module, torch.nn.Module) else module:
+        for name, inner in part.named_modules():
+            if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+                raise At(name or "the module", plan.rank).usage_error(
+                    "torch's DistributedDataParallel wraps it, and both would send gradients",
+                    "make the plan and the wrapper from its .module",
+                )
+    found = dict(iter_parameters(module))
+    matched = {}
+    for planned in plan.parameters:
+        parameter, at = found.get(planned.name), At(planned.name, plan.rank)
+        local = None if parameter is None else local_of(parameter)
+        got = "none" if local is None else f"{tuple(local.shape)} in {local.dtype}"
+        want = f"{planned.shape} in {planned.dtype}"
+        if parameter is None or local is None or got != want:
+            raise at.usage_error("it differs from the plan", _PLAN_AGAIN, got, want)
+        if not parameter.requires_grad:
+            raise at.usage_error("it is frozen, and needs a gradient by the plan", _PLAN_AGAIN)
+        if hasattr(parameter, "main_grad"):
+            raise at.usage_error(
+                "it has a main_grad already: two hooks would take the gradient from each other",
+                "call unwrap() of the DistributedDataParallel that it has",
+            )
+        if parameter.grad is not None:
+            raise at.usage_error(
+                "it has a gradient already, which would be added to the next",
+                "set .grad to None before the module is wrapped",
+            )
+        matched[planned.name] = parameter
+    for name, parameter in found.items():
+        if parameter.requires_grad and name not in plan:
+            raise At(name, plan.rank).usage_error("it needs a gradient, and is not in the plan", _PLAN_AGAIN)
+    return matched
+
+
+_PLAN_AGAIN = "make the plan from the wrapped module in its current state"
+
+
 @torch.no_grad()
-def compare_first_values(
+def _compare_first_values(
     parameters: Mapping[str, torch.nn.Parameter], plan: GradientPlan, wire: GradientWire
 ) -> list[GradientFault]:
     """Return a fault for each parameter whose values differ between replicas; all ranks call this together."""
@@ -148,16 +96,12 @@ def compare_first_values(
         wire.all_reduce(bounds, ranks, "max").wait()
         for name, high, low in zip(names, bounds[: len(names)].tolist(), (~bounds[len(names) :]).tolist(), strict=True):
             if high != low:
-                faults.append(
-                    GradientFault(
-                        f"{name}: replicas on ranks {list(ranks)} have different values before the first step",
-                        plan.rank,
-                        name,
-                        got=f"digests {low} to {high}",
-                        want="equal values, which equal gradients keep equal",
-                        next_step="call broadcast_params() on all ranks after the module is wrapped",
-                    )
+                fault = At(name, plan.rank).fault(
+                    f"replicas on ranks {list(ranks)} have different values before the first step",
+                    "call broadcast_params() on all ranks after the module is wrapped",
+                    f"digests {low} to {high}",
                 )
+                faults.append(fault)
     return faults
 
 
@@ -175,52 +119,6 @@ def _digest(tensor: torch.Tensor) -> int:
     return found
 
 
-def make_drop_fault(rank: int) -> GradientFault:
-    """Return the fault that ranks receive when they finish a step that this rank drops."""
-    return GradientFault(
-        f"rank {rank} dropped this step, whose gradients other ranks exchange",
-        rank,
-        got="zero_grad_buffer(discard=True)",
-        want="finish_grad_sync or finalize_model_grads, as on other ranks",
-        next_step="drop a step on all ranks, or on none",
-    )
-
-
-def make_unfinalized_error(plan: GradientPlan) -> GradientError:
-    """Return the error of a step without its later reductions."""
-    planned = next(planned for planned in plan.parameters if planned.later)
-    later = planned.later[0]
-    return GradientError(
-        f"{planned.name}: its gradients of this step were added up over replicas, and not along "
-        f"{' and '.join(later.axes)}",
-        tensor=planned.name,
-        rank=plan.rank,
-        got="finish_grad_sync, and no finalize_model_grads",
-        want=f"also a {later.operation} over ranks {list(later.ranks)}: {later.reason}",
-        next_step="call finalize_model_grads instead of it, or zero_grad_buffer(discard=True) on all ranks to drop "
-        "the step",
-    )
-
-
-def make_unexchanged_error(plan: GradientPlan, arrivals: Sequence[int]) -> GradientError:
-    """Return the error of a step whose gradients were not exchanged.
-
-    Args:
-        plan: this rank's plan.
-        arrivals: number of gradients of each of its parameters.
-    """
-    found = zip(plan.parameters, arrivals, strict=True)
-    name = next((planned.name for planned, count in found if count), plan.parameters[0].name)
-    return GradientError(
-        f"{name}: its gradients of this step were never exchanged",
-        tensor=name,
-        rank=plan.rank,
-        got="backward, and no finish_grad_sync",
-        want="finish_grad_sync or finalize_model_grads after the last backward of every step",
-        next_step="call it, or zero_grad_buffer(discard=True) on all ranks to drop the step",
-    )
-
-
 class DistributedDataParallel(torch.nn.Module):
     """A module with gradient buffers. Docstrings name the methods that all ranks call together.
 
@@ -229,7 +127,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     So torch's optimizers and `clip_grad_norm_` find no gradients on the module's parameters. Give them the parameters
     of `ParameterShards`, with or without the distributed optimizer. Ranks of the world outside of the mesh call
-    ``process_groups.make_groups(())`` while the others construct this.
+    ``xrank.gradients.wire.make_wire(())`` while the others construct this.
 
     Args:
         module: this rank's module, or its chunks of a module, as in the plan.
@@ -267,13 +165,12 @@ class DistributedDataParallel(torch.nn.Module):
                 want=repr(plan.config),
                 next_step="give the config to GradientPlan.from_module, and omit it here",
             )
-        parameters = match_parameters(module, plan)
+        parameters = _match_parameters(module, plan)
         self.module = module if isinstance(module, torch.nn.Module) else torch.nn.ModuleList(module)
         self.plan = plan
         self.config = plan.config
-        self.wire = torch_wire(plan) if wire is None else wire
         # Before buffers and hooks: if plans differ, all ranks raise and the module is as it was.
-        check_agreement(agreement_lines(plan), self.wire, plan)
+        self.wire = connect_ranks(plan, wire)
         self.planned_parameters: Mapping[str, torch.nn.Parameter] = parameters
         """Parameters by name, in the order of the plan."""
         self.gradient_buffers = tuple(
@@ -282,7 +179,6 @@ class DistributedDataParallel(torch.nn.Module):
         )
         """A buffer for each of the plan's buffers."""
         self.sync = BucketSync(plan, self.gradient_buffers, self.wire)
-        watch(self.sync, self.gradient_buffers)
         self.later_is_due = False
         """Whether replicas are added up but later reductions are not made yet: gradients must not be used."""
         self.value_listeners: list[Callable[[], None]] = []
@@ -331,8 +227,23 @@ class DistributedDataParallel(torch.nn.Module):
                 with ``unused="error"``; its parameter is not in the plan, or was frozen since; or, in the first step,
             replicas have different values. Or this is the second call of the step.
         """
-        faults = find_unplanned(self.module, self.plan, self._known)
-        faults += find_frozen(self.planned_parameters, self.plan.rank)
+        rank = self.plan.rank
+        faults = [
+            At(name, rank).fault(
+                f"it needs a gradient on rank {rank}, and was frozen or absent when the plan was made",
+                "call unwrap(), then make the plan and the DistributedDataParallel again",
+            )
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._known
+        ]
+        faults += [
+            At(name, rank).fault(
+                f"it was frozen on rank {rank} after the plan was made, and optimizers still step it",
+                "call unwrap(), freeze it, then make plan, DistributedDataParallel and optimizer again",
+            )
+            for name, parameter in self.planned_parameters.items()
+            if not parameter.requires_grad
+        ]
         if not self.sync.is_finished:
             self._hooks.note_kernels()
         self._exchange(faults)
@@ -353,12 +264,22 @@ class DistributedDataParallel(torch.nn.Module):
                 were stepped with them, replicas now differ.
         """
         if self.later_is_due and not discard:
-            raise make_unfinalized_error(self.plan)
+            planned = next(planned for planned in self.plan.parameters if planned.later)
+            later = planned.later[0]
+            axes = " and ".join(later.axes)
+            raise At(planned.name, self.plan.rank).error(
+                f"its gradients of this step were added up over replicas, and not along {axes}",
+                "call finalize_model_grads in place of finish_grad_sync, or drop the step on all ranks by "
+                "zero_grad_buffer(discard=True)",
+                want=f"also a {later.operation} over ranks {list(later.ranks)}: {later.reason}",
+            )
         self.later_is_due = False
         if discard and not self.sync.is_finished:
             # Buckets of other ranks may be under way even if this rank has sent none, so it takes part in the exchange.
             # A rank that finishes the step instead receives this fault; the others suppress it with all other faults.
-            self.sync.faults.append(make_drop_fault(self.plan.rank))
+            rank = self.plan.rank
+            text = f"rank {rank} dropped this step by zero_grad_buffer(discard=True), and other ranks exchange it"
+            self.sync.faults.append(At(rank=rank).fault(text, "drop a step on all ranks, or on none"))
             with suppress(GradientError):
                 self._exchange([])
         else:
@@ -472,24 +393,28 @@ class DistributedDataParallel(torch.nn.Module):
         return found
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise UsageError(
-            "a wrapped module has buffers and process groups, which cannot be copied",
-            got="copy.deepcopy of a DistributedDataParallel",
-            want="of its module",
-            next_step="copy .module, as for a moving average, and wrap the copy if its gradients are wanted",
+        raise At().usage_error(
+            "a DistributedDataParallel has buffers and process groups, which cannot be copied",
+            "copy .module, as for a moving average, and wrap the copy if its gradients are wanted",
         )
 
     def _exchange(self, faults: list[GradientFault]) -> None:
         """Finish the exchange; in the first step, compare the values of replicas too."""
         if self._is_first_step and not self.sync.is_finished:
             self.sync.start()
-            faults = faults + compare_first_values(self.planned_parameters, self.plan, self.wire)
+            faults = faults + _compare_first_values(self.planned_parameters, self.plan, self.wire)
         self.sync.finish(faults)
         self._is_first_step = False  # after a fault of any rank all of them compare again
 
     def _check_exchanged(self) -> None:
         if self.sync.has_begun and not self.sync.is_finished:
-            raise make_unexchanged_error(self.plan, self.sync.arrivals)
+            found = zip(self.plan.parameters, self.sync.arrivals, strict=True)
+            name = next((planned.name for planned, count in found if count), self.plan.parameters[0].name)
+            raise At(name, self.plan.rank).error(
+                "its gradients of this step were never exchanged",
+                "call finish_grad_sync or finalize_model_grads after the last backward of every step, or "
+                "zero_grad_buffer(discard=True) on all ranks to drop the step",
+            )
 
     def _notify_listeners(self) -> None:
         for listener in self.value_listeners:

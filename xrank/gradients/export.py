@@ -1,4 +1,7 @@
-"""Places of owned slices in the whole model, as layouts that a state records and `xrank gather` reads.
+"""Gradients and optimizer states by name, ready for a workspace: each rank's own slices, without padding.
+
+The results go to ``NFSWorkspace.write_configs_and_weights(config, tensors, layouts=layouts)`` on every rank. Then
+`xrank gather` merges the whole tensors, and `xrank reshard` cuts them for another number of replicas.
 
 A slice of a parameter is a run of its local tensor's elements: a flat buffer of one tensor, cut at listed places,
 ``flat(w [8/tp, 4])/dp{10,6}``. A parameter that is whole on a rank is cut as the parameter itself, ``[8/tp, 4]``.
@@ -13,8 +16,9 @@ from typing import Any
 
 import torch
 
-from xrank.errors import LayoutError, UsageError
+from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.faults import At
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.optimizers import list_states
 from xrank.gradients.roles import local_of
@@ -29,11 +33,7 @@ _CROSS_STAGE = ("conditional", "word", "position")
 
 
 class SliceLayouts:
-    """Builds the layout map of a rank's tensors, each of which belongs to a parameter's owned slice.
-
-    Args:
-        own: cuts of parameters by name in the whole model, for parameters without placements and Megatron's attributes.
-    """
+    """Builds the layout map of a rank's tensors, each of which belongs to a parameter's owned slice."""
 
     def __init__(self, own: LayoutMap | None) -> None:
         self._map: LayoutMap | None = None
@@ -44,17 +44,7 @@ class SliceLayouts:
         return LayoutMap() if self._map is None else self._map
 
     def add(self, key: str, name: str, one: OwnedSlice) -> None:
-        """Add the layout of a tensor of a slice's shape.
-
-        Args:
-            key: name of the tensor.
-            name: name of the parameter in the whole model.
-            one: the slice.
-
-        Raises:
-            LayoutError: the cut of the parameter is unknown, or ranks along its cut hold parts of different sizes, so
-                that no single layout contains the places of their slices.
-        """
+        """Add the layout of a tensor of a slice's shape."""
         mesh, axis = _find_mesh(one)
         layout, shape = self._find_layout(name, one, mesh)
         dims = render(LayoutTree(layout.dims))
@@ -156,13 +146,9 @@ def _layout_from_placements(name: str, parameter: Any, one: OwnedSlice) -> tuple
     axes_by_dim = one.planned.placement_axes
     for axes, placement in zip(axes_by_dim, parameter.placements, strict=True):
         if len(axes) > 1 and not placement.is_replicate():
-            raise LayoutError(
-                f"{name}: it is cut along one axis of its mesh that is {len(axes)} of the plan's",
-                tensor=name,
-                rank=one.model.plan.rank,
-                got=f"{placement} along {', '.join(axes)}",
-                want="a mesh with the axes of the parameters",
-                next_step="make the plan with the mesh of the parameters, or give layouts= with a rule for it",
+            raise At(name, one.model.plan.rank).layout_error(
+                f"it is cut along one axis of its mesh that is {len(axes)} of the plan's: {', '.join(axes)}",
+                "make the plan with the mesh of the parameters, or give layouts= with a rule for it",
             )
     # The plan's names; axes that cut nothing keep their own.
     names = [axes[0] if len(axes) == 1 else f"{axis}_" for axis, axes in zip(own.axis_names, axes_by_dim, strict=True)]
@@ -188,13 +174,9 @@ def _layout_from_attributes(
         dim = getattr(parameter, "partition_dim", -1)
         stride = getattr(parameter, "partition_stride", 1)
         if not 0 <= dim < len(local) or local[dim] % stride:
-            raise LayoutError(
-                f"{name}: it is cut along {axis}, and the dim is unknown",
-                tensor=name,
-                rank=plan.rank,
-                got=f"partition_dim={dim!r}, partition_stride={stride!r}",
-                want=f"one of {len(local)} dims",
-                next_step="give layouts= with a rule for it",
+            raise At(name, plan.rank).layout_error(
+                f"it is cut along {axis}, and the dim is unknown: partition_dim={dim!r}, partition_stride={stride!r}",
+                "give layouts= with a rule for it",
             )
         shape[dim] *= length
         # With a stride each rank holds a part of each of `stride` pieces, such as gate and up.
@@ -206,13 +188,10 @@ def _check_equal(name: str, one: OwnedSlice, layout: TensorLayout, shape: Sequen
     """Check that parts are equal: owners cut unequal parts at different places, so that one list of counts fails."""
     cutting = [axis for dim in layout.dims for axis in axes_of(dim)]
     if prod(shape) != one.planned.numel * prod(mesh.axis_length(axis) for axis in cutting):
-        raise LayoutError(
-            f"{name}: ranks along {', '.join(cutting)} hold parts of other sizes, which one layout cannot express",
-            tensor=name,
-            rank=one.model.plan.rank,
-            got=f"{list(one.planned.shape)} of {list(shape)} on this rank",
-            want="equal parts",
-            next_step="pad it to equal parts, or export without use_distributed_optimizer",
+        raise At(name, one.model.plan.rank).layout_error(
+            f"ranks along {', '.join(cutting)} hold parts of different sizes, which one layout cannot express",
+            "pad it to equal parts, or export without use_distributed_optimizer",
+            f"{list(one.planned.shape)} of {list(shape)} on this rank",
         )
 
 
@@ -334,12 +313,10 @@ def load_optimizer_shards(
     for name, one, parameter, _ in stepped:
         if name not in tensors:
             near = get_close_matches(name, tensors, n=1)
-            raise UsageError(
-                f"{name}: the states have no values of it",
-                tensor=name,
-                rank=one.model.plan.rank,
-                got=f"{near[0]}, and others" if near else f"{len(tensors)} tensors of other names",
-                want="the tensors of export_optimizer_shards, in this run's layouts",
+            raise At(name, one.model.plan.rank).usage_error(
+                "the states have no values of it",
+                "give the tensors of export_optimizer_shards, in this run's layouts",
+                f"{near[0]}, and others" if near else f"{len(tensors)} tensors of other names",
             )
         _check_shape(name, tensors[name], one)
         prefix = f"state.{name}."
@@ -379,12 +356,9 @@ def _find_stepped(
         own = find_slice(parameter)
         name = by_parameter.get(id(parameter)) if own is None else by_place.get((id(own.model), own.planned.name))
         if name is None or (own is None and slices[name].is_cut):
-            raise UsageError(
-                f"{name or 'a parameter'}: the optimizer steps a tensor that is not a shard of these models",
-                tensor=name,
-                got=f"a tensor of shape {list(parameter.shape)}",
-                want="ParameterShards(models).parameters()",
-                next_step="construct the optimizer over the shards, and give their models",
+            raise At(name).usage_error(
+                f"the optimizer steps a tensor of shape {list(parameter.shape)} that is not a shard of these models",
+                "construct the optimizer over ParameterShards(models).parameters(), and give their models",
             )
         found[name] = parameter, group
     return [(name, one, *found[name]) for name, one in slices.items() if name in found]
@@ -396,29 +370,17 @@ def _tensor(state: object) -> torch.Tensor:
         return local.detach()
     if isinstance(state, bool | int | float):
         return torch.tensor(state)
-    raise UsageError(
-        f"a state of the optimizer is a {type(state).__name__}", got=type(state).__name__, want="a tensor or a number"
-    )
+    raise UsageError(f"a state of the optimizer is a {type(state).__name__}", want="a tensor or a number")
 
 
 def _check_shape(name: str, tensor: torch.Tensor, one: OwnedSlice) -> torch.Tensor:
     if tuple(tensor.shape) != one.shape:
-        raise UsageError(
-            f"{name}: its shape is not that of this rank's slice",
-            tensor=name,
-            rank=one.model.plan.rank,
-            got=str(list(tensor.shape)),
-            want=str(list(one.shape)),
-            next_step="states that mix elements of a parameter cannot be cut: use an optimizer that works by element",
+        raise At(name, one.model.plan.rank).usage_error(
+            f"its shape {list(tensor.shape)} is not that of this rank's slice, {list(one.shape)}",
+            "use an optimizer that works by element: states that mix elements of a parameter cannot be cut",
         )
     return tensor
 
 
 def _make_clash_error(name: str) -> UsageError:
-    return UsageError(
-        f"{name}: two tensors have this name",
-        tensor=name,
-        got="one name for two",
-        want="names of the whole model",
-        next_step="let names= return different names",
-    )
+    return At(name).usage_error("two tensors have this name", "let names= return different names of the whole model")

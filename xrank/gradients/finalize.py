@@ -1,4 +1,8 @@
-"""One exchange of a step, as `finalize_model_grads` reports it."""
+"""The exchanges after a step's last backward: each gradient is added up over all ranks that have a part of it.
+
+The order is that of megatron/core/distributed/finalize_model_grads.py: replicas; embedders of all stages; copies along
+tp; the word table, then the position table; biases of routers; and the number of tokens, which divides all gradients.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ import torch
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plan import LATER_KINDS, LaterReduction, Operation
-from xrank.gradients.wire import GradientFault, GradientWire, Handle
+from xrank.gradients.wire import GradientWire, Handle
 
 ReductionKind: TypeAlias = Literal["data", "conditional", "tensor", "word", "position", "router", "tokens"]
 
@@ -59,11 +64,7 @@ class _LaterPart:
 
 
 class LaterSync:
-    """The later reductions of one step on one rank.
-
-    Args:
-        chunks: the rank's wrapped models.
-    """
+    """The later reductions of one step on one rank."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self._num_chunks = len(chunks)
@@ -152,13 +153,11 @@ def _parts(number: int, chunk: DistributedDataParallel) -> Iterator[_LaterPart]:
 
 
 def _shape_fault(first: _LaterPart, other: _LaterPart, rank: int) -> GradientFault:
-    return GradientFault(
-        f"{other.name}: its shapes in chunks {first.chunk} and {other.chunk} of rank {rank} differ",
-        rank,
-        other.name,
-        got=f"{other.gradient.numel()} elements",
-        want=f"the {first.gradient.numel()} of {first.name}, whose copy it is",
-        next_step="rename parameters that are not copies, or do not mark them over_pp",
+    return At(other.name, rank).fault(
+        f"its shapes in chunks {first.chunk} and {other.chunk} of rank {rank} differ",
+        "rename parameters that are not copies, or do not mark them over_pp",
+        f"{other.gradient.numel()} elements",
+        f"the {first.gradient.numel()} of {first.name}, whose copy it is",
     )
 
 
@@ -171,11 +170,7 @@ class _Router:
 
 
 class RouterBiases:
-    """The routers of one rank in one step.
-
-    Args:
-        chunks: the rank's wrapped models.
-    """
+    """The routers of one rank in one step."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self._chunks = chunks
@@ -188,13 +183,9 @@ class RouterBiases:
         ]
         rank = chunks[0].plan.rank
         self.faults = [
-            GradientFault(
-                f"{router.name}: the rate at which its expert_bias moves is unknown",
-                rank,
-                f"{router.name}.expert_bias",
-                got="neither config.moe_router_bias_update_rate nor expert_bias_update_rate",
-                want="one of them, a number",
-                next_step="set expert_bias_update_rate on the module; 1e-3 is Megatron's",
+            At(router.name, rank).fault(
+                "the rate at which its expert_bias moves is unknown",
+                "set config.moe_router_bias_update_rate or expert_bias_update_rate on the module; 1e-3 is Megatron's",
             )
             for router in self._routers
             if router.rate is None and not router.is_frozen
@@ -321,11 +312,10 @@ def _chunks(models: _Models) -> list[DistributedDataParallel]:
     chunks = [models] if isinstance(models, torch.nn.Module) else [*models]
     strange = next((chunk for chunk in chunks if not isinstance(chunk, DistributedDataParallel)), None)
     if not chunks or strange is not None:
-        raise UsageError(
+        raise At().usage_error(
             "models must be wrapped before their gradients are finalized",
-            got=type(strange).__name__ if chunks else "no model",
-            want="a DistributedDataParallel of xrank.gradients, or several",
-            next_step="wrap it: DistributedDataParallel(module, GradientPlan.from_module(module, mesh))",
+            "wrap it: DistributedDataParallel(module, GradientPlan.from_module(module, mesh))",
+            type(strange).__name__ if chunks else "no model",
         )
     first = chunks[0]
     for chunk in chunks:
@@ -340,13 +330,11 @@ def _chunks(models: _Models) -> list[DistributedDataParallel]:
 
 def _make_repeat_error(chunk: DistributedDataParallel) -> GradientError:
     name = chunk.plan.parameters[0].name if chunk.plan.parameters else None
-    return GradientError(
-        f"{name or 'a model without gradients'}: gradients of this step were exchanged already",
-        tensor=name,
-        rank=chunk.plan.rank,
-        got="finalize_model_grads after it, or after finish_grad_sync",
-        want="finalize_model_grads once in a step: a second sum would count every replica twice",
-        next_step="call zero_grad_buffer() at the start of every step, and finalize_model_grads alone at its end",
+    return At(name, chunk.plan.rank).error(
+        "gradients of this step were exchanged already",
+        "call zero_grad_buffer() at the start of every step, and finalize_model_grads alone at its end",
+        "finalize_model_grads after it, or after finish_grad_sync",
+        "finalize_model_grads once in a step: a second sum would count every replica twice",
     )
 
 
@@ -366,41 +354,27 @@ def _finish(chunks: Sequence[DistributedDataParallel]) -> None:
 
 def _token_faults(chunk: DistributedDataParallel, num_tokens: torch.Tensor | float | None) -> list[GradientFault]:
     rank = chunk.plan.rank
+    at = At(rank=rank)
     if not chunk.config.calculate_per_token_loss:
         if num_tokens is None:
             return []
-        return [
-            GradientFault(
-                f"rank {rank} gives num_tokens, and its gradients were divided by the number of ranks already",
-                rank,
-                got=f"num_tokens={num_tokens!r} and calculate_per_token_loss=False",
-                want="one division",
-                next_step="set GradientConfig(calculate_per_token_loss=True), or omit num_tokens",
-            )
-        ]
+        text = f"rank {rank} gives num_tokens, and its gradients were divided by the number of ranks already"
+        return [at.fault(text, "set GradientConfig(calculate_per_token_loss=True), or omit num_tokens")]
     if not _is_last_stage(chunk):
         return []
     if num_tokens is None:
-        return [
-            GradientFault(
-                f"rank {rank} gives no num_tokens, and its gradients are not divided otherwise",
-                rank,
-                got="num_tokens=None and calculate_per_token_loss=True",
-                want="the tokens of this rank's batch that count in the loss",
-                next_step="give num_tokens on the last stage, on each rank its own number",
-            )
-        ]
+        text = f"rank {rank} gives no num_tokens, by which calculate_per_token_loss=True divides its gradients"
+        return [at.fault(text, "give num_tokens on the last stage, on each rank the tokens of its batch that count")]
+    got = None
     if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() != 1:
         got = f"a tensor of shape {list(num_tokens.shape)}"
-        return [GradientFault(f"num_tokens of rank {rank} is not a count", rank, got=got, want="one number")]
-    try:
-        number = _number(num_tokens)
-    except (TypeError, ValueError, OverflowError):
-        got = f"{type(num_tokens).__name__} {str(num_tokens)[:50]}"
-        return [GradientFault(f"num_tokens of rank {rank} is not a count", rank, got=got, want="one number")]
-    if math.isfinite(number) and number >= 0:
-        return []
-    return [GradientFault(f"num_tokens of rank {rank} is not a count", rank, got=repr(number), want="0 or more")]
+    else:
+        try:
+            number = _number(num_tokens)
+            got = None if math.isfinite(number) and number >= 0 else repr(number)
+        except (TypeError, ValueError, OverflowError):
+            got = f"{type(num_tokens).__name__} {str(num_tokens)[:50]}"
+    return [] if got is None else [at.fault(f"num_tokens of rank {rank} is not a count", "give one number", got)]
 
 
 def _divide_by_tokens(

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from xrank.errors import LayoutError
+from xrank.gradients.faults import At
 from xrank.layout import DeviceMesh, MeshViews
 
 _HYBRID_AXES = ("dp_replicate", "dp_shard")
@@ -34,17 +34,14 @@ Ranks along sequence_parallel (Ulysses) hold copies of the weights, as along cp.
 
 _DENSE_AXES = {"pp", "tp", *DENSE_DATA_AXES}
 _EXPERT_AXES = {"pp", "ep", "etp", "tp", *EXPERT_DATA_AXES}
+_SEE_VIEWS = "see xrank.layout.mesh.megatron_views for Megatron's meshes"
 _UNNAMED = ("a0",)
 """Names that `describe_mesh` gives a torch mesh of one axis without a name, such as FSDP2's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlace:
-    """The place of a rank in the meshes of dense weights and of experts.
-
-    Raises:
-        LayoutError: the mesh does not contain the rank, or has an axis that Megatron does not have.
-    """
+    """The place of a rank in the meshes of dense weights and of experts."""
 
     views: MeshViews
     rank: int
@@ -96,13 +93,7 @@ class MeshPlace:
 
 
 def ranks_along(mesh: DeviceMesh, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-    """Return the group of `DeviceMesh.groups` that contains a rank, in the mesh's order, without making the others.
-
-    Args:
-        mesh: the mesh.
-        rank: one of its ranks.
-        axes: names of axes; names that the mesh does not have are ignored.
-    """
+    """Return the group of `DeviceMesh.groups` that contains a rank, in the mesh's order, without making the others."""
     free = set(axes)
     places = mesh.coordinate(rank)
     # Row-major strides of the mesh: the position of a rank is the sum of its coordinates times these.
@@ -124,9 +115,6 @@ def check_shard_order(views: MeshViews) -> None:
 
     A process group gives its shards to its ranks in ascending order. Ranks along tp and stages along pp reduce some
     shards later. They own the same shards only if replicas ascend in the mesh too. All ranks get the same result.
-
-    Raises:
-        LayoutError: the ranks of a mesh descend along data axes.
     """
     for mesh in (views.main, *(mesh for _, mesh in views.others)):
         if all(a < b for a, b in pairwise(mesh.ranks)):
@@ -134,25 +122,16 @@ def check_shard_order(views: MeshViews) -> None:
         axes = [axis for axis in mesh.axis_names if axis in {*DENSE_DATA_AXES, *EXPERT_DATA_AXES}]
         for group in mesh.groups(*axes):
             if any(a > b for a, b in pairwise(group)):
-                raise LayoutError(
+                raise At().layout_error(
                     f"the ranks of the mesh {mesh.grid!r} descend along {', '.join(axes)}, so that shards of the "
-                    "distributed optimizer would lie on other ranks than the mesh defines",
-                    got=f"ranks {list(group)}",
-                    want=f"ranks {sorted(group)}",
-                    next_step="let ranks ascend along these axes, or set use_distributed_optimizer=False",
+                    "distributed optimizer would be on other ranks than the mesh defines",
+                    "let ranks ascend along these axes, or set use_distributed_optimizer=False",
+                    f"ranks {list(group)}",
                 )
 
 
 def as_mesh_views(mesh: Any, axes: Mapping[str, str] | None = None) -> MeshViews:
-    """Return an xrank mesh, torch's ``DeviceMesh``, or both factorings, as `MeshViews` with the names of this module.
-
-    Args:
-        mesh: the mesh.
-        axes: name of an axis of the mesh -> its name here, before `AXIS_ALIASES`.
-
-    Raises:
-        LayoutError: the mesh is of an unknown type; or two axes get one name.
-    """
+    """Return a mesh of xrank or torch, or both factorings, as `MeshViews` with the names of axes here."""
     views = _read_mesh(mesh)
     aliases = {**AXIS_ALIASES, **(axes or {})}
     if views.main.axis_names == _UNNAMED:
@@ -170,11 +149,9 @@ def _rename_axes(mesh: DeviceMesh, aliases: Mapping[str, str]) -> DeviceMesh:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         both = [axis for axis, name in zip(mesh.axis_names, names, strict=True) if name == twice]
-        raise LayoutError(
-            f"two axes of the mesh {mesh.grid!r} would be {twice!r}",
-            got=" and ".join(map(repr, both)),
-            want="one axis for each kind of parallelism",
-            next_step=f"map one of them to another name, such as axes={{{both[1]!r}: 'dp_shard'}}",
+        raise At().layout_error(
+            f"two axes of the mesh {mesh.grid!r} would be {twice!r}: {' and '.join(map(repr, both))}",
+            f"map one of them to another name, such as axes={{{both[1]!r}: 'dp_shard'}}",
         )
     return DeviceMesh(mesh.shape, names, mesh.ranks)
 
@@ -185,11 +162,9 @@ def _read_mesh(mesh: Any) -> MeshViews:
     if isinstance(mesh, DeviceMesh):
         return MeshViews(mesh)
     if not hasattr(mesh, "mesh_dim_names"):
-        raise LayoutError(
-            "the mesh has an unknown type",
-            got=type(mesh).__name__,
-            want="a DeviceMesh of xrank or torch, or MeshViews",
-            next_step="see xrank.layout.mesh.megatron_views for Megatron's meshes",
+        raise At().layout_error(
+            f"the mesh is a {type(mesh).__name__}, and not a DeviceMesh of xrank or torch, or MeshViews",
+            _SEE_VIEWS,
         )
     from xrank.dialects.placements import describe_mesh
 
@@ -200,17 +175,14 @@ def _check_axes(mesh: DeviceMesh, known: set[str]) -> None:
     names = set(mesh.axis_names)
     for axis in mesh.axis_names:
         if axis not in known:
-            raise LayoutError(
+            raise At().layout_error(
                 f"the mesh {mesh.grid!r} has the axis {axis!r}, along which gradients have no known meaning",
-                got=repr(axis),
+                f"map it to its kind of parallelism: axes={{{axis!r}: 'dp'}}; dp is for replicas",
                 want=f"axes among {', '.join(sorted(known))}",
-                next_step=f"map it to its kind of parallelism: axes={{{axis!r}: 'dp'}}; dp is for replicas",
             )
     for one, other in (("dp", "edp"), ("tp", "etp")):
         if {one, other} <= names:
-            raise LayoutError(
-                f"the mesh {mesh.grid!r} has both {one!r} and {other!r}",
-                got=mesh.grid,
-                want="one of them; two factorings of the same ranks are two meshes",
-                next_step="see xrank.layout.mesh.megatron_views",
+            raise At().layout_error(
+                f"the mesh {mesh.grid!r} has both {one!r} and {other!r}: two factorings of the ranks are two meshes",
+                _SEE_VIEWS,
             )

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from xrank.gradients.bucket_sync import BucketSync
 from xrank.gradients.buffer import GradientBuffer
-from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedParameter
-from xrank.gradients.wire import GradientFault
+from xrank.gradients.faults import At, GradientFault
+from xrank.gradients.plan import GradientPlan, PlannedBucket
 from xrank.words import list_text
 
 _logger = logging.getLogger(__name__)
@@ -39,34 +38,16 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[tuple[int, ...], str] | None:
     return tuple(reversed(place)), str(tensor.flatten()[flat].item())
 
 
-def watch(sync: BucketSync, buffers: Sequence[GradientBuffer]) -> GradientWatch | None:
-    """Watch the gradients of a `BucketSync` if its config asks for a check."""
-    config = sync.plan.config
-    if not (config.check_for_nan_in_grad or config.check_for_large_grads):
-        return None
-    watching = GradientWatch(sync, buffers)
-    sync.inspections.append(watching.inspect)
-    if config.check_for_nan_in_grad:
-        sync.observers.append(watching.record)
-    return watching
-
-
 class GradientWatch:
-    """The norms of one rank's gradients.
+    """The norms of one rank's gradients, in search of NaN, infinity and large values."""
 
-    Args:
-        sync: the exchange to watch.
-        buffers: a buffer for each of the plan's.
-    """
-
-    def __init__(self, sync: BucketSync, buffers: Sequence[GradientBuffer]) -> None:
-        self._plan: GradientPlan = sync.plan
-        self._sync, self._buffers = sync, buffers
-        self._index_of = {parameter.name: index for index, parameter in enumerate(self._plan.parameters)}
+    def __init__(self, plan: GradientPlan, buffers: Sequence[GradientBuffer]) -> None:
+        self._plan, self._buffers = plan, buffers
+        self._index_of = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
         self._norms: list[torch.Tensor] = []
         """Norm of each parameter's gradient, one tensor per micro-batch; -1 where a kernel added it unseen."""
-        self._largest = [0.0] * len(self._plan.buckets)
-        self._num_samples = [0] * len(self._plan.buckets)
+        self._largest = [0.0] * len(plan.buckets)
+        self._num_samples = [0] * len(plan.buckets)
 
     def record(self, index: int, gradient: torch.Tensor | None, microbatch: int) -> None:
         """Record the norm of a gradient, without waiting for the device.
@@ -76,6 +57,8 @@ class GradientWatch:
             gradient: gradient of this micro-batch alone; None if a kernel has already added it.
             microbatch: number of the micro-batch in the step, from 0, among those that used the parameter.
         """
+        if not self._plan.config.check_for_nan_in_grad:
+            return
         if microbatch == len(self._norms):
             device = gradient.device if gradient is not None else None
             self._norms.append(torch.zeros(len(self._plan.parameters), device=device))
@@ -84,8 +67,13 @@ class GradientWatch:
         else:
             self._norms[microbatch][index] = _norm(gradient)
 
-    def inspect(self, bucket: PlannedBucket) -> GradientFault | None:
-        """Check a bucket before it leaves, and return its fault."""
+    def inspect(self, bucket: PlannedBucket, arrivals: Sequence[int]) -> GradientFault | None:
+        """Check a bucket before it leaves, and return its fault.
+
+        Args:
+            bucket: the bucket.
+            arrivals: number of gradients of each parameter in this step.
+        """
         # This waits for the device once per bucket; the norms of single gradients are read only for a fault.
         norm = float(_norm(self._buffers[bucket.buffer].bucket(bucket)))
         # One subtraction covers both: inf - inf and NaN - NaN are NaN.
@@ -95,38 +83,24 @@ class GradientWatch:
         if not self._plan.config.check_for_nan_in_grad:
             return None
         # All elements may be finite if only the norm was too large for its dtype.
-        bad = [(name, found) for name in bucket.names if (found := self._first_bad(name)) is not None]
+        gradients = ((name, self._buffers[bucket.buffer].gradient(name)) for name in bucket.names)
+        bad = [(name, found) for name, one in gradients if (found := first_nonfinite(one)) is not None]
         if not bad:
             return None
         (name, (place, value)), *others = bad
-        return self._fault(self._plan[name], place, value, [other for other, _ in others])
-
-    def _first_bad(self, name: str) -> tuple[tuple[int, ...], str] | None:
-        return first_nonfinite(self._buffers[self._plan[name].buffer].gradient(name))
-
-    def _fault(
-        self, planned: PlannedParameter, place: tuple[int, ...], value: str, others: Sequence[str]
-    ) -> GradientFault:
         where = f"element {list(place)}" if place else "its element"
-        message = (
-            f"{planned.name}: its gradient on rank {self._plan.rank} is {value} at {where}, "
-            f"in bucket {planned.bucket}, {self._origin(planned)}"
-        )
-        got = f"{value} at {where} of the local shape {list(planned.shape)}"
+        got = f"{value} at {where} of the local shape {list(self._plan[name].shape)}"
         if others:
-            got += f", and likewise in {list_text(others)} of the same bucket"
-        return GradientFault(
-            message,
-            self._plan.rank,
-            planned.name,
-            got=got,
-            want="finite gradients, since check_for_nan_in_grad=True",
-            next_step="check that rank's data; zero_grad_buffer() on all ranks begins a new step",
+            got += f", and likewise in {list_text([other for other, _ in others])} of the same bucket"
+        rank, origin = self._plan.rank, self._describe_origin(self._index_of[name], arrivals)
+        return At(name, rank).fault(
+            f"its gradient on rank {rank} is {value} at {where}, in bucket {bucket.id}, {origin}",
+            "check that rank's data; zero_grad_buffer() on all ranks begins a new step",
+            got,
         )
 
-    def _origin(self, planned: PlannedParameter) -> str:
-        index = self._index_of[planned.name]
-        count = self._sync.arrivals[index]
+    def _describe_origin(self, index: int, arrivals: Sequence[int]) -> str:
+        count = arrivals[index]
         norms = [float(self._norms[microbatch][index]) for microbatch in range(min(count, len(self._norms)))]
         first = next((number for number, norm in enumerate(norms, 1) if norm - norm != 0), None)
         if first is not None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from xrank.errors import GradientError, UsageError
+from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-from xrank.gradients.shards import OwnedSlice, ParameterShards, find_shards, list_owned_slices
+from xrank.gradients.faults import At
+from xrank.gradients.optimizers import ATTACHED
+from xrank.gradients.shards import OwnedSlice, ParameterShards, list_owned_slices
 from xrank.gradients.wire import Combination
 
 _Models = DistributedDataParallel | Sequence[DistributedDataParallel]
@@ -99,12 +101,9 @@ def clip_grad_norm(
     """
     norm = grad_norm(models, norm_type=norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise GradientError(
-            "the norm of the gradients is not finite, so they cannot be clipped",
-            got=str(float(norm)),
-            want="a finite norm",
-            next_step="set GradientConfig(check_for_nan_in_grad=True), which names the parameter; or "
-            "error_if_nonfinite=False",
+        raise At().error(
+            f"the norm of the gradients is {float(norm)}, so they cannot be clipped",
+            "set GradientConfig(check_for_nan_in_grad=True), which names the parameter; or error_if_nonfinite=False",
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for model in [models] if isinstance(models, DistributedDataParallel) else models:
@@ -161,20 +160,14 @@ def _count_copies(slices: Sequence[OwnedSlice], powers: torch.Tensor) -> torch.T
             if top == bottom:
                 copies[index] *= len(ranks)
             elif math.isfinite(top) and top - bottom <= _ALMOST * top:  # else the norm is not finite in any case
-                raise _make_unclear_error(slices[index], ranks, top, bottom)
+                one = slices[index]
+                raise At(one.name, one.model.plan.rank).error(
+                    f"it is unknown whether ranks {list(ranks)} hold parts or copies of it",
+                    'mark it: mark(parameter, over_tp="sum") or "average" for copies; set '
+                    "parameter.tensor_model_parallel = True for parts",
+                    f"norms that are almost equal: their squares are {bottom:.9g} to {top:.9g}",
+                )
     return copies
-
-
-def _make_unclear_error(one: OwnedSlice, ranks: tuple[int, ...], high: float, low: float) -> GradientError:
-    return GradientError(
-        f"{one.name}: it is unknown whether ranks {list(ranks)} hold parts or copies of it",
-        tensor=one.name,
-        rank=one.model.plan.rank,
-        got=f"norms that are almost equal: their squares are {low:.9g} to {high:.9g}",
-        want="equal gradients of copies, or a source that defines the cut",
-        next_step='mark it: mark(parameter, over_tp="sum") or "average" for copies; set '
-        "parameter.tensor_model_parallel = True for parts",
-    )
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -223,12 +216,10 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _shards_of(optimizer: torch.optim.Optimizer) -> ParameterShards:
-    shards = find_shards(optimizer)
+    shards: ParameterShards | None = ATTACHED.get(optimizer)
     if shards is None:
-        raise UsageError(
+        raise At().usage_error(
             "the scaler cannot see the gradients of all ranks: the optimizer has no attached shards",
-            got=type(optimizer).__name__,
-            want="an optimizer over ParameterShards",
-            next_step="call ParameterShards(models).attach(optimizer) first",
+            "call ParameterShards(models).attach(optimizer) first",
         )
     return shards

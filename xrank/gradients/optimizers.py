@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xrank.errors import UsageError
+from xrank.gradients.faults import At
 
 OWNED = "xrank_owned"
 """Attribute of a shard: the slice that it is."""
@@ -73,17 +74,7 @@ class PartOfParameter(Protocol):
 def check_optimizer(
     optimizer: torch.optim.Optimizer, slices: Iterable[PartOfParameter], *, is_elementwise: bool = False
 ) -> None:
-    """Check by an optimizer's class whether it can step these slices.
-
-    Args:
-        optimizer: the optimizer.
-        slices: the slices that it steps.
-        is_elementwise: accept classes that are not listed.
-
-    Raises:
-        UsageError: it needs a closure or sparse gradients; or this rank holds a part of a parameter, and the optimizer
-            mixes the elements of a parameter, or is not known to work element by element.
-    """
+    """Check by an optimizer's class whether it can step these slices."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     unfit = next((kind for kind in kinds if kind in _UNFIT), None)
     if unfit is not None:
@@ -100,21 +91,12 @@ def check_optimizer(
     else:
         why = f"{kinds[0]} is not known to step each element by itself"
         next_step = "if it does, call shards.attach(optimizer, elementwise=True); else use AdamW for cut parameters"
-    raise UsageError(
-        f"{part.name}: {why}, and this rank holds a part",
-        tensor=part.name,
-        rank=part.model.plan.rank,
-        got=f"a slice of shape {list(part.shape)}",
-        next_step=next_step,
-    )
+    at = At(part.name, part.model.plan.rank)
+    raise at.usage_error(f"{why}, and this rank holds a part", next_step, f"a slice of shape {list(part.shape)}")
 
 
 def list_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the states that a step makes for a parameter of a group: key -> whether it has the parameter's shape.
-
-    Raises:
-        UsageError: the optimizer is not one of torch's, and has stepped no parameter of the group.
-    """
+    """Return the states that a step makes for a parameter of a group: key -> whether it has the parameter's shape."""
     for kind in type(optimizer).__mro__:
         if kind in _STATES:
             made = (key for key in _STATES[kind] if key not in _NEEDED or group.get(_NEEDED[key]))
@@ -153,19 +135,15 @@ def _check_first_step(optimizer: torch.optim.Optimizer, arguments: Any, options:
             continue
         own = getattr(parameter, OWNED, None)
         if own is not None:
-            raise UsageError(
-                f"{own.name}: its shard has no gradient, so this step would not change it",
-                tensor=own.name,
-                rank=own.model.plan.rank,
-                got="an optimizer that ParameterShards.attach did not get",
-                next_step="call shards.attach(optimizer) after it is made, or give_gradients() before each step and "
+            raise At(own.name, own.model.plan.rank).usage_error(
+                "its shard has no gradient, so this step would not change it",
+                "call shards.attach(optimizer) after it is made, or give_gradients() before each step and "
                 "take_parameters() after it",
             )
         if hasattr(parameter, "main_grad"):
-            raise UsageError(
+            raise At().usage_error(
                 f"a parameter of shape {list(parameter.shape)} has its gradient in main_grad and none in .grad, so "
                 "this step would not change it",
-                got="an optimizer over the parameters of a wrapped module",
-                next_step="make it over ParameterShards(ddp).parameters(), or map_groups(groups), and attach it",
+                "make the optimizer over ParameterShards(ddp).parameters(), or map_groups(groups), and attach it",
             )
     _SEEN.add(optimizer)

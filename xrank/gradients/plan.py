@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from xrank.errors import UsageError
-from xrank.gradients.bucket_layout import BufferLayout, choose_bucket_size, lay_out, shard_bounds
+from xrank.gradients.bucket_layout import choose_bucket_size, lay_out, shard_bounds
 from xrank.gradients.config import GradientConfig
+from xrank.gradients.faults import At
 from xrank.gradients.mesh_places import DENSE_DATA_AXES, MeshPlace, as_mesh_views, check_shard_order, ranks_along
 from xrank.gradients.roles import ParameterRole, local_of, role_of
 from xrank.layout import MeshViews
@@ -144,8 +145,6 @@ class PlannedBuffer:
     divisor: int
     numel: int
     """Elements, padding included."""
-    numel_unpadded: int
-    """Sum of `numel_unpadded` of the buckets."""
     buckets: tuple[int, ...]
     """Ids of the buckets, in the order of the buffer."""
 
@@ -160,63 +159,27 @@ class PlannedBuffer:
         return self.shard_ranks.index(self.rank)
 
 
-def explain_frozen(name: str) -> str:
-    """Return the sentence for a parameter without a gradient."""
-    return f"{name} is frozen: it has no gradient, no place in a buffer, and is never exchanged."
-
-
-def explain_parameter(
-    parameter: PlannedParameter,
-    buffer: PlannedBuffer,
-    config: GradientConfig,
-    num_buckets: int,
-    owners: Sequence[int],
-) -> str:
-    """Return plain sentences on the exchanges of a parameter's gradient on the plan's rank, with their reasons.
-
-    Args:
-        parameter: the parameter.
-        buffer: its buffer.
-        config: the plan's.
-        num_buckets: number of buckets in the plan.
-        owners: ranks that own elements of the parameter.
-    """
-    sentences = [
-        _explain_replicas(parameter, buffer, config),
-        *map(_explain_later, parameter.later),
-        _explain_place(parameter, buffer, config, num_buckets, owners),
-    ]
-    if parameter.reasons:
-        sentences.append(f"This is known because {join_words(parameter.reasons)}.")
-    if parameter.aliases:
-        sentences.append(f"It is also called {join_words(parameter.aliases)}.")
-    return " ".join(sentences)
-
-
 def _explain_replicas(parameter: PlannedParameter, buffer: PlannedBuffer, config: GradientConfig) -> str:
     shape = f"[{', '.join(map(str, parameter.shape))}]"
-    kept = _dtype(parameter.dtype)
+    kept = str(parameter.dtype).removeprefix("torch.")
     if parameter.grad_dtype != parameter.dtype:
-        kept += f", its gradient {_dtype(parameter.grad_dtype)}"
+        kept += f", its gradient {str(parameter.grad_dtype).removeprefix('torch.')}"
     kind = "an expert's parameter" if buffer.is_expert else "a parameter"
-    start = f"{parameter.name} is {kind} of shape {shape} in {kept}."
     if len(parameter.ranks) == 1:
         added = f"Rank {buffer.rank} holds the only copy, so its gradient is not added up with others"
     else:
         along = join_words(parameter.axes)
         added = f"Its gradients on {ranks_text(parameter.ranks)}, replicas along {along}, are added up"
-    return f"{start} {added}{_explain_divisor(parameter, config)}."
-
-
-def _explain_divisor(parameter: PlannedParameter, config: GradientConfig) -> str:
     if config.calculate_per_token_loss:
-        return "; finalize_model_grads divides by the number of tokens"
-    if parameter.divisor == 1:
-        return ""
-    if parameter.divisor == len(parameter.ranks):
-        return f" and divided by {parameter.divisor}"
-    word = "but" if len(parameter.ranks) == 1 else "and"
-    return f" {word} divided by {parameter.divisor}, the number of ranks that see different data"
+        divided = "; finalize_model_grads divides by the number of tokens"
+    elif parameter.divisor == 1:
+        divided = ""
+    elif parameter.divisor == len(parameter.ranks):
+        divided = f" and divided by {parameter.divisor}"
+    else:
+        word = "but" if len(parameter.ranks) == 1 else "and"
+        divided = f" {word} divided by {parameter.divisor}, the number of ranks that see different data"
+    return f"{parameter.name} is {kind} of shape {shape} in {kept}. {added}{divided}."
 
 
 def _explain_later(later: LaterReduction) -> str:
@@ -225,30 +188,10 @@ def _explain_later(later: LaterReduction) -> str:
     return f"Later it is {verb} over {ranks} along {axes}, because {later.reason}."
 
 
-def _explain_place(
-    parameter: PlannedParameter, buffer: PlannedBuffer, config: GradientConfig, num_buckets: int, owners: Sequence[int]
-) -> str:
-    at = _list_elements(parameter.offset, parameter.offset + parameter.numel)
-    where = f"It lies in bucket {parameter.bucket} of {num_buckets}, {at} of buffer {parameter.buffer}"
-    if not config.use_distributed_optimizer:
-        return f"{where}."
-    start, stop = parameter.owned
-    if (start, stop) == (0, parameter.numel):
-        return f"{where}, and rank {buffer.rank} owns all of it."
-    if len(owners) == 1:
-        return f"{where}, and rank {owners[0]} owns all of it."
-    mine = f"{_list_elements(start, stop)} of it" if stop > start else "none of it"
-    return f"{where}. {ranks_text(owners).capitalize()} own shards of it: rank {buffer.rank} owns {mine}."
-
-
 def _list_elements(start: int, stop: int) -> str:
     if stop - start < 2:
         return f"element {start}" if stop > start else "no element"
     return f"elements {start} to {stop - 1}"
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _DEFAULT = GradientConfig()
@@ -308,28 +251,17 @@ class GradientPlan:
             LayoutError: the mesh does not contain the rank, or has an unknown axis.
             UsageError: the role of a parameter contradicts itself or the mesh; or the rank is unknown.
         """
-        views = as_mesh_views(mesh, axes)
-        return cls(views, *make_entries(module, views, config, rank))
+        return _make_plan(module, as_mesh_views(mesh, axes), config, rank)
 
     def __getitem__(self, name: str) -> PlannedParameter:
         found = self._by_name.get(name)
         if found is not None:
             return found
         if name in self.frozen:
-            raise UsageError(
-                f"{name} is frozen: it has no gradient",
-                tensor=name,
-                got="requires_grad=False",
-                next_step="ask for a parameter that requires a gradient, or unfreeze it before the plan is made",
-            )
+            raise At(name).usage_error("it is frozen: it has no gradient", "unfreeze it before the plan is made")
         near = get_close_matches(name, self._by_name, n=3)
-        raise UsageError(
-            f"the plan has no parameter {name!r}",
-            tensor=name,
-            rank=self.rank,
-            got=repr(name),
-            want=f"such as {', '.join(near)}" if near else f"one of its {len(self.parameters)} parameters",
-        )
+        known = f"such as {', '.join(near)}" if near else f"one of its {len(self.parameters)} parameters"
+        raise UsageError(f"the plan has no parameter {name!r}", tensor=name, rank=self.rank, want=known)
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
@@ -391,23 +323,33 @@ class GradientPlan:
     def explain(self, name: str) -> str:
         """Return plain sentences on the exchanges of a parameter's gradient, with their reasons."""
         if name in self.frozen:
-            return explain_frozen(name)
+            return f"{name} is frozen: it has no gradient, no place in a buffer, and is never exchanged."
         parameter = self[name]
         buffer = self.buffers[parameter.buffer]
-        return explain_parameter(parameter, buffer, self.config, len(self.buckets), self.owners(name))
+        sentences = [_explain_replicas(parameter, buffer, self.config), *map(_explain_later, parameter.later)]
+        sentences.append(self._explain_place(parameter))
+        if parameter.reasons:
+            sentences.append(f"This is known because {join_words(parameter.reasons)}.")
+        if parameter.aliases:
+            sentences.append(f"It is also called {join_words(parameter.aliases)}.")
+        return " ".join(sentences)
+
+    def _explain_place(self, parameter: PlannedParameter) -> str:
+        at = _list_elements(parameter.offset, parameter.offset + parameter.numel)
+        where = f"It is in bucket {parameter.bucket} of {len(self.buckets)}, {at} of buffer {parameter.buffer}"
+        if not self.config.use_distributed_optimizer:
+            return f"{where}."
+        (start, stop), owners = parameter.owned, self.owners(parameter.name)
+        if (start, stop) == (0, parameter.numel):
+            return f"{where}, and rank {self.rank} owns all of it."
+        if len(owners) == 1:
+            return f"{where}, and rank {owners[0]} owns all of it."
+        mine = f"{_list_elements(start, stop)} of it" if stop > start else "none of it"
+        return f"{where}. {ranks_text(owners).capitalize()} own shards of it: rank {self.rank} owns {mine}."
 
 
 def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterator[LaterReduction]:
-    """Yield the reductions of a parameter's gradient after the sum over replicas, first to last.
-
-    Args:
-        name: name of the parameter.
-        role: role of the parameter.
-        place: place of this rank.
-
-    Raises:
-        UsageError: the parameter is a table that this rank's stage does not hold.
-    """
+    """Yield the reductions of a parameter's gradient after the sum over replicas, first to last."""
     stages = ranks_along(place.dense, place.rank, ("pp",)) if role.over_pp or role.tied else ()
     if role.over_pp and len(stages) > 1:
         why = f"every stage has a part of its gradient: {role.reasons['pp']}"
@@ -422,24 +364,15 @@ def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> I
     # Megatron ties the first stage's embedding with the last stage's output layer.
     holding = role.stages or (0, len(stages) - 1)
     if place.stage() not in holding or max(holding) >= len(stages):
-        raise UsageError(
-            f"{name}: this stage is not one of those that hold the {role.tied} table",
-            tensor=name,
-            rank=place.rank,
-            got=f"stage {place.stage()} of {len(stages)}, and stages {list(holding)} that hold it",
-            want="this stage among them",
-            next_step=f'name the stages that hold it: mark(parameter, tied="{role.tied}", stages=(0, ...))',
+        raise At(name, place.rank).usage_error(
+            f"this stage is not one of those that hold the {role.tied} table",
+            f'name the stages that hold it: mark(parameter, tied="{role.tied}", stages=(0, ...))',
+            f"stage {place.stage()} of {len(stages)}, and stages {list(holding)} that hold it",
         )
     ranks = tuple(sorted(stages[stage] for stage in holding))
     why = f"stages {join_words(map(str, holding))} hold the same {role.tied} table: {role.reasons['tied']}"
     yield LaterReduction(role.tied, ("pp",), ranks, "sum", why)
 
-
-Entries: TypeAlias = tuple[
-    int, GradientConfig, tuple[PlannedParameter, ...], tuple[PlannedBuffer, ...], tuple[PlannedBucket, ...],
-    tuple[str, ...],
-]  # fmt: skip
-"""Rank, config, parameters, buffers, buckets and names of frozen parameters: the fields of a plan after its views."""
 
 _ACROSS_STAGES = ("conditional", "word", "position")
 
@@ -459,10 +392,9 @@ class _BufferKind:
     may hold different numbers of elements of other parameters, which would shift the shards of these."""
 
 
-def make_entries(
+def _make_plan(
     module: torch.nn.Module | Sequence[torch.nn.Module], views: MeshViews, config: GradientConfig, rank: int | None
-) -> Entries:
-    """Return the entries of a rank's plan; see `GradientPlan.from_module`."""
+) -> GradientPlan:
     if not isinstance(config, GradientConfig):
         raise UsageError("the config is not a GradientConfig", got=type(config).__name__, want="a GradientConfig")
     place = MeshPlace(views, _find_own_rank(views) if rank is None else rank)
@@ -482,7 +414,7 @@ def make_entries(
         numels.setdefault(kind.ranks, []).extend(parameters[index].numel for index in indices)
 
     buffers: list[PlannedBuffer] = []
-    layouts: list[BufferLayout] = []
+    unnumbered: list[tuple[int, PlannedBucket]] = []
     for kind, indices in kinds.items():
         shard_ranks, across_ranks = split_instances(kind.ranks, place.rank, config)
         layout = lay_out(
@@ -492,10 +424,18 @@ def make_entries(
             len(shard_ranks) if config.use_distributed_optimizer else 0,
             config.pad_buckets_for_high_nccl_busbw,
         )
-        layouts.append(layout)
+        number = len(buffers)
+        for index, offset in zip(indices, layout.offsets, strict=True):
+            parameters[index] = replace(parameters[index], buffer=number, offset=offset)
+        for extent in layout.buckets:
+            held = [indices[member] for member in extent.members]
+            among = tuple(parameters[index].name for index in held)
+            bucket = PlannedBucket(0, number, extent.start, extent.stop, extent.numel_unpadded, among)
+            # The backward reaches the first registered parameter last, and so fills the bucket.
+            unnumbered.append((-held[-1], bucket))
         buffers.append(
             PlannedBuffer(
-                id=len(buffers),
+                id=number,
                 is_expert=kind.is_expert,
                 dtype=kind.dtype,
                 grad_dtype=kind.grad_dtype,
@@ -507,18 +447,34 @@ def make_entries(
                 operation=_operation(config),
                 divisor=kind.divisor,
                 numel=layout.numel,
-                numel_unpadded=layout.numel_unpadded,
-                # Ids are known once all buffers have a layout: buckets are numbered across them.
                 buckets=(),
             )
         )
-    buckets = _number_buckets(parameters, buffers, layouts, list(kinds.values()))
-    parts = tuple(_place_parameters(parameters, buffers, buckets, layouts, list(kinds.values()), config))
+    # Numbered across all buffers, in the order in which a backward fills the buckets.
+    unnumbered.sort(key=lambda pair: pair[0])
+    buckets = tuple(replace(bucket, id=number) for number, (_, bucket) in enumerate(unnumbered))
+    placed: dict[str, PlannedParameter] = {planned.name: planned for planned in parameters}
+    for bucket in buckets:
+        for name in bucket.names:
+            planned = placed[name]
+            owned = _find_owned(planned, bucket, buffers[bucket.buffer], config)
+            placed[name] = replace(planned, bucket=bucket.id, owned=owned)
     numbered = tuple(
         replace(buffer, buckets=tuple(bucket.id for bucket in buckets if bucket.buffer == buffer.id))
         for buffer in buffers
     )
-    return place.rank, config, parts, numbered, tuple(buckets), frozen
+    return GradientPlan(views, place.rank, config, tuple(placed.values()), numbered, buckets, frozen)
+
+
+def _find_owned(
+    parameter: PlannedParameter, bucket: PlannedBucket, buffer: PlannedBuffer, config: GradientConfig
+) -> tuple[int, int]:
+    """Return the part of a parameter inside this rank's shard, in its own elements; empty if they do not meet."""
+    if not config.use_distributed_optimizer:
+        return 0, parameter.numel
+    start, stop = shard_bounds(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
+    owned = max(start - parameter.offset, 0), min(stop - parameter.offset, parameter.numel)
+    return owned if owned[0] < owned[1] else (0, 0)
 
 
 def iter_parameters(
@@ -540,11 +496,9 @@ def _find_own_rank(views: MeshViews) -> int:
         return dist.get_rank()
     if views.main.size == 1:
         return views.main.ranks[0]
-    raise UsageError(
-        "the rank of the plan is unknown: torch.distributed is not initialised",
-        got=f"rank=None, on a mesh of {views.main.size} ranks",
-        want="a rank",
-        next_step="give rank=, or call torch.distributed.init_process_group before",
+    raise At().usage_error(
+        f"the rank of the plan on a mesh of {views.main.size} ranks is unknown: torch.distributed is not initialized",
+        "give rank=, or call torch.distributed.init_process_group before",
     )
 
 
@@ -560,13 +514,7 @@ def _names_by_parameter(
         if not parameter.requires_grad:
             frozen.append(name)
         elif isinstance(parameter, torch.nn.UninitializedParameter):
-            raise UsageError(
-                f"{name} has no shape yet",
-                tensor=name,
-                got=type(parameter).__name__,
-                want="a parameter with a shape",
-                next_step="run the module once before it is planned",
-            )
+            raise At(name).usage_error("it has no shape yet", "run the module once before it is planned")
         else:
             # A tied parameter is one object with one gradient, so it has one place under all of its names.
             names.setdefault(parameter, []).append(name)
@@ -579,22 +527,16 @@ def _plan_parameter(
     """Return the entry of a parameter, without its place in a buffer, and the kind of its buffer."""
     name, *aliases = names
     if role.is_expert and place.expert is None:
-        raise UsageError(
-            f"{name}: it belongs to an expert, and no mesh has the axis ep",
-            tensor=name,
-            rank=place.rank,
-            got=f"the mesh {place.dense.grid!r}, and {role.reasons.get('expert')}",
-            want="a view with the axes edp, ep, etp",
-            next_step="give both factorings: xrank.layout.mesh.megatron_views(world_size, tp=, ep=)",
+        raise At(name, place.rank).usage_error(
+            f"it belongs to an expert, since {role.reasons.get('expert')}, and the mesh {place.dense.grid!r} has no ep",
+            "give both factorings: xrank.layout.mesh.megatron_views(world_size, tp=, ep=)",
         )
     local = local_of(parameter)
     grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else local.dtype
     if local.dtype.is_complex and not grad_dtype.is_complex:
-        raise UsageError(
-            f"{name}: its gradient is complex, and grad_reduce_in_fp32 keeps real numbers",
-            tensor=name,
-            got=str(local.dtype),
-            want="grad_reduce_in_fp32=False",
+        raise At(name).usage_error(
+            f"its gradient is {local.dtype}, and grad_reduce_in_fp32 keeps real numbers",
+            "set grad_reduce_in_fp32=False",
         )
     axes = tuple(axis for axis in place.data_axes(role.is_expert) if axis not in role.sharded)
     ranks = place.ranks(axes, role.is_expert)
@@ -648,64 +590,13 @@ def split_instances(
     if count == 1:
         return ranks, (rank,)
     if len(ranks) % count:
-        raise UsageError(
-            f"{len(ranks)} replicas cannot be {count} instances of the distributed optimizer",
-            rank=rank,
-            got=f"ranks {list(ranks)}",
-            want=f"a multiple of {count}",
-            next_step="choose num_distributed_optimizer_instances that divides data parallel ranks of all weights",
+        raise At(rank=rank).usage_error(
+            f"{len(ranks)} replicas, ranks {list(ranks)}, cannot be {count} instances of the distributed optimizer",
+            "choose num_distributed_optimizer_instances that divides data parallel ranks of all weights",
         )
     size = len(ranks) // count
     instance, place = divmod(ranks.index(rank), size)
     return ranks[instance * size : (instance + 1) * size], ranks[place::size]
-
-
-def _number_buckets(
-    parameters: Sequence[PlannedParameter],
-    buffers: Sequence[PlannedBuffer],
-    layouts: Sequence[BufferLayout],
-    members: Sequence[Sequence[int]],
-) -> list[PlannedBucket]:
-    """Return the buckets of all buffers by id: in the order in which a backward fills them."""
-    found = []
-    for buffer, layout, indices in zip(buffers, layouts, members, strict=True):
-        for extent in layout.buckets:
-            held = [indices[member] for member in extent.members]
-            names = tuple(parameters[index].name for index in held)
-            # The backward reaches the first registered parameter last, and so fills the bucket.
-            found.append(
-                (-held[-1], PlannedBucket(0, buffer.id, extent.start, extent.stop, extent.numel_unpadded, names))
-            )
-    found.sort(key=lambda bucket: bucket[0])
-    return [replace(bucket, id=number) for number, (_, bucket) in enumerate(found)]
-
-
-def _place_parameters(
-    parameters: Sequence[PlannedParameter],
-    buffers: Sequence[PlannedBuffer],
-    buckets: Sequence[PlannedBucket],
-    layouts: Sequence[BufferLayout],
-    members: Sequence[Sequence[int]],
-    config: GradientConfig,
-) -> list[PlannedParameter]:
-    """Return the parameters with their places and their owned elements."""
-    offsets = {
-        index: (buffer, offset)
-        for buffer, layout, indices in zip(buffers, layouts, members, strict=True)
-        for index, offset in zip(indices, layout.offsets, strict=True)
-    }
-    bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
-    placed = []
-    for index, parameter in enumerate(parameters):
-        (buffer, offset), bucket = offsets[index], bucket_of[parameter.name]
-        owned = (0, parameter.numel)
-        if config.use_distributed_optimizer:
-            # The part of the parameter inside this rank's shard, in its own elements; empty if they do not meet.
-            start, stop = shard_bounds(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
-            owned = (max(start - offset, 0), min(stop - offset, parameter.numel))
-            owned = owned if owned[0] < owned[1] else (0, 0)
-        placed.append(replace(parameter, buffer=buffer.id, bucket=bucket.id, offset=offset, owned=owned))
-    return placed
 
 
 def _operation(config: GradientConfig) -> Operation:

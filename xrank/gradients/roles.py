@@ -1,4 +1,7 @@
-"""DTensor placements of a parameter: axes that cut it, and axes along which its values are addends."""
+"""The role of a parameter: from a mark, from Megatron's attributes, from DTensor placements, or from its name.
+
+The first source that gives an answer decides, in that order. Names decide last, and only by `QK_NAMES`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from xrank.dialects.placements import describe_mesh
-from xrank.errors import LayoutError, UsageError
+from xrank.errors import UsageError
 from xrank.gradients.config import GradientConfig
+from xrank.gradients.faults import At
 from xrank.gradients.mesh_places import AXIS_ALIASES, MeshPlace, ranks_along
 from xrank.layout import DeviceMesh
 
@@ -37,12 +41,7 @@ def local_of(parameter: Any) -> Any:
 
 
 def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
-    """Return the axes that cut a parameter.
-
-    Raises:
-        LayoutError: its mesh has an axis longer than 1 that the plan's meshes do not have, or other ranks along an
-            axis; or its values are addends along another axis than tp.
-    """
+    """Return the axes that cut a parameter."""
     if not _is_placed(parameter):
         return ParameterCuts()
     mesh = describe_mesh(parameter.device_mesh)
@@ -52,12 +51,9 @@ def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
     for axis, placement, axes in zip(mesh.axis_names, parameter.placements, along, strict=True):
         if placement.is_partial():
             if any(one not in ("tp", "etp") for one in axes):
-                raise LayoutError(
-                    f"{name}: its values are addends along {axis!r}, along which parameters are copies or cut",
-                    tensor=name,
-                    rank=place.rank,
-                    got=repr(placement),
-                    want="Replicate or Shard",
+                raise At(name, place.rank).layout_error(
+                    f"its values are partial sums along {axis!r}, along which parameters are copies or cut",
+                    f"use Replicate or Shard in place of {placement!r}",
                 )
             partial += axes
         elif not placement.is_replicate():
@@ -92,21 +88,16 @@ def _find_axes(name: str, mesh: DeviceMesh, axis: str, place: MeshPlace) -> tupl
         if {*ranks_along(known, place.rank, axes)} == along:
             return axes
     if named:
-        raise LayoutError(
-            f"{name}: its mesh has other ranks along {axis!r} than the plan's",
-            tensor=name,
-            rank=place.rank,
-            got=f"ranks {sorted(along)}",
-            want=f"ranks {list(ranks_along(named[0], place.rank, [axis]))}",
-            next_step="make both meshes of the same ranks in the same order",
+        raise At(name, place.rank).layout_error(
+            f"its mesh has ranks {sorted(along)} along {axis!r}, and the plan's mesh "
+            f"{list(ranks_along(named[0], place.rank, [axis]))}",
+            "make both meshes of the same ranks in the same order",
         )
-    raise LayoutError(
-        f"{name}: its placements are along {axis!r}, and no axes of the plan's mesh have the same ranks",
-        tensor=name,
-        rank=place.rank,
-        got=f"the mesh {mesh.grid!r}, ranks {sorted(along)}",
-        want=f"ranks along axes of {' or of '.join(repr(known.grid) for known in plans)}",
-        next_step="make the plan with the mesh of the parameters",
+    raise At(name, place.rank).layout_error(
+        f"its placements are along {axis!r}, and no axes of the plan's mesh have the same ranks",
+        "make the plan with the mesh of the parameters",
+        f"ranks {sorted(along)} of the mesh {mesh.grid!r}",
+        f"ranks along axes of {' or of '.join(repr(known.grid) for known in plans)}",
     )
 
 
@@ -201,18 +192,7 @@ def mark(
 
 
 def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: GradientConfig) -> ParameterRole:
-    """Return the role of a parameter on the rank at a place.
-
-    Args:
-        name: its name, the last source that is used.
-        parameter: the parameter; a DTensor's mesh has axes of the plan's mesh.
-        place: place of the rank.
-        config: contains whether sequence parallelism and norms of queries and keys need a sum.
-
-    Raises:
-        UsageError: sources contradict each other, or a necessary aspect has no source.
-        LayoutError: as `cuts_of`.
-    """
+    """Return the role of a parameter on the rank at a place."""
     marked: ParameterMark = getattr(parameter, _ATTRIBUTE, None) or ParameterMark()
     cuts = cuts_of(name, parameter, place)
     reasons: dict[Aspect, str] = {}
@@ -235,23 +215,15 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     over_tp, reason = _resolve_over_tp(name, parameter, marked, cuts, config)
     num_parts = len(place.ranks([tensor_axis], bool(is_expert)))
     if over_tp == "unknown" and num_parts > 1 and tensor_axis not in sharded:
-        raise UsageError(
-            f"{name}: it is unknown whether its gradients along {tensor_axis} are parts of one",
-            tensor=name,
-            rank=place.rank,
-            got=f"the name of a norm of queries or keys, which often covers one rank's heads, on {num_parts} ranks",
-            want="qk_layernorm=True or False, or a mark",
-            next_step="set GradientConfig(qk_layernorm=True) if heads are cut along it, else "
-            'mark(parameter, over_tp="own")',
+        raise At(name, place.rank).usage_error(
+            f"it is unknown whether its gradients along {tensor_axis} are parts of one: by its name it norms queries "
+            f"or keys, often of one rank's heads, and there are {num_parts} ranks",
+            'set GradientConfig(qk_layernorm=True) if heads are cut along it, else mark(parameter, over_tp="own")',
         )
     if over_tp in ("sum", "average") and num_parts > 1 and tensor_axis in sharded and reason is not _BY_NAME:
-        raise UsageError(
-            f"{name}: it is cut along {tensor_axis}, so gradients of different elements would be added up",
-            tensor=name,
-            rank=place.rank,
-            got=f"cut along {tensor_axis}, and {reason}",
-            want="one of the two",
-            next_step='correct the mark, or mark(parameter, over_tp="own")',
+        raise At(name, place.rank).usage_error(
+            f"it is cut along {tensor_axis}, and {reason}, so gradients of different elements would be added up",
+            'correct the mark, or mark(parameter, over_tp="own")',
         )
     # A norm of queries or keys that is cut along tp holds its own part: its name alone asks for no sum.
     is_reduced = over_tp in ("sum", "average") and tensor_axis not in sharded

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.gradients.faults import At
 from xrank.gradients.optimizers import ATTACHED, OWNED, check_optimizer
 from xrank.gradients.plan import PlannedParameter
 from xrank.gradients.roles import local_of
@@ -63,19 +63,11 @@ class OwnedSlice:
         return self.take_from(local_of(self.model.planned_parameters[self.planned.name]).detach())
 
     def gradient(self) -> torch.Tensor:
-        """Return this part of the gradient; a view.
-
-        Raises:
-            GradientError: the step's gradients were not finalized yet, or their memory is released.
-        """
+        """Return this part of the gradient; a view."""
         if not self.model.sync.is_finished or self.model.later_is_due:
-            raise GradientError(
-                f"{self.name}: its gradient was not exchanged yet",
-                tensor=self.name,
-                rank=self.model.plan.rank,
-                got="no finalize_model_grads since zero_grad_buffer",
-                want="the sum over all replicas",
-                next_step="call finalize_model_grads on all ranks first",
+            raise At(self.name, self.model.plan.rank).error(
+                "its gradient was not exchanged yet since zero_grad_buffer",
+                "call finalize_model_grads on all ranks first",
             )
         return self.take_from(self.model.main_grad(self.planned.name))
 
@@ -83,11 +75,7 @@ class OwnedSlice:
 def list_owned_slices(
     models: DistributedDataParallel | Sequence[DistributedDataParallel],
 ) -> Mapping[str, OwnedSlice]:
-    """Return this rank's part of every parameter that has a gradient, in the order of the plans; parts may be empty.
-
-    Args:
-        models: one model, or several; then each name starts with the model's number, as in a ``ModuleList``.
-    """
+    """Return this rank's part of every parameter that has a gradient, in the order of the plans; parts may be empty."""
     several = [models] if isinstance(models, DistributedDataParallel) else list(models)
     found = {}
     for number, model in enumerate(several):
@@ -157,11 +145,8 @@ class ParameterShards:
             id(one.model.planned_parameters[one.planned.name]): self._shards[name] for name, one in self.slices.items()
         }
         listed = list(groups)
-        made = (
-            [dict(group) for group in listed]
-            if all(isinstance(group, dict) for group in listed)
-            else [{"params": listed}]
-        )
+        are_groups = all(isinstance(group, dict) for group in listed)
+        made: list[dict[str, Any]] = [dict(group) for group in listed] if are_groups else [{"params": listed}]
         for group in made:
             given = group["params"]
             mapped = []
@@ -169,12 +154,9 @@ class ParameterShards:
                 name, parameter = entry if isinstance(entry, tuple) else (None, entry)
                 shard = found.get(id(parameter))
                 if shard is None:
-                    raise UsageError(
-                        f"{name or 'a parameter'} of a group is not one that these models train",
-                        tensor=name,
-                        got=f"a tensor of shape {list(parameter.shape)}",
-                        want="parameters of the wrapped modules that need a gradient",
-                        next_step="leave frozen parameters out of the groups, and wrap the module that the groups name",
+                    raise At(name).usage_error(
+                        f"a parameter of shape {list(parameter.shape)} in a group is not one that these models train",
+                        "leave frozen parameters out of the groups, and wrap the module that the groups name",
                     )
                 mapped.append(shard if name is None else (name, shard))
             group["params"] = mapped
@@ -197,11 +179,9 @@ class ParameterShards:
         own = {id(shard) for shard in self._shards.values()}
         for group in optimizer.param_groups:
             if any(id(parameter) not in own for parameter in group["params"]):
-                raise UsageError(
-                    "the optimizer steps parameters that are not shards of these models",
-                    got=type(optimizer).__name__,
-                    want="shards.parameters() or shards.named_parameters()",
-                    next_step="construct the optimizer over the shards",
+                raise At().usage_error(
+                    f"the {type(optimizer).__name__} steps parameters that are not shards of these models",
+                    "construct the optimizer over shards.parameters() or shards.named_parameters()",
                 )
         ATTACHED[optimizer] = self
         optimizer.register_step_pre_hook(self._run_before_step)
@@ -219,7 +199,10 @@ class ParameterShards:
             values = self.slices[name].values()
             # A replaced .data leaves the shard with the old memory, and the step would change nothing.
             if values.dtype == shard.dtype and values.numel() and values.data_ptr() != shard.data_ptr():
-                raise _make_moved_error(self.slices[name])
+                raise At(name, self.slices[name].model.plan.rank).error(
+                    "its data was replaced, and no longer shares the memory of its shard, which the optimizer steps",
+                    "construct ParameterShards and the optimizer again; copy into parameters, do not replace",
+                )
             shard.grad = self.slices[name].gradient()
 
     @torch.no_grad()
@@ -247,11 +230,9 @@ class ParameterShards:
 
     def _run_before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         if any(one is not None for one in (*arguments[1:], options.get("closure"))):
-            raise UsageError(
+            raise At().usage_error(
                 "a closure runs a backward inside the optimizer's step, and its gradients would not be exchanged",
-                got="step(closure)",
-                want="step()",
-                next_step="run the backward and finalize_model_grads before the step",
+                "run the backward and finalize_model_grads before step() without a closure",
             )
         self.give_gradients()
 
@@ -259,27 +240,10 @@ class ParameterShards:
         self.take_parameters()
 
 
-def find_shards(optimizer: torch.optim.Optimizer) -> ParameterShards | None:
-    """Return the shards that are attached to an optimizer; None without any."""
-    found: ParameterShards | None = ATTACHED.get(optimizer)
-    return found
-
-
 def find_slice(parameter: torch.Tensor) -> OwnedSlice | None:
     """Return the slice of a shard; None for another tensor."""
     found: OwnedSlice | None = getattr(parameter, OWNED, None)
     return found
-
-
-def _make_moved_error(one: OwnedSlice) -> GradientError:
-    return GradientError(
-        f"{one.name}: it no longer shares the memory of its shard, which the optimizer steps",
-        tensor=one.name,
-        rank=one.model.plan.rank,
-        got="a parameter whose data was replaced",
-        want="data that is changed in place",
-        next_step="construct ParameterShards and the optimizer again; copy into parameters, do not replace",
-    )
 
 
 def _shard(one: OwnedSlice) -> torch.nn.Parameter:

@@ -1,0 +1,75 @@
+"""Errors about a parameter on a rank, and faults that all ranks raise together at the end of a step.
+
+A rank that raised alone would leave the others waiting. So a rank records a fault, still runs all collectives of the
+step, and at the end of the step every rank receives the faults of all (`xrank.gradients.wire.FaultFlag`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xrank.errors import GradientError, LayoutError, UsageError
+from xrank.words import first_lines
+
+MAX_FAULTS = 8
+"""Faults that one rank sends: a mistake in the loop makes one for every parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFault:
+    """The parts of a `GradientError`."""
+
+    message: str
+    """Text that names the parameter and the rank."""
+    next_step: str
+    rank: int | None = None
+    tensor: str | None = None
+    got: str | None = None
+    want: str | None = None
+
+    def make_error(self) -> GradientError:
+        """Return the fault as an error."""
+        return GradientError(
+            self.message, tensor=self.tensor, rank=self.rank, got=self.got, want=self.want, next_step=self.next_step
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """The parameter and the rank that an error is about; its text then begins with the parameter's name."""
+
+    tensor: str | None = None
+    rank: int | None = None
+
+    def fault(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> GradientFault:
+        """Return a fault, for all ranks to raise."""
+        message = f"{self.tensor}: {text}" if self.tensor else text
+        return GradientFault(message, next_step, self.rank, self.tensor, got, want)
+
+    def error(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> GradientError:
+        """Return an error of a step."""
+        return self.fault(text, next_step, got, want).make_error()
+
+    def usage_error(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> UsageError:
+        """Return an error of an argument."""
+        message = f"{self.tensor}: {text}" if self.tensor else text
+        return UsageError(message, tensor=self.tensor, rank=self.rank, got=got, want=want, next_step=next_step)
+
+    def layout_error(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> LayoutError:
+        """Return an error of a mesh or of placements."""
+        message = f"{self.tensor}: {text}" if self.tensor else text
+        return LayoutError(message, tensor=self.tensor, rank=self.rank, got=got, want=want, next_step=next_step)
+
+
+def raise_faults(found: Mapping[int, Sequence[GradientFault]]) -> None:
+    """Raise the first fault of the lowest rank, with the others as notes; return if no rank has a fault."""
+    # In the order of ranks, so that all ranks raise the same fault first.
+    faults = [fault for rank in sorted(found) for fault in found[rank]]
+    if not faults:
+        return
+    error = faults[0].make_error()
+    others = [fault.message for fault in faults[1:] if fault.message != faults[0].message]
+    for line in first_lines([f"also: {message}" for message in others], MAX_FAULTS):
+        error.add_note(line)
+    raise error
