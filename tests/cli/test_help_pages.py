@@ -15,18 +15,20 @@ import click
 import pytest
 
 from tests.cli.bench import run
-from xrank.cli.help import Command, Group
+from xrank.cli.help import Command, CommandGroup
 from xrank.cli.main import cli
 from xrank.recipes.recipe_file import list_shipped_recipes
 
 
-def all_commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def all_commands(
+    group: click.CommandGroup, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
         yield (*path, name), command
-        if isinstance(command, click.Group):
+        if isinstance(command, click.CommandGroup):
             yield from all_commands(command, (*path, name))
 
 
@@ -37,11 +39,11 @@ each_command = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 @each_command
 def test_each_command_has_an_example_that_is_typed_right(words: tuple[str, ...]) -> None:
     found = COMMANDS[words]
-    assert isinstance(found, Command | Group) and found.examples
+    assert isinstance(found, Command | CommandGroup) and found.examples
     for example in found.examples:
         command: click.Command = cli
         arguments = shlex.split(example)
-        while isinstance(command, click.Group) and arguments:
+        while isinstance(command, click.CommandGroup) and arguments:
             name, *arguments = arguments
             command = command.get_command(click.Context(command), name)  # type: ignore[assignment]
         assert example.startswith(words[0])
