@@ -21,14 +21,14 @@ from xrank.recipes.recipe_file import list_shipped_recipes
 
 
 def all_commands(
-    group: click.CommandGroup, path: tuple[str, ...] = ()
+    group: click.Group, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
         yield (*path, name), command
-        if isinstance(command, click.CommandGroup):
+        if isinstance(command, click.Group):
             yield from all_commands(command, (*path, name))
 
 
@@ -43,7 +43,7 @@ def test_each_command_has_an_example_that_is_typed_right(words: tuple[str, ...])
     for example in found.examples:
         command: click.Command = cli
         arguments = shlex.split(example)
-        while isinstance(command, click.CommandGroup) and arguments:
+        while isinstance(command, click.Group) and arguments:
             name, *arguments = arguments
             command = command.get_command(click.Context(command), name)  # type: ignore[assignment]
         assert example.startswith(words[0])
