@@ -1,4 +1,4 @@
-"""Trainers that lend their weights in another form: cast, quantised part by part, or made by a function."""
+"""Trainers that lend their weights in another form: cast, quantized part by part, or made by a function."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def draw(seed: int) -> tuple[list[dict[str, torch.Tensor]], LayoutMap, LayoutMap
         generator = torch.Generator().manual_seed(1000 * seed + step)
         steps.append({n: (step * torch.randn(s, generator=generator)).to(dtypes[n]) for n, s in shapes.items()})
         steps[-1]["count"] = torch.tensor([step, 2, 3])
-    kind = rng.choice(["quantise", "quantise", "quantise", "function", "cast"])
+    kind = rng.choice(["quantize", "quantize", "quantize", "function", "cast"])
     blocks: Any = rng.choice(["tensor", "channel", (4, 4), (8, 3), (5, 16)])
     quantization = Quantization(rng.choice(["fp8", "int8"]), blocks, keep=("t3*",))
-    transform = {"quantise": quantization, "function": Function(quantization), "cast": None}[kind]
+    transform = {"quantize": quantization, "function": Function(quantization), "cast": None}[kind]
     dtype = rng.choice(["bf16", "fp16"]) if kind == "cast" else rng.choice([None, "bf16"])
     wanted = apply(steps[0], transform, dtype)
     while True:
@@ -185,7 +185,7 @@ def test_an_engine_without_scales_of_its_own_is_refused(tmp_path: Path) -> None:
 
 def test_a_fused_tensor_of_two_kinds_is_refused() -> None:
     wanted: set[tuple[str | None, str]] = {("F8_E4M3", "q.weight"), ("", "norm.weight")}
-    with pytest.raises(UsageError, match=r"q\.weight cannot be quantised part by part"):
+    with pytest.raises(UsageError, match=r"q\.weight cannot be quantized part by part"):
         _choose_form(wanted, Quantization())
 
 

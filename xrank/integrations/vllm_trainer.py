@@ -34,7 +34,7 @@ class XrankTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc, unused-ignore
     base_model: str | None = None
     dtype: Any = None
     transform: Any = None
-    """Such as an `xrank.Quantization` for an engine that has loaded a quantised model."""
+    """Such as an `xrank.Quantization` for an engine that has loaded a quantized model."""
     snapshot: bool = False
     group: Any = None
     timeout_seconds: float = 600.0

@@ -1,6 +1,6 @@
 """A vLLM model's weights in the form of a checkpoint, beside the form that its kernels use.
 
-After it has loaded a model, vLLM may pack, quantise or swap the weights of each layer for its kernels. Its layerwise
+After it has loaded a model, vLLM may pack, quantize or swap the weights of each layer for its kernels. Its layerwise
 reload (``vllm/model_executor/model_loader/reload``) gives a layer the parameters back that its loader fills, and
 processes them again. This module keeps such parameters in host memory over all updates, so that their addresses and
 what a loader copies into them stay the same.

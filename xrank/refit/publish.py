@@ -108,7 +108,7 @@ def offer_weights(
         recipe: from training names to Hugging Face's.
         base_model: a model folder whose config and names count, for modules without a config, such as Megatron's.
         dtype: element type of floating-point tensors, which each rank casts at `publish`: as `xrank.export_model`.
-        transform: an `xrank.Quantization`, with which each rank quantises its own parts at `publish`. The bits are
+        transform: an `xrank.Quantization`, with which each rank quantizes its own parts at `publish`. The bits are
             those of the whole tensors, and scales are further tensors. Or a function as of `xrank.export_model`: at
             each `publish` one rank makes a tensor whole, calls it, and lends the result. Casts and transforms take
             memory of the host for the bytes that they lend.
