@@ -1,4 +1,12 @@
-"""The proof that a recorded loader writes each element of each parameter once."""
+"""What an engine's own loader does, found by running it once on stand-ins without memory.
+
+A view of a tensor on the meta device keeps the offset and the strides into the stand-in. So each ``copy_`` of such a
+view into a parameter is one nest from a Hugging Face tensor to the parameter, whatever narrow, view, transpose or chunk
+came before. A result that is not a view ends the chain: the loader then takes that tensor whole at each update, as do
+all tensors of the same parameters. Nothing is written to a parameter while the loader runs on stand-ins.
+
+The recordings of all ranks show the engine's layout: which rank takes which part of each checkpoint tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,7 @@ from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -21,7 +30,7 @@ from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import bind
 from xrank.layout.nest_table import NestTable
-from xrank.layout.nests import Nest, canonical
+from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import axis_lengths
 from xrank.plan.coverage import find_fault, range_text
@@ -32,95 +41,15 @@ if TYPE_CHECKING:
     from xrank.refit.targets import Loader
 
 
-def prove_coverage(
-    regions: Mapping[str, Sequence[torch.Tensor]],
-    fills: Sequence[Fill],
-    parameters: Sequence[tuple[str, torch.Tensor]],
-    *,
-    may_have_gaps: bool,
-) -> None:
-    """Check that each element of each parameter is written once; a constant for the whole parameter may come before.
-
-    Args:
-        regions: parameter -> the parts that the loader fills from tensors.
-        fills: the parts that it sets to constants.
-        parameters: the tensors that it fills, with names.
-        may_have_gaps: whether some tensors could not be recorded, so that elements may seem unwritten.
-
-    Raises:
-        UsageError: it names the parameter and the elements.
-    """
-    for name, tensor in parameters:
-        its = regions.get(name, [])
-        own_fills = [fill for fill in fills if fill.parameter == name]
-        filled = [fill.target for fill in own_fills]
-        if any(fill.is_first and fill.target.numel() == tensor.numel() for fill in own_fills):
-            # Writes after the constant must not overlap each other.
-            later = [fill.target for fill in own_fills if not fill.is_first]
-            fault = _find_fault_by_count(tensor, [*its, *later], may_have_gaps=True)
-        elif tensor.is_contiguous():
-            fault = _find_fault_by_nests(tensor, [*its, *filled])
-        else:
-            fault = _find_fault_by_count(tensor, [*its, *filled], may_have_gaps=False)
-        if fault is None or (fault[0] == "gap" and may_have_gaps):
-            continue
-        kind, address = fault
-        where = range_text(tuple(tensor.shape), address, address)
-        raise UsageError(
-            f"{name}, from {where} on: the loader {'never writes' if kind == 'gap' else 'writes twice'}",
-            tensor=name,
-            index_range=where,
-            got=f"{len(its)} copies from the trainer's tensors",
-            want="each element once",
-            next_step="give the trainer's model all tensors that the engine loads; parameters that no checkpoint has "
-            "must not be among the engine's",
-        )
-
-
-def _find_fault_by_nests(tensor: torch.Tensor, regions: Sequence[torch.Tensor]) -> tuple[str, int] | None:
-    if not tensor.numel():
-        return None
-    nests = []
-    for region in regions:
-        start = int(region.storage_offset() - tensor.storage_offset())
-        loops = [
-            (n, x, y) for n, x, y in zip(region.shape, row_major_steps(region.shape), region.stride(), strict=True)
-        ]
-        nests.append(canonical(Nest(0, start, tuple(loop for loop in loops if loop[0] != 1))))
-    fault = find_fault(NestTable.from_nests(nests), tensor.numel())
-    return None if fault is None else (fault.kind, int(fault.address))
-
-
-def _find_fault_by_count(
-    tensor: torch.Tensor, regions: Sequence[torch.Tensor], *, may_have_gaps: bool
-) -> tuple[str, int] | None:
-    """Count the writes of each element: one byte for each of the parameter."""
-    reach = span_nbytes(tensor) // tensor.element_size()
-    counts = torch.zeros(reach, dtype=torch.uint8)
-    for region in regions:
-        start = int(region.storage_offset() - tensor.storage_offset())
-        counts.as_strided(region.shape, region.stride(), start).add_(1)
-    own = counts.as_strided(tensor.shape, tensor.stride(), 0).flatten()
-    wrong = own > 1 if may_have_gaps else own != 1
-    if not wrong.any():
-        return None
-    address = int(wrong.nonzero()[0])
-    return ("overlap" if own[address] > 1 else "gap"), address
-
-
-def span_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first to the last element of a tensor, with the gaps between them."""
-    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return max(0, reach * tensor.element_size()) if tensor.numel() else 0
-
-
-def row_major_steps(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor of a shape."""
-    return [prod(shape[k + 1 :]) for k in range(len(shape))]
-
-
 _aten = torch.ops.aten
 _SAME_VALUES = {_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.|$)")
+"""An index in a tensor's name."""
+
+EngineRank: TypeAlias = "tuple[Loader, Mapping[str, torch.Tensor]]"
+"""The loader of an engine's rank, and the parameters that it fills, which may be on the meta device."""
+Shapes: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Tensor of the checkpoint -> safetensors name of its element type, and shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,9 +101,9 @@ def record_loader(
     failed: dict[str, str] = {}
     try:
         recorder.run(load, list(shapes))
-    except Exception as error:
-        if isinstance(error, UsageError):
-            raise
+    except UsageError:
+        raise
+    except Exception:
         # One tensor after another, to learn which of them the loader cannot take without values.
         recorder = _Recorder(parameters, shapes)
         for name in shapes:
@@ -184,7 +113,7 @@ def record_loader(
                 failed[name] = f"{type(failure).__name__}: {failure}"[:200]
     recording = recorder.finish(failed)
     regions = recorder.list_regions(recording.whole)
-    prove_coverage(regions, recording.fills, parameters, may_have_gaps=bool(failed))
+    _prove_coverage(regions, recording.fills, parameters, may_have_gaps=bool(failed))
     return recording
 
 
@@ -197,7 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = shapes
         self._parameters = sorted(
-            (*_start(tensor), _start(tensor)[1] + span_nbytes(tensor), name) for name, tensor in parameters
+            (*_start(tensor), _start(tensor)[1] + _span_nbytes(tensor), name) for name, tensor in parameters
         )
         """Storage, first byte and end in it, and name of each parameter."""
         self._storages = {storage for storage, *_ in self._parameters}
@@ -306,7 +235,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{parameter}: the loader writes values to it that are not of a checkpoint",
                 tensor=parameter,
                 got=str(func),
-                want="copies of the checkpoint's tensors, or a constant",
                 next_step="give the engine's tensors with layouts=, or feed it by iter_model",
             )
         return target
@@ -367,31 +295,88 @@ def _make_copy(
     if str(source.dtype).removeprefix("torch.") != dtypes.dtype(dtype).torch_name or source.is_conj():
         return None  # a view as another element type
     source = source.expand(target.shape)
-    strides = source.stride()
-    steps = row_major_steps(target.shape)
-    loops = [(n, x, y) for n, x, y in zip(target.shape, steps, strides, strict=True) if n != 1]
-    if any(y <= 0 for _, _, y in loops):
+    if any(n != 1 and y <= 0 for n, y in zip(source.shape, source.stride(), strict=True)):
         return None
-    nest = canonical(Nest(0, int(source.storage_offset()), tuple(loops)))
-    part = None
-    if tuple(target.shape) != shape or nest != canonical(_whole_nest(shape)):
+    nest, part = _make_nest(source, int(source.storage_offset())), None
+    if tuple(target.shape) != shape or nest != _make_nest(torch.empty(shape, device="meta"), 0):
         part = TensorPart(shape, (nest,), (nest,))
     output = OutputTensor(name, new.name, tuple(target.shape), part=part)
     return RecordedCopy(output, target.detach(), parameter)
 
 
-def _whole_nest(shape: Sequence[int]) -> Nest:
-    loops = tuple((n, s, s) for n, s in zip(shape, row_major_steps(shape), strict=True) if n != 1)
-    return Nest(0, 0, loops)
+def _make_nest(view: torch.Tensor, start: int) -> Nest:
+    """Return the nest from a contiguous tensor of a view's shape to the view, with loops of more than one step."""
+    loops = zip(view.shape, row_major(view.shape), view.stride(), strict=True)
+    return canonical(Nest(0, start, tuple((n, x, y) for n, x, y in loops if n != 1)))
 
 
-_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.|$)")
-"""An index in a tensor's name."""
+def _prove_coverage(
+    regions: Mapping[str, Sequence[torch.Tensor]],
+    fills: Sequence[Fill],
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    *,
+    may_have_gaps: bool,
+) -> None:
+    """Check that each element of each parameter is written once; a constant for the whole parameter may come before.
 
-EngineRank: TypeAlias = "tuple[Loader, Mapping[str, torch.Tensor]]"
-"""The loader of an engine's rank, and the parameters that it fills, which may be on the meta device."""
-Shapes: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Tensor of the checkpoint -> safetensors name of its element type, and shape."""
+    Args:
+        regions: parameter -> the parts that the loader fills from tensors.
+        fills: the parts that it sets to constants.
+        parameters: the tensors that it fills, with names.
+        may_have_gaps: whether some tensors could not be recorded, so that elements may seem unwritten.
+
+    Raises:
+        UsageError: it names the parameter and the elements.
+    """
+    for name, tensor in parameters:
+        its = regions.get(name, [])
+        own_fills = [fill for fill in fills if fill.parameter == name]
+        written = [*its, *(fill.target for fill in own_fills)]
+        if any(fill.is_first and fill.target.numel() == tensor.numel() for fill in own_fills):
+            # Writes after the constant must not overlap each other.
+            later = [fill.target for fill in own_fills if not fill.is_first]
+            fault = _find_fault_by_count(tensor, [*its, *later], may_have_gaps=True)
+        elif tensor.is_contiguous() and tensor.numel():
+            nests = [_make_nest(one, int(one.storage_offset() - tensor.storage_offset())) for one in written]
+            found = find_fault(NestTable.from_nests(nests), tensor.numel())
+            fault = None if found is None else (found.kind, int(found.address))
+        else:
+            fault = _find_fault_by_count(tensor, written, may_have_gaps=False)
+        if fault is None or (fault[0] == "gap" and may_have_gaps):
+            continue
+        kind, address = fault
+        where = range_text(tuple(tensor.shape), address, address)
+        raise UsageError(
+            f"{name}, from {where} on: the loader {'never writes' if kind == 'gap' else 'writes twice'}",
+            tensor=name,
+            index_range=where,
+            got=f"{len(its)} copies from the trainer's tensors",
+            next_step="give the trainer's model all tensors that the engine loads; parameters that no checkpoint has "
+            "must not be among the engine's",
+        )
+
+
+def _find_fault_by_count(
+    tensor: torch.Tensor, regions: Sequence[torch.Tensor], *, may_have_gaps: bool
+) -> tuple[str, int] | None:
+    """Count the writes of each element: one byte for each of the parameter."""
+    reach = _span_nbytes(tensor) // tensor.element_size()
+    counts = torch.zeros(reach, dtype=torch.uint8)
+    for region in regions:
+        start = int(region.storage_offset() - tensor.storage_offset())
+        counts.as_strided(region.shape, region.stride(), start).add_(1)
+    own = counts.as_strided(tensor.shape, tensor.stride(), 0).flatten()
+    wrong = own > 1 if may_have_gaps else own != 1
+    if not wrong.any():
+        return None
+    address = int(wrong.nonzero()[0])
+    return ("overlap" if own[address] > 1 else "gap"), address
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element of a tensor, with the gaps between them."""
+    reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return max(0, reach * tensor.element_size()) if tensor.numel() else 0
 
 
 def record_layouts(make_rank: Callable[[int], EngineRank], shapes: Shapes, mesh: DeviceMesh) -> LayoutMap:
@@ -425,7 +410,7 @@ def record_layouts(make_rank: Callable[[int], EngineRank], shapes: Shapes, mesh:
     """
     parts: dict[str, dict[int, tuple[Box, ...]]] = {}
     for rank in mesh.ranks:
-        for name, boxes in record_parts(*make_rank(rank), shapes).items():
+        for name, boxes in _record_parts(*make_rank(rank), shapes).items():
             parts.setdefault(name, {})[rank] = boxes
     search = _Search(mesh, {}, {})
     found = LayoutMap(mesh)
@@ -445,20 +430,14 @@ def record_layouts(make_rank: Callable[[int], EngineRank], shapes: Shapes, mesh:
     return found
 
 
-def record_parts(load: Loader, parameters: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, tuple[Box, ...]]:
-    """Return the parts of the checkpoint's tensors that a loader takes: name -> boxes of the tensor.
-
-    Raises:
-        UsageError: as `record_loader`.
-        LayoutError: a part is not a box of its tensor.
-    """
+def _record_parts(load: Loader, parameters: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, tuple[Box, ...]]:
+    """Return the parts of the checkpoint's tensors that a loader takes: name -> boxes of the tensor."""
     recording = record_loader(load, list(parameters.items()), shapes)
     found: dict[str, set[Box]] = {}
     for copy in recording.copies:
-        name = copy.output.name
-        part = copy.output.part
-        whole = tuple((0, size) for size in shapes[name][1])
-        box = whole if part is None else _box_of(part.nests, name, shapes[name][1])
+        name, part = copy.output.name, copy.output.part
+        shape = shapes[name][1]
+        box = tuple((0, size) for size in shape) if part is None else _box_of(part.nests, name, shape)
         found.setdefault(name, set()).add(box)
     for name in recording.whole:
         found[name] = {tuple((0, size) for size in shapes[name][1])}
@@ -488,7 +467,6 @@ class _Search:
                     f"{name}: the parts that the engine's ranks take are no cuts by the axes of {self.mesh.grid!r}",
                     tensor=name,
                     got=list_text([f"rank {rank}: {boxes}" for rank, boxes in sorted(parts.items())], 4),
-                    want="the same cuts on all ranks",
                     next_step="name all axes of the engine in the mesh, the last one fastest",
                 )
             lengths = axis_lengths(self.mesh, layout.view_mesh)
@@ -557,28 +535,17 @@ def _box_of(nests: Sequence[Nest], name: str, shape: tuple[int, ...]) -> Box:
     """Return the box of a tensor that these nests read."""
     (nest,) = nests
     last = nest.y + sum((n - 1) * y for n, _, y in nest.loops)
-    low, high = _indices(nest.y, shape), _indices(last, shape)
-    box = tuple((a, b + 1) for a, b in zip(low, high, strict=True))
+    ends = (np.unravel_index(address, shape) for address in (nest.y, last))
+    box = tuple((int(low), int(high) + 1) for low, high in zip(*ends, strict=True))
     # Whatever the order in which the loader reads them, the elements must be those of the box.
     loops: list[tuple[int, int, int]] = []
     for n, _, y in sorted(nest.loops, key=lambda loop: loop[2]):
         loops.insert(0, (n, prod(loop[0] for loop in loops), y))
     if (canonical(Nest(0, nest.y, tuple(loops))),) != box_nests(box, shape):
         raise LayoutError(
-            f"{name}: the engine takes elements that are no box of the tensor",
-            tensor=name,
-            got=str(nest.loops),
-            want="a range of each dim",
+            f"{name}: the engine takes elements that are not a box of the tensor", tensor=name, got=str(nest.loops)
         )
     return box
-
-
-def _indices(address: int, shape: Sequence[int]) -> tuple[int, ...]:
-    found: list[int] = []
-    for size in reversed(shape):
-        address, index = divmod(address, size)
-        found.insert(0, index)
-    return tuple(found)
 
 
 def _merge(boxes: set[Box]) -> tuple[Box, ...]:
