@@ -36,12 +36,7 @@ from xrank.writers.hf_folder import lay_out, lay_out_file
 
 
 def digest_of_plan(plan: Plan, *options: str) -> str:
-    """Return a digest that is the same for the same source, options and output.
-
-    Args:
-        plan: the plan, with its source as it was when its metadata was read.
-        *options: further choices that decide the content of the output.
-    """
+    """Return a digest that is the same for the same source, options and output."""
     state = xxhash.xxh3_128()
     for file in plan.source.files:
         state.update(repr(file.identity).encode())
@@ -190,15 +185,7 @@ def plan_export(
 ) -> FolderPlan:
     """Plan an export and prove the plan. Errors are those of `xrank.conversion.export.export_model`.
 
-    Args:
-        stored: the parts of all ranks.
-        options: the caller's choices.
-        own: the knowledge of the module about itself.
-        base_model: a model folder, or the ID of one in the local Hugging Face cache.
-        layouts: layouts, for their aliases.
-        recipe: recipe from training names to Hugging Face's.
-        config_overrides: additional content of config.json.
-        transform: function of whole tensors; the comparison with the base model is before it.
+    A `transform` changes whole tensors after the comparison with the base model.
     """
     base = _open_base(base_model)
     _ = options.budget  # refuses too small buffers before any work
@@ -295,11 +282,7 @@ def _live_notes(decision: Decision) -> Iterator[tuple[str, str]]:
 def _plan_with_adapter(
     adapted: Adapted, selection: Selection, outputs: Sequence[OutputTensor], options: GatherOptions, stem: str
 ) -> Plan:
-    """Return the plan of the model's files with the adapter merged into them, or with the adapter's own file.
-
-    Raises:
-        UsageError: as for `check_ties`; IncompleteError, ContradictionError: as for `make_plan`.
-    """
+    """Return the plan of the model's files with the adapter merged into them, or with the adapter's own file."""
     check_ties(adapted.updates or (), adapted.trained, selection.tied)
     own = [output for output in selection.outputs if output.name in adapted.own]
     files = [] if adapted.is_alone or not outputs else list(lay_out(outputs, options.max_shard_nbytes, stem=stem))
@@ -310,11 +293,7 @@ def _plan_with_adapter(
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
-    """Read a layout file that the caller named.
-
-    Raises:
-        LayoutError, UsageError: as for `LayoutMap.read`.
-    """
+    """Read a layout file that the caller named."""
     try:
         return LayoutMap.read(path)
     except (LayoutError, UsageError) as error:

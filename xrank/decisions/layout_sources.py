@@ -41,11 +41,7 @@ def survey_stored(stored: StoredModel) -> Survey:
 
 
 def make_layout_map(stored: StoredModel) -> LayoutMap:
-    """Return the recorded layouts as a map, for a file; names that differ only in numbers become one pattern.
-
-    Raises:
-        LayoutError: no single layout file can express the layouts.
-    """
+    """Return the recorded layouts as a map, for a file; names that differ only in numbers become one pattern."""
     stated = _collect_stated(stored)
     meshes = list(dict.fromkeys(one.mesh for one in stated.values())) or [DeviceMesh((1,), ("rank",))]
     layouts = LayoutMap(meshes[0])
@@ -223,11 +219,7 @@ class LayoutSource:
     notes: tuple[tuple[str, str], ...] = ()
 
     def as_map(self) -> LayoutMap:
-        """Return the layouts as a map, for a file to start from.
-
-        Raises:
-            LayoutError: ranks recorded a layout that a layout file cannot express.
-        """
+        """Return the layouts as a map, for a file to start from."""
         if self.layouts is not None:
             return self.layouts
         assert self.stored is not None
@@ -241,11 +233,7 @@ def is_layout_file(path: str) -> bool:
 
 
 def read_source(path: str) -> LayoutSource:
-    """Read the layouts at a path: a layout file's, drawn as far as it has sizes, or those that a source records.
-
-    Raises:
-        LayoutError, UsageError, IncompleteError, CorruptError, ...: as for the reader of the path's format.
-    """
+    """Read the layouts at a path: a layout file's, drawn as far as it has sizes, or those that a source records."""
     if not is_layout_file(path):
         place, stored = read_stored(path)
         return LayoutSource(place, stored.format, survey_stored(stored), None, stored)
@@ -274,11 +262,7 @@ def read_stored(path: str, layouts: LayoutMap | None = None, base: BaseModel | N
 
 
 def filter_tensors(found: Survey, pattern: str | None) -> Survey:
-    """Return the survey of the tensors whose whole names a regular expression matches.
-
-    Raises:
-        UsageError: the pattern is not a regular expression, or does not match any tensor.
-    """
+    """Return the survey of the tensors whose whole names a regular expression matches."""
     if pattern is None:
         return found
     try:
@@ -303,16 +287,7 @@ def filter_tensors(found: Survey, pattern: str | None) -> Survey:
 
 
 def layouts_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> LayoutMap:
-    """Return the layouts at a path as a map, for a file to start from or a comparison.
-
-    Args:
-        path: a layout file, or a source.
-        layouts: layouts for tensors whose layout a source does not record.
-        base: base model, which gives whole shapes for such tensors.
-
-    Raises:
-        LayoutError: ranks recorded a layout that a layout file cannot express; else as for `read_source`.
-    """
+    """Return the layouts at a path as a map, for a file to start from or a comparison."""
     return read_layouts(path) if is_layout_file(path) else make_layout_map(read_stored(path, layouts, base)[1])
 
 

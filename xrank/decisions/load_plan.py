@@ -83,16 +83,7 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
     Names of one view are one tensor: the source needs only one of them; if it has several, the load compares
     them.
 
-    Args:
-        local: the rank's tensors.
-        source: the source, under the module's names.
-        layouts: the layouts that located `local`.
-        may_pad: names of tensors that may have more rows in the module, as trainers pad a vocabulary.
-
-    Raises:
-        UsageError: a tensor's shape or type differs from the source's.
-        LayoutError: a layout does not fit its tensor.
-        IncompleteError, ContradictionError: the source does not contain each element once.
+    Tensors in `may_pad` may have more rows in the module, as trainers pad a vocabulary.
     """
     shards = {shard.name: shard for shard in source.shards}
     shapes = {name: shard.shape for name, shard in shards.items()}
@@ -197,11 +188,7 @@ class _Fitting:
     padded: dict[str, int] = field(default_factory=dict)
 
     def part(self, wanted: _Wanted, shard: StoredShard) -> TensorPart | None:
-        """Return the part of a tensor that the rank must hold; None: the whole.
-
-        Raises:
-            UsageError, LayoutError: the rank's tensor is not a part of the source's.
-        """
+        """Return the part of a tensor that the rank must hold; None: the whole."""
         shape, claim = self._pad_shape(wanted, shard), wanted.claim
         if claim is None:
             _check_shape(wanted, "shape", wanted.shape, shape)
@@ -325,17 +312,7 @@ def describe_load(source: StoredModel, load: Load) -> dict[str, Any]:
 
 
 def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[str, Any]]) -> None:
-    """Check that ranks see one source, and together hold all of its names and no others.
-
-    Args:
-        source: the source as the first rank sees it.
-        ranks: the ranks' numbers.
-        loads: the results of `describe_load` on these ranks.
-
-    Raises:
-        UsageError: names of the module and the source differ.
-        ContradictionError: ranks see different sources.
-    """
+    """Check that ranks see one source, and together hold all of its names and no others."""
     _check_sources(ranks, [load["source"] for load in loads])
     _check_names(source, loads)
 

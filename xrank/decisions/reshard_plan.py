@@ -50,11 +50,7 @@ class NewPart:
 
 
 def new_claim(name: str, claims: Claims) -> Claim | None:
-    """Return the claim that cuts a tensor; None where no rule decides. A flat buffer of the tensor alone is a claim.
-
-    Raises:
-        LayoutError: several rules decide, no mesh is known, or the layout puts it into a flat buffer with others.
-    """
+    """Return the claim that cuts a tensor; None where no rule decides. A flat buffer of the tensor alone is a claim."""
     claim = claims.find_in_file(name)
     flat = None if claim is None else flat_of(claim.layout)
     if flat is not None and (flat.multiple is not None or [member.name for member in flat.members] != [name]):
@@ -73,15 +69,7 @@ def new_parts(
 ) -> Mapping[int, NewPart]:
     """Return the part of each rank that is to hold any element of a tensor.
 
-    Args:
-        name: the tensor's global name.
-        claim: its new layout and mesh.
-        shape: its global shape.
-        base: for a companion, the global shape of the tensor that it follows.
-
-    Raises:
-        LayoutError: the layout does not fit the shape, leaves elements to no rank, or gives them to several in
-            different cuts.
+    For a companion, `base` is the global shape of the tensor that it follows.
     """
     try:
         owners = tuple(rank for rank in claim.mesh.ranks if find_local_name(claim, name, rank) is not None)

@@ -49,11 +49,7 @@ _BUDGET = Budget.from_memory(4 << 20, 1)
 
 
 def check_roundings(model: StoredModel) -> StoredModel:
-    """Return the model without its rounded copies, of which the smallest were compared with its tensors.
-
-    Raises:
-        ContradictionError: a copy has other values.
-    """
+    """Return the model without its rounded copies, of which the smallest were compared with its tensors."""
     if not model.roundings:
         return model
     chosen: list[StoredShard] = []
@@ -110,9 +106,6 @@ def read_best(where: SourcePlace, hints: Hints, share: tuple[int, int] = (0, 1))
         where: the place of the source, with all readers that recognise it.
         hints: facts that the caller knows.
         share: position of this rank, and number of the ranks that compare together, each its share of the tensors.
-
-    Raises:
-        UsageError: no reader can use it, or two of them hold different values; other errors are those of `Reader.read`.
     """
     place, chosen, others = where.path, where.reader, where.others
     notes: list[tuple[str, str]] = []
@@ -137,11 +130,7 @@ def read_best(where: SourcePlace, hints: Hints, share: tuple[int, int] = (0, 1))
 
 
 def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
-    """Return the model of a reader.
-
-    Raises:
-        UsageError: the caller chose a part, and the reader knows none.
-    """
+    """Return the model of a reader."""
     model = _read_bare(reader, place, hints)
     if hints.part != model.part:
         raise UsageError(
@@ -187,9 +176,6 @@ def _compare(
 
     Values are compared in the narrower of both dtypes: a trainer's model and the fp32 masters that it was cast from
     agree. A file of ``torch.save`` may hold anything; what has few tensors in common with the model is another thing.
-
-    Raises:
-        UsageError: a tensor differs, the other source holds one more, or it cannot be read; so the user must choose.
     """
     seen = {file.path for file in model.files}
     for place, reader in others:
@@ -308,9 +294,6 @@ def _pair(model: StoredModel, other: StoredModel, hints: Hints) -> tuple[_Pairs,
 
     PEFT leaves its adapter's name out of names in files, and transformers saves models that contain others under other
     prefixes than they have in memory. Without an equal name, the only tensor with the same end of a name counts.
-
-    Raises:
-        ContradictionError, UsageError: from `find_adapter`.
     """
     ours, (theirs, in_adapter) = _names_in_files(model)[0], _names_in_files(other)
     pairs = [(ours[name], shard) for name, shard in theirs.items() if name in ours]
@@ -446,11 +429,7 @@ def read_found(
 
 
 def _check_world_size(model: StoredModel, stated: int) -> None:
-    """Check the number of ranks that the caller states.
-
-    Raises:
-        IncompleteError: the source is of fewer ranks; UsageError: of more, or not of ranks.
-    """
+    """Check the number of ranks that the caller states."""
     if model.world_size == stated:
         return
     kind = UsageError if model.world_size is None or model.world_size > stated else IncompleteError
@@ -472,11 +451,7 @@ def _read_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
-    """Return the companions of the source at a place, and notes on unused ones.
-
-    Raises:
-        IncompleteError: a companion is a broken link.
-    """
+    """Return the companions of the source at a place, and notes on unused ones."""
     # The states of a workspace contain a config; a config in a folder above does not replace it.
     folders = (
         (where.path, os.path.join(where.path, "huggingface"))
@@ -488,16 +463,7 @@ def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, 
 
 
 def find_live_source(stored: StoredModel, own: OwnConfig, base: BaseModel | None) -> FoundSource:
-    """Return the parts of a live model on all ranks as a source, under the model's own names.
-
-    Args:
-        stored: the parts of all ranks.
-        own: the knowledge of the module about itself.
-        base: base model, which gives the config if it has one.
-
-    Raises:
-        UsageError: a tensor has an empty name, or is a placeholder of DeepSpeed's ZeRO-3.
-    """
+    """Return the parts of a live model on all ranks as a source, under the model's own names."""
     config_path = next((c.path for c in base.companions if c.name == "config.json"), None) if base else None
     config = base.config if base is not None and config_path is not None else own.config
     stored = drop_states(stored)
@@ -529,11 +495,7 @@ def _choose_saved(aliases: Mapping[str, str], tied: Sequence[str]) -> Mapping[st
 
 
 def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:
-    """Refuse tensors without a name, or of shape [0], as ZeRO-3 leaves them in the state dict of a partitioned model.
-
-    Raises:
-        UsageError: there are such tensors; for shape [0], unless the base model's tensor has it, too.
-    """
+    """Refuse tensors without a name, or of shape [0], as ZeRO-3 leaves them in the state dict of a partitioned model."""
     known = base.tensors if base is not None else {}
     for shard in stored.shards:
         if not shard.name:
@@ -551,12 +513,7 @@ def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:
 
 
 def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
-    """Open the base model in a folder, or in the local Hugging Face cache where `name` is an ID.
-
-    Raises:
-        UsageError: `name` is neither a folder nor in the cache (xrank downloads nothing), or not a model's folder.
-        CorruptError, ContradictionError, IncompleteError: its files are damaged or disagree.
-    """
+    """Open the base model in a folder, or in the local Hugging Face cache where `name` is an ID."""
     from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
 
     text = places.enter(name)
@@ -594,15 +551,6 @@ def complete_adapter(
 
     The base model gets its names in memory, which those of adapters follow. Tensors that the adapter's folder holds
     whole, as PEFT saves `modules_to_save`, stand in place of the base model's.
-
-    Args:
-        source: the model that the reader found.
-        base: the base model.
-        given: path of the adapter's configuration; None: search for one.
-        place: path of the source.
-
-    Raises:
-        UsageError, ContradictionError: as for `find_adapter`, `find_config` and the reader of the base model.
     """
     from xrank.readers.hugging_face.folder import HfFolderReader
 

@@ -116,11 +116,7 @@ class AdapterNames:
         return frozenset(name.rpartition(".")[0] for name in self.base.values())
 
     def biases_of(self, trained: object) -> dict[str, str]:
-        """Return the biases that PEFT saves with the adapter: name in the source -> name in a PEFT folder.
-
-        Args:
-            trained: the value of `bias` in the adapter's configuration.
-        """
+        """Return the biases that PEFT saves with the adapter: name in the source -> name in a PEFT folder."""
         adapted = {pair.module for pair in self.pairs}
         return {
             name: PREFIX + name.removeprefix(PREFIX)
@@ -147,18 +143,7 @@ class AdapterNames:
 
 
 def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> AdapterNames | None:
-    """Find the names that are a LoRA adapter's; return None if there are none.
-
-    Args:
-        names: names of the source's tensors.
-        path: path of the source, for errors.
-        own: names that are the model's own, even if they look like an adapter's.
-
-    Raises:
-        ContradictionError: half of a pair, or all of it, is missing.
-        ContradictionError: two names mean one tensor of the base model.
-        UsageError: there are several adapters, or an adapter's tensor is of another kind than LoRA.
-    """
+    """Find the names that are a LoRA adapter's; return None if there are none."""
     marked = [name for name in names if any(mark in name for mark in _MARKS) and name not in own]
     if not marked:
         return None
@@ -169,14 +154,7 @@ def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> 
 def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = (), *, is_lora: bool = False) -> None:
     """Refuse adapters that are not PEFT's LoRA; a plain model has no such names.
 
-    Args:
-        names: names of the source's tensors.
-        path: path of the source, for errors.
-        own: names that are the model's own.
-        is_lora: whether there are names of a LoRA too, beside which PEFT's prefix is no sign of another kind.
-
-    Raises:
-        UsageError: there is a name that only another kind of adapter has, or that only PEFT gives.
+    Beside names of a LoRA (`is_lora`), PEFT's prefix is no sign of another kind.
     """
     foreign = [name for name in names if name not in own]
     text = "\n".join(foreign)  # the pattern takes a second for 100,000 names, and most models have no such words
@@ -404,11 +382,7 @@ class AdapterConfig:
         return float(self.values[key])
 
     def text(self, *, has_own_base: bool) -> str:
-        """Return the file to write beside the adapter, as PEFT writes it (peft/config.py: save_pretrained).
-
-        Args:
-            has_own_base: whether the output contains the base model as the source holds it.
-        """
+        """Return the file to write beside the adapter, as PEFT writes it (peft/config.py: save_pretrained)."""
         values = dict(self.values)
         if has_own_base and _changes_base(values):
             values["init_lora_weights"] = True
@@ -438,19 +412,7 @@ def _changes_base(values: Mapping[str, Any]) -> bool:
 def find_config(
     given: str | os.PathLike[str] | None, place: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
 ) -> AdapterConfig:
-    """Return the adapter's configuration: the given file, else the file in the source, or in its checkpoint's root.
-
-    Args:
-        given: path of a configuration file; None: search for one.
-        place: path of the source.
-        names: names of the adapter's tensors.
-        shapes: shapes of the source's tensors by name.
-
-    Raises:
-        UsageError: there is no configuration, or it lacks a required value, or it is not a LoRA's.
-        CorruptError: the file is not a JSON object, or PEFT does not write such values.
-        ContradictionError: the configuration and the adapter's tensors disagree.
-    """
+    """Return the adapter's configuration: the given file, else the file in the source, or in its checkpoint's root."""
     found = search_config(given, place, names, shapes)
     if found is None:
         raise UsageError(
@@ -497,19 +459,7 @@ def _find_path(given: str | os.PathLike[str] | None, place: str) -> str | None:
 def parse_adapter_config(
     values: Mapping[str, Any], path: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
 ) -> AdapterConfig:
-    """Parse the content of an adapter_config.json as the configuration of these tensors.
-
-    Args:
-        values: the content.
-        path: path of the file; without a file, the name of the content in errors.
-        names: names of the adapter's tensors.
-        shapes: shapes of the source's tensors by name.
-
-    Raises:
-        UsageError: the content lacks a required value, or is not a LoRA's.
-        CorruptError: PEFT does not write such values.
-        ContradictionError: the content and the adapter's tensors disagree.
-    """
+    """Parse the content of an adapter_config.json as the configuration of these tensors."""
     missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
     if missing or values.get("peft_type", "LORA") != "LORA":
         raise UsageError(
@@ -597,11 +547,7 @@ def _wrong(path: str, key: str, got: object, want: str) -> CorruptError:
 
 
 def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check that every pair has its rank from the configuration.
-
-    Raises:
-        ContradictionError: a pair has another rank, or its halves do not fit each other.
-    """
+    """Check that every pair has its rank from the configuration."""
     for pair in pairs:
         a, b = shapes[pair.a], shapes[pair.b]
         rank = config.rank_of(pair.module)

@@ -50,14 +50,7 @@ def find_parameter_updates(
 ) -> dict[str, LowRank]:
     """Return the update of each adapted parameter.
 
-    Args:
-        pairs: the pairs that adapt parameters.
-        config: the adapter's configuration.
-        base: the base model's tensors under its own names.
-        shards: the adapter's tensors under the source's names.
-
-    Raises:
-        UsageError: no parameter fits a pair, or shapes leave several ways.
+    `base` has the weights under the base model's names, `shards` all tensors under the source's.
     """
     of_module: dict[str, list[Pair]] = {}
     for pair in pairs:
@@ -137,15 +130,7 @@ def find_updates(
 ) -> dict[str, LowRank]:
     """Return the update that each adapted weight gets, by the weight's name.
 
-    Args:
-        names: the adapter's names.
-        config: the adapter's configuration.
-        base: the weights by the names that the base model has for them.
-        shards: all shards of the source by their names, the adapter's halves among them.
-
-    Raises:
-        ContradictionError: an adapter's shapes do not fit its weight.
-        UsageError: a weight or a half is of a kind to which nothing can be added.
+    `base` has the weights under the base model's names, `shards` all tensors under the source's.
     """
     fits = {}
     stacked = [pair for pair in names.pairs if is_parameter_pair(pair, config, base)]
@@ -283,11 +268,6 @@ def adapt(
         own: the base model's tensors by name; they are not an adapter's, even if their names look like it.
         names: the adapter's names, where they are known; None: find them.
         config: the adapter's configuration, where it is known; None: find it.
-
-    Raises:
-        UsageError: a choice without an adapter, or a choice that is not possible.
-        ContradictionError: the adapter, its configuration and the base model do not fit each other, or a part of the
-            adapter, or of its base, is missing.
     """
     if names is None:
         names = find_adapter([shard.name for shard in source.shards], source.path, own)
@@ -340,9 +320,6 @@ def check_ties(
         trained: names of tensors that the adapter replaces.
         tied: name -> names of the tensors that are one with it in the source.
         config: the model's config.json, which may tie one to a tensor that the source lacks.
-
-    Raises:
-        UsageError: one of the two has an adapter, or was trained without the other.
     """
     of_class = {target: (name,) for name, target in find_class_ties({*updates, *trained}, config).items()}
     for target, others in (*tied.items(), *of_class.items()):
@@ -504,10 +481,6 @@ def drop_tied(adapted: Adapted, config: Mapping[str, Any] | None) -> Adapted:
 
     A trainer that leaves frozen parameters out may leave the other name of one of them in the state. PEFT saves an
     embedding and its head together, or what `modules_to_save` names.
-
-    Args:
-        adapted: the source with its adapter.
-        config: the model's config.json.
     """
     if not adapted.is_alone or adapted.config_text is None:
         return adapted
@@ -530,11 +503,6 @@ def convert_adapted(
     adapted: Adapted, converted: Converted, convert: Callable[[StoredModel], Converted | None]
 ) -> Adapted | None:
     """Return a source with an adapter whose base model is converted.
-
-    Args:
-        adapted: the source.
-        converted: its base model, converted.
-        convert: converts a model as that one was.
 
     Returns:
         None if an adapted tensor becomes tensors that are not runs of its elements.

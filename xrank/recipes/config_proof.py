@@ -453,9 +453,7 @@ def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths
     length that differs between tensors of one name, or pattern, is left out. Where a shape is that of one tensor alone,
     such as ``mlp.2.weight``, its own name counts besides.
 
-    Args:
-        kinds: the tensors.
-        inner: outermost modules that hold inner models: their names count whole alone.
+    Names in the outermost modules `inner`, which hold inner models, count whole alone.
     """
     found: dict[str, tuple[int, Place] | None] = {}
     short: dict[str, tuple[int, Place] | None] = {}
@@ -561,10 +559,6 @@ def prove_config(
 
     Returns:
         Notes: a tensor that a model of no known family seems to lack, a quantization that only others know of.
-
-    Raises:
-        ContradictionError: a size is not that of the tensors; the error names the tensor and the key.
-        IncompleteError: the model lacks a tensor.
     """
     config = found.config if config is None else config
     # Without the shapes of tensors that save_pretrained leaves out, their absence would be taken for another config.
@@ -646,11 +640,7 @@ def _refuse_absent(shapes: Mapping[str, _Shape], config: Mapping[str, Any], foun
 
 
 def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None, found: FoundSource) -> _Notes:
-    """Return a note on a tensor that the layers of a model show as missing.
-
-    Raises:
-        IncompleteError: transformers has this family, so that its layers are known to show it.
-    """
+    """Return a note on a tensor that the layers of a model show as missing."""
     hole = find_hole(shapes, config)
     if hole is None:
         return ()

@@ -72,12 +72,6 @@ def find_transforms(config: Mapping[str, Any]) -> tuple[Transform, ...]:
     """Return the transforms of a model, in the order of loading; none for a model that has the same names in files.
 
     The order and the scopes are those of transformers/conversion_mapping.py: get_model_conversion_mapping.
-
-    Args:
-        config: the content of config.json.
-
-    Raises:
-        LayoutError: the table lacks the models inside this class.
     """
     table = _read_table()
     root = _find_class(config)
@@ -203,12 +197,7 @@ class NamePass:
     """One pass over the names of a model in one direction; keeps which transforms it used."""
 
     def __init__(self, transforms: Sequence[Transform], *, is_save: bool) -> None:
-        """Prepare a pass.
-
-        Args:
-            transforms: the transforms in the order of loading.
-            is_save: whether to go from memory to files.
-        """
+        """Prepare a pass."""
         # Inner models' transforms were applied last when loading, so they are undone first.
         ordered = list(enumerate(transforms))[:: -1 if is_save else 1]
         self._is_save = is_save
@@ -375,9 +364,6 @@ def run_operations(
         config: the model's config.json.
         is_save: whether the converter goes from memory to files.
         module_shapes: when loading, target -> global shape of the module's tensor, where it is known.
-
-    Raises:
-        LayoutError: the shapes do not fit, or the operation needs what only a module knows.
     """
     tensors: _Tensors = {pattern: list(each) for pattern, each in inputs.items()}
     for operation in side.operations:
@@ -637,13 +623,7 @@ class Converted:
 
 
 def find_used(transforms: Sequence[Transform], file_names: Iterable[str], module_names: Collection[str]) -> set[int]:
-    """Return the numbers of the transforms that loading these files uses, as ``from_pretrained`` remembers them.
-
-    Args:
-        transforms: the model's transforms.
-        file_names: names in the files.
-        module_names: names in memory.
-    """
+    """Return the numbers of the transforms that loading these files uses, as ``from_pretrained`` remembers them."""
     names = NamePass(transforms, is_save=False)
     names.find_groups(file_names, module_names, _prefix_of(transforms))
     return names.used
@@ -672,10 +652,6 @@ def convert_model(
         is_save: whether to go from memory to files.
         module_shapes: when loading, name in the module -> global shape, or None where it is not known; None: no module
             is there.
-
-    Raises:
-        LayoutError: a converter does not fit the tensors, or two tensors would have one name.
-        ContradictionError: tensors that become one differ in type.
     """
     names = NamePass(transforms, is_save=is_save)
     shards = {shard.name: shard for shard in source.shards}

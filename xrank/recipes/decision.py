@@ -75,9 +75,6 @@ def small_files_of(
         is_model: whether the output is a model; an adapter alone has no config.json.
         place: the source, where the user could put a config.json.
         overrides: values to set in config.json in addition.
-
-    Raises:
-        CorruptError: a file to copy is broken; as for `check_companions`.
     """
     named = {companion.name: companion for companion in companions}
     text, notes = config_text_of(config_path, config, options, place) if is_model else (None, [])
@@ -156,11 +153,6 @@ def select(
         config: the config.json that the output will have, if any; it ties or unties the head.
         aliases: tied name -> name it is written under, from a layout file.
         apart: names outside the model, such as an adapter's; they get neither ties nor the base model's dtypes.
-
-    Raises:
-        IncompleteError: a tensor that the source lists is on no rank, and is not left out.
-        UsageError: a pattern matches nothing, a dtype choice can't be followed, or nothing is left.
-        UnsafeError: a tensor's name contains control characters or a path's way up.
     """
     for shard in source.shards:
         _check_name(shard.name, source.path)
@@ -367,18 +359,7 @@ class Decision:
 
 
 def decide(found: FoundSource, request: Request, base: BaseModel | None = None) -> Decision:
-    """Decide the output of a source; read small files only.
-
-    Args:
-        found: the source under its own names.
-        request: the caller's choices.
-        base: the base model, if one is named.
-
-    Raises:
-        UsageError, LayoutError: the request must change: no recipe fits, a pattern has no match, a choice is missing.
-        IncompleteError, ContradictionError: adapter, recipe, config and tensors do not fit each other.
-        UnsafeError: a tensor's name contains control characters or a step up in a path.
-    """
+    """Decide the output of a source; read small files only."""
     is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
     adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
     if adapted is not None:
@@ -432,11 +413,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
 
 
 def _refuse_foreign(found: FoundSource, base: BaseModel | None) -> None:
-    """Refuse tensors whose names are not those of the class in config.json: it would start from random weights.
-
-    Raises:
-        ContradictionError: hardly any is, whatever stands before it.
-    """
+    """Refuse tensors whose names are not those of the class in config.json: it would start from random weights."""
     model, names = names_of_class(found.config), [shard.name for shard in found.model.shards]
     # Without layers it is no model of transformers, but some tensors of the user's own.
     has_layers = any(part.isdecimal() for name in names for part in name.split("."))
@@ -468,11 +445,7 @@ def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match |
 
 
 def _convert(found: FoundSource, stored: StoredModel, request: Request, base: BaseModel | None) -> Converted | None:
-    """Return the source in the form that the purpose needs; None where it has it, or another recipe was asked for.
-
-    Raises:
-        LayoutError: the conversion was asked for, and does not fit.
-    """
+    """Return the source in the form that the purpose needs; None where it has it, or another recipe was asked for."""
     if request.recipe not in (None, TABLE) or (request.purpose is Purpose.STATES and request.recipe is None):
         return None
     if request.purpose is Purpose.STATES:

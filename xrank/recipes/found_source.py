@@ -29,12 +29,7 @@ class BaseModel:
 
 
 def read_config(path: str) -> Mapping[str, Any]:
-    """Read the JSON object in a config.json.
-
-    Raises:
-        CorruptError: it is not a JSON object in a regular file, or too large for a model's config.
-        IncompleteError, UsageError: the file is missing, or the user may not read it.
-    """
+    """Read the JSON object in a config.json."""
     with open_regular(path) as file:
         if file.nbytes > _MAX_CONFIG_NBYTES:
             raise file.origin.corrupt(

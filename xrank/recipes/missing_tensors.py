@@ -71,10 +71,6 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
     config.json gives layers of that place another form: by a list with an entry for each layer, or by a number
     (``num_kv_shared_layers``, ``layer_period``). Modules of several forms, such as stages of a vision tower, or layers
     of attention and of Mamba, show nothing of each other.
-
-    Args:
-        shapes: shape of each tensor by name.
-        config: the content of config.json; None: unknown.
     """
     if any(map(_UNEVEN.fullmatch, _list_types(config or {}))):
         return None
@@ -172,13 +168,7 @@ def _find_lack(modules: _Modules, kinds: Sequence[_Kind], config: Mapping[str, A
 
 
 def _is_explained(numbers: Sequence[int], count: int, config: Mapping[str, Any]) -> bool:
-    """Return whether config.json gives some of a list's layers another form than the others.
-
-    Args:
-        numbers: the layers, by rising number.
-        count: number of all layers.
-        config: the content of config.json, or of an object in it.
-    """
+    """Return whether config.json gives some of a list's layers another form than the others."""
     is_run = numbers[-1] - numbers[0] + 1 == len(numbers) and (numbers[0] == 0 or numbers[-1] == count - 1)
     steps = {second - first for first, second in pairwise(numbers)}
     forms = {*steps} if len(steps) == 1 else set()
@@ -206,10 +196,6 @@ def find_absent(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 
     Older versions of transformers gave some tensors other names. So a tensor is absent only if the model has no other
     one with as many dims whose name the type does not know.
-
-    Args:
-        shapes: shape of each tensor by name.
-        config: the content of config.json.
     """
     entry = _read_types().get(str(config.get("model_type")))
     if entry is None or not set(config.get("architectures") or ()) <= set(entry["classes"]):
@@ -235,17 +221,7 @@ def _read_types() -> Mapping[str, Mapping[str, Any]]:
 
 
 def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[str], tied: set[str]) -> str | None:
-    """Check that a result has the base model's names and shapes; return the checked facts as text.
-
-    Args:
-        base: the base model.
-        outputs: the result's tensors.
-        excluded: names left out on purpose.
-        tied: names that the result holds under another name.
-
-    Raises:
-        ContradictionError: one of the two has a tensor that the other lacks, or a shape differs.
-    """
+    """Check that a result has the base model's names and shapes; return the checked facts as text."""
     if not base.tensors:
         return None
     found = {output.name: output for output in outputs}
@@ -290,16 +266,7 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
 
 
 def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] | None) -> str | None:
-    """Check a source's names and shapes; return the checked facts as text, or None (see `describe_skipped_check`).
-
-    Args:
-        base: the base model.
-        model: the source, under the names that a gather would write.
-        config: the model's config.json, which decides whether the head is tied.
-
-    Raises:
-        ContradictionError: as for `check_against`.
-    """
+    """Check a source's names and shapes; return the checked facts as text, or None (see `describe_skipped_check`)."""
     names = [shard.name for shard in model.shards]
     if find_adapter(names, model.path, base.tensors) is not None:
         return None  # its tensors' names depend on the choice to keep or merge it
@@ -309,12 +276,7 @@ def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] 
 
 
 def describe_skipped_check(base: BaseModel, path: str) -> tuple[str, str]:
-    """Return the note that a source was not compared with a base model.
-
-    Args:
-        base: the base model.
-        path: path of the source.
-    """
+    """Return the note that a source was not compared with a base model."""
     if not base.tensors:
         return "base-model", f"{base.path} holds no safetensors weights: names and shapes were not compared with it"
     return "base-model", f"{path} holds an adapter: names and shapes were not compared with {base.path}"

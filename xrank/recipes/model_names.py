@@ -78,9 +78,6 @@ class ModelNames:
         """Return the function that takes off what wrappers put before the names; it leaves tensors beside the model.
 
         None: no name is the model's, however much is taken off.
-
-        Raises:
-            UsageError: two modules have the names of the model.
         """
         bare = self.count(names)
         if bare and 2 * bare >= len(names):

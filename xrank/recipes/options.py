@@ -31,11 +31,7 @@ _TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def parse_size(text: str | int, name: str) -> int:
-    """Return the number of bytes in a text such as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number.
-
-    Raises:
-        UsageError: the text is not a size, or the size is not positive.
-    """
+    """Return the number of bytes in a text such as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number."""
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
     nbytes = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
     if nbytes <= 0:
@@ -171,11 +167,7 @@ class GatherOptions:
 
     @property
     def budget(self) -> Budget:
-        """Threads and buffers of a process.
-
-        Raises:
-            UsageError: the buffers are too small for so many threads.
-        """
+        """Threads and buffers of a process."""
         return Budget.from_memory(self.max_memory_nbytes, self.num_workers)
 
 
@@ -185,11 +177,7 @@ def matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def check_meeting(group: Any, timeout_seconds: float) -> None:
-    """Refuse a group or a timeout with which ranks cannot meet.
-
-    Raises:
-        UsageError: an argument is refused; the error names it.
-    """
+    """Refuse a group or a timeout with which ranks cannot meet."""
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stubs are incomplete
@@ -200,11 +188,7 @@ def check_meeting(group: Any, timeout_seconds: float) -> None:
 
 
 def check_types(layouts: Any, mesh: Any, config_overrides: Any = None) -> None:
-    """Refuse arguments of the wrong types.
-
-    Raises:
-        UsageError: an argument is refused; the error names it.
-    """
+    """Refuse arguments of the wrong types."""
     if layouts is not None and not isinstance(layouts, LayoutMap):
         raise _wrong("layouts", layouts, "a LayoutMap; LayoutMap.read makes one of a file")
     is_torchs = hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")  # this test needs no import of torch
@@ -226,15 +210,7 @@ def _wrong(name: str, value: object, want: str) -> UsageError:
 
 
 def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) -> LayoutMap | None:
-    """Return the given layouts; those without a mesh get the given mesh.
-
-    Args:
-        layouts: a map, or a layout file.
-        mesh: xrank's mesh, with or without views, or torch's; None: the layouts have their own.
-
-    Raises:
-        LayoutError, UsageError: as for `LayoutMap.read`, or a layout does not fit the mesh.
-    """
+    """Return the given layouts; those without a mesh get the given mesh."""
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else LayoutMap.read(layouts)
     if given is None or mesh is None or given.device_mesh is not None:
         return given

@@ -71,11 +71,7 @@ def choose_config(ranks: Sequence[OwnConfig]) -> tuple[OwnConfig, dict[int, OwnC
 
 
 def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:
-    """Return the configuration that a transformers module carries; an empty one for any other object.
-
-    Raises:
-        UsageError: its config contains a value that JSON cannot represent.
-    """
+    """Return the configuration that a transformers module carries; an empty one for any other object."""
     module = _find_model(_unwrap(model))
     adapter_text = None
     if callable(getattr(module, "get_base_model", None)) and isinstance(getattr(module, "peft_config", None), Mapping):
@@ -142,11 +138,7 @@ def _adapter_text(module: Any) -> str:
 
 
 def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config merged with overrides; an object inside an object is merged, too.
-
-    Raises:
-        UsageError: the overrides contain a value that JSON cannot represent.
-    """
+    """Return a config merged with overrides; an object inside an object is merged, too."""
     return _override(config, plain_config(overrides, "config_overrides"))
 
 

@@ -57,12 +57,7 @@ class SolvedSizes:
 
 
 def solve_lengths(lengths: Sequence[DimLength], given: Mapping[str, int]) -> SolvedSizes | Conflict:
-    """Return the sizes that solve all lengths, or the first conflict.
-
-    Args:
-        lengths: dims made of sizes, products and parts.
-        given: sizes known beforehand.
-    """
+    """Return the sizes that solve all lengths, or the first conflict."""
     sizes, origins = dict(given), dict[str, tuple[DimLength, ...]]()
     # Each round puts in the sizes that the last one found, which shortens the products with them.
     while True:
@@ -218,10 +213,6 @@ def prove_family(
 
     Returns:
         Whether a recipe proves that all are there; False: no recipe knows the names.
-
-    Raises:
-        IncompleteError, ContradictionError: tensors are missing, or there are more than config.json counts, or they
-            have other sizes.
     """
     types = list_model_types(config)
     recipes = sorted(load_recipes_of(types), key=lambda recipe: not recipe.args)
@@ -294,16 +285,7 @@ def _describe_whole(found: Match) -> str:
 
 
 def check_names(found: Match, solved: SolvedSizes, flags: Mapping[str, bool]) -> None:
-    """Check that no index exceeds its size, and that every layer has all tensors of its kind of block.
-
-    Args:
-        found: a match, in which each name is at its own place.
-        solved: the known sizes.
-        flags: the known flags.
-
-    Raises:
-        IncompleteError, ContradictionError: a layer lacks tensors, or there are more layers than config.json counts.
-    """
+    """Check that no index exceeds its size, and that every layer has all tensors of its kind of block."""
     indices, counts = _count_indices(found, solved)
     sizes = {**counts, **solved.sizes}
     check_counts(found.recipe, sizes)
@@ -428,18 +410,9 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     dims and of indices in names; only a contradiction between shapes is evidence without it. The names may be Hugging
     Face's or a training framework's. Every layer that config counts must be complete.
 
-    Args:
-        shapes: name -> inferred global shape, for all tensors of the model.
-        config: the content of config.json, if known.
-
     Returns:
         The recipe's name; None if no recipe knows all names, so that nothing is proven. The caller then asks for
         a base model or refuses.
-
-    Raises:
-        IncompleteError: a tensor is shorter than others or config require, or is missing; both are named.
-        ContradictionError: a tensor is longer than config allows, or has another number of dims.
-        LayoutError: nothing contradicts the shapes, but config does not contain all sizes.
     """
     # Several know Hugging Face's names of one family; those with a trainer's arguments know the most, such as biases.
     types = list_model_types(config)
@@ -545,11 +518,7 @@ def _check_given(
     given: Mapping[str, int],
     flags: Mapping[str, bool],
 ) -> None:
-    """Check that nothing rests on shapes alone: all sizes are given, and so is the flag of each absent tensor.
-
-    Raises:
-        LayoutError: a size or a flag is not given.
-    """
+    """Check that nothing rests on shapes alone: all sizes are given, and so is the flag of each absent tensor."""
     open_terms: dict[str, str] = {}  # size or flag -> a tensor that depends on it
     for side, name in sides:
         for size in (size for dim in side.all_dims for size in names_of_dim(dim)):

@@ -128,15 +128,7 @@ class Quantization:
         return (*shape[:-2], grid.block_rows_of_matrix, grid.shape[1])
 
     def find_scales(self, name: str, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales of blocks, and the factors by which their values are multiplied.
-
-        Args:
-            name: the tensor's.
-            maxima: largest magnitude of each block, in fp32.
-
-        Raises:
-            ContradictionError: a block contains a value that is not finite.
-        """
+        """Return the scales of blocks, and the factors by which their values are multiplied."""
         if not maxima.is_meta and not maxima.isfinite().all():
             raise ContradictionError(
                 f"{name} has values that are not finite, which have no scale",
@@ -282,18 +274,7 @@ def check_quantization(
 ) -> tuple[tuple[str, str], ...]:
     """Hold the quantization that config.json declares against the tensors of a model, in both directions.
 
-    Args:
-        found: the source, for its files.
-        tensors: tensors of the model that will be written; without those of an adapter.
-        config: the config.json that will be written.
-        is_transformed: whether a function of the caller makes the tensors, who then knows of the quantization.
-
-    Returns:
-        Notes on what only another program can know.
-
-    Raises:
-        ContradictionError: config.json declares a quantization that the tensors lack, or does not declare theirs.
-        IncompleteError: a payload lacks its scales.
+    Tensors that a function of the caller makes (`is_transformed`) may have a quantization that only the caller knows.
     """
     listed = list(tensors)
     if config is None or not listed:

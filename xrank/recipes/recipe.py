@@ -253,10 +253,6 @@ def settle(found: Match, sizes: Mapping[str, int]) -> Match:
 
     Layers of two stacks may count on from each other in the names of one side: ``layers.{L}`` and then
     ``layers.{<_: L | next: M>}``. A name alone fits both; the number of layers decides.
-
-    Args:
-        found: a match, in which a name may be at several places.
-        sizes: the known sizes.
     """
     wrong: set[tuple[_Place, str]] = set()
     originals = {at: names for at, names in found.used.items() if not found.recipe.rules[at[0]].is_copy}

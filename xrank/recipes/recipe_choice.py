@@ -45,10 +45,6 @@ def choose_recipe(
         source: the model that the reader found.
         config: the model's config.json, if it is known.
         asked: a shipped recipe's name, a file, ``"none"``, or None for the recipe that fits.
-
-    Raises:
-        UsageError: the requested recipe does not fit, several fit, or one fits except for some names.
-        LayoutError: the file is not a recipe.
     """
     names = [shard.name for shard in source.shards]
     if asked == "none" or not names:
@@ -112,13 +108,7 @@ def fits_any_recipe(source: StoredModel) -> bool:
 def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:
     """Return the match of a recipe with a source's names, in either direction; None where the names stay.
 
-    Args:
-        source: a model whose training names become Hugging Face's, or the reverse.
-        asked: a shipped recipe's name, a file, ``"none"`` or None; with the last two, the names stay.
-
-    Raises:
-        UsageError: the recipe fits in neither direction.
-        LayoutError: the file is not a recipe.
+    Without a recipe, or with ``"none"``, the names stay.
     """
     if asked is None or asked == "none":
         return None
@@ -173,11 +163,7 @@ def _outcome(found: Match) -> frozenset[object]:
 
 
 def load_recipe(asked: str) -> Recipe:
-    """Return the shipped recipe of that name, or the one in a file.
-
-    Raises:
-        UsageError: there is neither; LayoutError: the file is not a recipe.
-    """
+    """Return the shipped recipe of that name, or the one in a file."""
     if asked in list_shipped_recipes():
         return load_shipped_recipe(asked)
     if os.path.isfile(asked):
@@ -217,11 +203,7 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
 
 
 def check_repeated(matched: Match) -> None:
-    """Refuse a recipe with two rules for one tensor.
-
-    Raises:
-        LayoutError: there are such rules; the error names both lines.
-    """
+    """Refuse a recipe with two rules for one tensor."""
     found = matched.find_repeated()
     if found is None:
         return
@@ -238,12 +220,7 @@ def check_repeated(matched: Match) -> None:
 
 
 def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:
-    """Return the source under the names of a recipe; config, arguments and shapes prove every size.
-
-    Raises:
-        ContradictionError, IncompleteError, LayoutError, UsageError: from `check_requirements`, `solve_sizes` and
-            `rewrite_model`.
-    """
+    """Return the source under the names of a recipe; config, arguments and shapes prove every size."""
     folder = source.path if places.is_folder(source.path) else os.path.dirname(source.path) or os.curdir
     check_requirements(found.recipe, config, None if found.is_reversed else source.args, folder)
     found, told = place_names(found, config, source.args, path=source.path, folder=folder)
@@ -294,16 +271,7 @@ class RecipeFit:
 
 
 def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | None) -> RecipeFit:
-    """Hold a recipe against a source, in the direction in which it knows more of its names.
-
-    Args:
-        recipe: the recipe.
-        model: the source, under its own names.
-        config: the model's config.json, if it is known.
-
-    Raises:
-        ContradictionError: config.json and the trainer's arguments disagree.
-    """
+    """Hold a recipe against a source, in the direction in which it knows more of its names."""
     names = [shard.name for shard in model.shards]
     found = max((match(recipe, names, is_reversed=back) for back in (False, True)), key=lambda one: one.num_known)
     found, told = place_names(found, config, model.args, path=model.path)
@@ -356,11 +324,7 @@ def _solve(
 
 
 def _pair_rule(found: Match, at: _Place, sizes: Mapping[str, int]) -> None:
-    """Check that both sides of a rule have the same elements.
-
-    Raises:
-        LayoutError: they do not.
-    """
+    """Check that both sides of a rule have the same elements."""
     rule = found.recipe.rules[at[0]]
     source = rule.sources[0 if found.is_reversed else at[1]]
     targets = {part: str(side) for part, side in rule.targets.items()}

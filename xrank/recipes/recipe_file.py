@@ -46,11 +46,7 @@ _MAX_NBYTES = 1 << 20
 
 
 def read_text(path: str) -> str:
-    """Return the text of a recipe's file.
-
-    Raises:
-        UsageError: the file cannot be read; LayoutError: it is too long, or not in UTF-8.
-    """
+    """Return the text of a recipe's file."""
     try:
         with open(path, "rb") as file:
             content = file.read(_MAX_NBYTES + 1)
@@ -324,11 +320,7 @@ _MAX_ADDED = 1 << 24  # fp32 has all integers up to here
 
 
 def check_patterns(lists: Mapping[str, tuple[str, ...]], file: str) -> None:
-    """Refuse lists of names with anything but regular expressions.
-
-    Raises:
-        LayoutError: a text is not one; the error names its line.
-    """
+    """Refuse lists of names with anything but regular expressions."""
     for key in ("ignored", "dropped", "keep_fp32"):
         for pattern in lists[key]:
             try:
@@ -338,11 +330,7 @@ def check_patterns(lists: Mapping[str, tuple[str, ...]], file: str) -> None:
 
 
 def check_sizes(sizes: Mapping[str, Any], file: str) -> None:
-    """Refuse constant sizes that are not numbers of elements.
-
-    Raises:
-        LayoutError: a value is not a whole number of 1 or more.
-    """
+    """Refuse constant sizes that are not numbers of elements."""
     for size, number in sizes.items():
         # isinstance would take TOML's `true` for 1.
         if type(number) is not int or not 1 <= number <= MAX_SIZE:
@@ -350,11 +338,7 @@ def check_sizes(sizes: Mapping[str, Any], file: str) -> None:
 
 
 def check_required(table: str, values: Mapping[str, Any], file: str) -> None:
-    """Refuse required values that no argument can have.
-
-    Raises:
-        LayoutError: a value is neither a text, a number or a boolean, nor a list of them.
-    """
+    """Refuse required values that no argument can have."""
     for key, value in values.items():
         if not all(
             isinstance(one, str | int | float | bool) for one in (value if isinstance(value, list) else [value])
@@ -363,15 +347,7 @@ def check_required(table: str, values: Mapping[str, Any], file: str) -> None:
 
 
 def check_names(recipe: Recipe, file: str) -> None:
-    """Refuse names that the recipe does not define. They are probably misspelt.
-
-    Args:
-        recipe: the recipe, merged with those that it extends.
-        file: its file, for errors.
-
-    Raises:
-        LayoutError: a list, rule or term names an unknown size, flag or group; the error names the line.
-    """
+    """Refuse names that the recipe does not define. They are probably misspelt."""
     sizes = _find_sizes(recipe)
     groups = {rule.group for rule in recipe.rules if rule.group is not None}
     flags = {flag for rule in recipe.rules for flag in (rule.when, rule.unless) if flag is not None}
@@ -406,11 +382,7 @@ def check_names(recipe: Recipe, file: str) -> None:
 
 
 def find_useless(recipe: Recipe) -> tuple[tuple[str, str], ...]:
-    """Return the entries (table, name) that give a value to a name of no rule, and that compare nothing.
-
-    Args:
-        recipe: the recipe.
-    """
+    """Return the entries (table, name) that give a value to a name of no rule, and that compare nothing."""
     used = _find_sizes(recipe) | {
         name for rule in recipe.rules for name in (rule.when, rule.unless, rule.group) if name
     }
@@ -429,12 +401,7 @@ def _names(names: set[str]) -> str:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a recipe file.
-
-    Raises:
-        UsageError: the file cannot be read.
-        LayoutError: the file is not a recipe; the error names the place.
-    """
+    """Read a recipe file."""
     return _parse(path, read_text(path), path)
 
 
@@ -444,12 +411,7 @@ def list_shipped_recipes() -> tuple[str, ...]:
 
 
 def read_shipped_text(name: str, *, is_merged: bool = False) -> str:
-    """Return the text of the shipped recipe of that name.
-
-    Args:
-        name: the recipe's name.
-        is_merged: whether to merge it with those that it extends, which loses the comments.
-    """
+    """Return the text of the shipped recipe of that name."""
     text = read_shipped()[name]
     if not is_merged:
         return text

@@ -86,19 +86,7 @@ def check_whole(
     flags: Mapping[str, bool],
     layers: _Layers,
 ) -> None:
-    """Check that every tensor that the model must have was made, and no other.
-
-    Args:
-        path: the source, for errors.
-        matched: the match of the recipe with the source's names.
-        outcomes: all that the recipe may make.
-        made: the names that it made.
-        flags: the model's flags, from config.json or the trainer's arguments.
-        layers: group -> the layers that have its blocks, by each origin.
-
-    Raises:
-        ContradictionError: a tensor is missing, or belongs to another model.
-    """
+    """Check that every tensor that the model must have was made, and no other."""
     # Stacks of layers that are numbered apart have one kind of block each, so backwards there is no choice.
     apart = _numbered_apart(matched.recipe) if matched.is_reversed else set()
     groups = _find_groups(path, outcomes, made, layers, apart)
@@ -160,11 +148,7 @@ def _check_flags(path: str, matched: Match, flags: Mapping[str, bool]) -> None:
 def _find_groups(
     path: str, outcomes: Mapping[str, Outcome], made: Iterable[str], layers: _Layers, apart: Collection[str]
 ) -> dict[_Choice, str]:
-    """Return the group of each layer's blocks, for each choice.
-
-    Raises:
-        ContradictionError: a layer has blocks of two groups, or of another than `layers` gives it.
-    """
+    """Return the group of each layer's blocks, for each choice."""
     found: dict[_Choice, tuple[str, str]] = {}  # with a tensor of the group
     for name in made:
         layer = outcomes[name].layer
@@ -235,20 +219,7 @@ def rewrite_model(
     flags: Mapping[str, bool],
     layers: Mapping[str, Sequence[LayerChoice]],
 ) -> StoredModel:
-    """Return the source with the names and tensors of the recipe's targets.
-
-    Args:
-        source: the source as read.
-        matched: the match of the recipe with its names.
-        sizes: all sizes of the recipe.
-        flags: the model's flags, from config.json or the trainer's arguments.
-        layers: group -> the layers that have its blocks, by each origin.
-
-    Raises:
-        IncompleteError: the source lacks the elements of a required tensor.
-        ContradictionError: a layer has tensors of two kinds of blocks, or of another kind than `layers` gives it.
-        LayoutError: the two sides of a rule do not fit.
-    """
+    """Return the source with the names and tensors of the recipe's targets."""
     shards = {shard.name: shard for shard in source.shards}
     made: dict[str, list[StoredShard]] = {}
     dropped: dict[str, int] = {}
@@ -287,11 +258,7 @@ def rewrite_model(
 
 
 def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) -> Iterable[Pairing]:
-    """Return the pairings from the names at a place of the recipe to their targets.
-
-    Raises:
-        LayoutError: the two sides of the rule do not fit; the error names the rule's line.
-    """
+    """Return the pairings from the names at a place of the recipe to their targets."""
     rule, form = matched.recipe.rules[place[0]], place[1]
     texts = {part: str(side) for part, side in rule.targets.items()}
     try:

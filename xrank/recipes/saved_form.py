@@ -52,11 +52,6 @@ def convert_to_files(
         base_names: names in the files that the module was loaded from; without any, the module was made from scratch.
         own: the knowledge of a live module about itself.
         is_asked: whether the caller asked for the conversion, so that a misfit is an error.
-
-    Raises:
-        LayoutError: `is_asked`, and the tensors do not fit.
-        UsageError: `is_asked`, and no config.json is known.
-        ContradictionError: tensors that become one differ in type.
     """
     names = {shard.name for shard in source.shards}
     if config is None and is_asked:
@@ -85,17 +80,7 @@ def convert_to_files(
 def convert_to_module(
     source: StoredModel, config: Mapping[str, Any] | None, module_shapes: Mapping[str, Shape | None]
 ) -> Converted | None:
-    """Return the model of files under a module's names; None where it has them.
-
-    Args:
-        source: the model.
-        config: the content of config.json.
-        module_shapes: name in the module -> global shape; None where it is not known.
-
-    Raises:
-        LayoutError: the tensors do not fit transformers' conversion.
-        ContradictionError: tensors that become one differ in type.
-    """
+    """Return the model of files under a module's names; None where it has them."""
     if config is None or "quantization_config" in config or not _count_misfits(source, module_shapes):
         return None
     transforms = find_transforms(config)
@@ -118,12 +103,7 @@ def _count_misfits(source: StoredModel, module_shapes: Mapping[str, Shape | None
 
 
 def convert_states(source: StoredModel, config: Mapping[str, Any] | None) -> Converted | None:
-    """Return the model in its other form: from memory to files, or from files to memory; None if both are one.
-
-    Raises:
-        LayoutError: the tensors do not fit.
-        UsageError: no config.json is known.
-    """
+    """Return the model in its other form: from memory to files, or from files to memory; None if both are one."""
     if config is None:
         raise _config_error(source)
     transforms = [each for each in find_transforms(config) if each.kind != "prefix"]

@@ -73,11 +73,7 @@ class Branch:
 
 
 def parse_side(text: str) -> Side:
-    """Parse one side of a recipe: the dims of a layout, with or without a name before them.
-
-    Raises:
-        LayoutError: the text is not a side, or holds something for ranks: a cut, a pad, a clause, a flat.
-    """
+    """Parse one side of a recipe: the dims of a layout, with or without a name before them."""
     reader = TextParser(text, "a side of a recipe")
     name = TensorName(*reader.naming())
     tree = reader.layout()
@@ -108,11 +104,7 @@ def _refuse_ranks(node: Node, side: Side) -> None:
 
 
 def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the sizes of all dims of a side, its name's first.
-
-    Raises:
-        LayoutError: a size is unknown or 0, or there are more elements than addresses.
-    """
+    """Return the sizes of all dims of a side, its name's first."""
     for dim in side.all_dims:
         for name in size_names_of(dim):
             if name not in sizes:
@@ -259,10 +251,6 @@ def pair(
         sizes: all sizes of both sides, by name.
         makes_copies: whether sizes in the target's names that the source lacks count copies of it.
 
-    Raises:
-        LayoutError: a text is not a side of a recipe; a part has no target, or a target no part; one side has a size
-            that the other lacks, or has less often; a size is unknown.
-
     Example:
         >>> found = pair("[<k: d | v: d>, h]", {"k": "[d, h]", "v": "[d, h]"}, {"d": 2, "h": 3})
         >>> found["v"].nest  # the second half of the source
@@ -334,11 +322,7 @@ def reverse_pairing(pairing: Pairing) -> Pairing:
 
 
 def single_tensors(pairing: Pairing) -> Iterator[tuple[str, str, Nest]]:
-    """Yield (name of a source tensor, name of a target tensor, nest between the two), in loop order.
-
-    Raises:
-        LayoutError: there are more than `MAX_NAMES` pairs of tensors.
-    """
+    """Yield (name of a source tensor, name of a target tensor, nest between the two), in loop order."""
     from_dims, to_dims = len(pairing.source.name.dims), len(pairing.target.name.dims)
     # Addresses within one tensor lie below these, so a loop between tensors has a stride of one of them at least.
     from_step, to_step = prod(pairing.source_shape[from_dims:]), prod(pairing.target_shape[to_dims:])

@@ -29,17 +29,7 @@ def collect_sizes(
     args: Mapping[str, Any] | None,
     folder: str = "the source's folder",
 ) -> dict[str, tuple[int, str]]:
-    """Return size -> (number, its origin) from the recipe, config.json and the trainer's arguments, which must agree.
-
-    Args:
-        recipe: maps keys to sizes.
-        config: the content of config.json.
-        args: the trainer's arguments.
-        folder: the folder that a config.json belongs in, for errors.
-
-    Raises:
-        ContradictionError: two of them give different numbers, or more tensors than any model has.
-    """
+    """Return size -> (number, its origin) from the recipe, config.json and the trainer's arguments, which must agree."""
     found = {name: (number, "the recipe") for name, number in recipe.sizes.items()}
     for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
         if values is None:
@@ -60,15 +50,7 @@ def collect_sizes(
 
 
 def check_counts(recipe: Recipe, sizes: Mapping[str, int]) -> None:
-    """Refuse sizes by which one name of a recipe stands for more tensors than any model has: each would be listed.
-
-    Args:
-        recipe: has the names, such as ``model.layers.{L}.mlp.experts.{E}.up_proj.weight``.
-        sizes: size -> its number; unknown sizes count as 1.
-
-    Raises:
-        ContradictionError: a name stands for more than `MAX_NAMES` tensors.
-    """
+    """Refuse sizes by which one name of a recipe stands for more tensors than any model has: each would be listed."""
     for name in {side.name for rule in recipe.rules for side in (*rule.sources, *rule.targets.values())}:
         count = prod(sizes.get(size, 1) for dim in name.dims for size in names_of_dim(dim))
         if count > MAX_NAMES:
@@ -144,10 +126,6 @@ def solve_sizes(
         tensors: for each tensor of the source the recipe's side, its name and global shape.
         is_reversed: whether the tensors are Hugging Face's, which have no padding.
         folder: the folder that a config.json belongs in, for errors.
-
-    Raises:
-        ContradictionError: a shape does not fit the sizes, or an index in a name is too large.
-        UsageError: a size is unknown, and the shapes do not determine it.
     """
     bound = {name: number for name, (number, _) in given.items()}
     padded = () if is_reversed else recipe.padded
@@ -270,18 +248,7 @@ _Values = Mapping[str, Any]
 
 
 def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | None, folder: str) -> None:
-    """Refuse another kind of model, and a config.json that is not that of the trained model.
-
-    Args:
-        recipe: the recipe that fits the names.
-        config: the content of config.json.
-        args: the trainer's arguments.
-        folder: the folder that a config.json belongs in, for errors.
-
-    Raises:
-        UsageError: config.json or an argument of the trainer has a value that the recipe rules out.
-        ContradictionError: config.json and the trainer's arguments differ in a value that the recipe names in both.
-    """
+    """Refuse another kind of model, and a config.json that is not that of the trained model."""
     for values, must, origin in (
         (args, recipe.must, "the trainer's args"),
         (config, recipe.must_config, "config.json"),
@@ -338,18 +305,7 @@ def place_names(
     path: str = "the source",
     folder: str = "the source's folder",
 ) -> tuple[Match, dict[str, tuple[int, str]]]:
-    """Return the match with rules for each layer and each name at its own place, and the sizes that are known.
-
-    Args:
-        found: a match of a recipe as its file has it.
-        config: the content of config.json.
-        args: the trainer's arguments.
-        path: the source, for errors.
-        folder: as `collect_sizes`.
-
-    Raises:
-        ContradictionError: the source has more layers than config.json or the arguments count; see `collect_sizes`.
-    """
+    """Return the match with rules for each layer and each name at its own place, and the sizes that are known."""
     found = _spread_layers(found, config, args, path)
     told = collect_sizes(found.recipe, config, args, folder)
     return settle(found, {size: number for size, (number, _) in told.items()}), told

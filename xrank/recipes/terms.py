@@ -61,11 +61,6 @@ def is_layer_term(text: str) -> bool:
 def parse_layers(text: str, get: _Get, origin: str) -> LayerChoice | None:
     """Return the layers of a term; None if a key is absent or has a value of another kind.
 
-    Args:
-        text: the term.
-        get: returns the value of a key, or None.
-        origin: what has the keys, for errors.
-
     Example:
         >>> choice = parse_layers("layers every step and not in dense", {"step": 2, "dense": [3]}.get, "config.json")
         >>> [layer for layer in range(8) if layer in choice]

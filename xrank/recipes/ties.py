@@ -117,11 +117,6 @@ def declare_ties(source: StoredModel, config: Mapping[str, Any] | None, fixed: C
     """Return a source with the ties that the model's class lists among its aliases.
 
     A tensor that the source has only under a tied name gets the name under which `save_pretrained` writes it.
-
-    Args:
-        source: the model under transformers' names.
-        config: the model's config.json.
-        fixed: names that stay.
     """
     held = {shard.name for shard in source.shards}
     ties = find_class_ties(held, config)
@@ -204,14 +199,7 @@ def find_ties(
 ) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]]:
     """Return the tied names of each written name, and notes; the layout file counts before the source and the config.
 
-    Args:
-        shards: the tensors to write, of the model alone.
-        config: the config.json that the output will have.
-        aliases: tied name -> name it is written under, from a layout file.
-        recorded: the same as the source records it.
-
-    Raises:
-        LayoutError: the layout file ties a name to one that no rank holds.
+    `aliases` are a layout file's, `recorded` the source's: tied name -> name that is written for it.
     """
     names = {shard.name for shard in shards}
     tied: dict[str, list[str]] = {}

@@ -36,17 +36,8 @@ def probe_outputs(
 ) -> tuple[OutputTensor, ...] | None:
     """Return the outputs of a transform for a tensor of that kind, learnt from a call with a meta tensor.
 
-    Args:
-        transform: the caller's function.
-        name: the tensor's name.
-        dtype: safetensors name of its element type.
-        shape: its global shape.
-
     Returns:
         None if it returns the tensor itself and nothing else; an empty tuple if it leaves the tensor out.
-
-    Raises:
-        UsageError: the call fails, or it returns a value that no folder can hold.
     """
     import torch
 
@@ -122,11 +113,7 @@ def _watch_changes(watched: torch.Tensor) -> Any:
 def apply_transform(
     transform: Transform, name: str, tensor: torch.Tensor, outputs: tuple[OutputTensor, ...]
 ) -> list[torch.Tensor]:
-    """Return the tensors that a transform makes of a tensor, in the order of `outputs`, which the probe returned.
-
-    Raises:
-        UsageError: its outputs differ from the probe's. Its own exceptions propagate with a note that names the tensor.
-    """
+    """Return the tensors that a transform makes of a tensor, in the order of `outputs`, which the probe returned."""
     import torch
 
     try:
@@ -255,19 +242,7 @@ class Transforms:
 def plan_transformed(
     stored: StoredModel, selection: Selection, function: Transform, max_shard_nbytes: int, stem: str
 ) -> tuple[Plan, Selection, Transforms]:
-    """Return the plan of all files, the selection after the transform, and the transforms.
-
-    Args:
-        stored: the model as the ranks hold it.
-        selection: the selection without the transform.
-        function: the caller's transform.
-        max_shard_nbytes: as in `lay_out`.
-        stem: as in `lay_out`.
-
-    Raises:
-        UsageError: from `probe_outputs`; or two tensors would have one name, or no tensor is left.
-        IncompleteError, ContradictionError: as in `make_plan`.
-    """
+    """Return the plan of all files, the selection after the transform, and the transforms."""
     shards = {shard.name: shard for shard in stored.shards}
     told: dict[str, tuple[OutputTensor, ...]] = {}
     for output in selection.outputs:
