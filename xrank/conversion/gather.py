@@ -24,7 +24,7 @@ from xrank.making.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.plan.decoding import open_source
 from xrank.plan.report import FileFacts, Report
 from xrank.ranks.team import Team, check_plans, find_launched_team
-from xrank.recipes.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
+from xrank.recipes.options import AdapterChoice, GatherOptions, ReplicaChoice
 from xrank.stores import places
 from xrank.stores.url import clean_path, is_url, split_url
 from xrank.writers.staging import check_output, check_room, plan_apart, settle_output
@@ -206,25 +206,7 @@ def gather_checkpoint(
         >>> xrank.gather_checkpoint("states", "model").num_tensors
         1
     """
-    options = GatherOptions(
-        dtype=dtype_choice(dtype),
-        keep_fp32=keep_fp32,
-        include=include,
-        exclude=exclude,
-        max_shard_size=max_shard_size,
-        max_memory=max_memory,
-        workers=workers,
-        replicas=replicas,
-        adapter=adapter,
-        adapter_config=adapter_config,
-        overwrite=overwrite,
-        resume=resume,
-        verify=verify,
-        dry_run=dry_run,
-        sign=sign,
-        attest=attest,
-        strict_pickles=strict_pickles,
-    )
+    options = GatherOptions.from_arguments(locals())
     path = places.enter(source)
     read = partial(
         plan_gather, path, options, format_name=format, part=part, world_size=world_size, workspace=workspace

@@ -495,7 +495,7 @@ def _choose_saved(aliases: Mapping[str, str], tied: Sequence[str]) -> Mapping[st
 
 
 def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:
-    """Refuse tensors without a name, or of shape [0], as ZeRO-3 leaves them in the state dict of a partitioned model."""
+    """Refuse tensors without a name, or of shape [0], as ZeRO-3 leaves them in a state dict."""
     known = base.tensors if base is not None else {}
     for shard in stored.shards:
         if not shard.name:

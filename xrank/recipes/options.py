@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from xrank.dialects.placements import describe_mesh
@@ -35,13 +36,17 @@ def parse_size(text: str | int, name: str) -> int:
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
     nbytes = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2].upper(), 0))
     if nbytes <= 0:
-        raise UsageError(
-            f"{option(name)} must be a size; got {clip(repr(text), 80)}",
-            got=clip(repr(text), 80),
-            want="a size such as 5GB, 512MB or 1GiB",
-            next_step="give such a size",
-        )
+        raise _wrong(name, text, "a size", "a size such as 5GB, 512MB or 1GiB")
     return nbytes
+
+
+def _wrong(name: str, value: object, must_be: str, want: str = "", *, got: str = "", step: str = "") -> UsageError:
+    """Return the error that an option has a value that it may not have."""
+    text = clip(repr_text(value, 80), 80)
+    step = step or "give such a value"
+    return UsageError(
+        f"{option(name)} must be {must_be}; got {got or text}", got=text, want=want or must_be, next_step=step
+    )
 
 
 def dtype_choice(dtype: Any) -> DTypeChoice:
@@ -83,64 +88,56 @@ class GatherOptions:
     strict_pickles: bool = False
     """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
 
+    max_shard_nbytes: int = field(init=False, repr=False, compare=False)
+    """Maximum bytes of tensors in an output file."""
+    max_memory_nbytes: int = field(init=False, repr=False, compare=False)
+    """Maximum bytes of all buffers together."""
+    num_workers: int = field(init=False, repr=False, compare=False)
+    """Number of worker threads."""
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> GatherOptions:
+        """Return the options among a function's arguments, such as its ``locals()``; other names are left alone."""
+        return cls(**{one.name: arguments[one.name] for one in fields(cls) if one.init and one.name in arguments})
+
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("dtype", self.dtype, get_args(DTypeChoice)),
-            ("replicas", self.replicas, get_args(ReplicaChoice)),
-            ("adapter", self.adapter, (None, *get_args(AdapterChoice))),
-        ):
-            if value not in allowed:
-                choices = ", ".join(filter(None, allowed))
-                raise UsageError(
-                    f"{option(name)} must be one of {choices}; got {value!r}",
-                    got=repr(value),
-                    want=choices,
-                    next_step="give one of these values",
-                )
+        fill = partial(object.__setattr__, self)
+        fill("dtype", dtype_choice(self.dtype))
+        for name, allowed in (("dtype", DTypeChoice), ("replicas", ReplicaChoice), ("adapter", AdapterChoice)):
+            value, choices = getattr(self, name), get_args(allowed)
+            if value not in choices and (name, value) != ("adapter", None):
+                listed = ", ".join(choices)
+                raise _wrong(name, value, f"one of {listed}", listed, step="give one of these values")
         for name in ("keep_fp32", "include", "exclude"):
-            patterns = getattr(self, name)
-            object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
+            given = getattr(self, name)
+            fill(name, (given,) if isinstance(given, str) else tuple(given))
             for pattern in getattr(self, name):
                 try:
                     compile_pattern(pattern)
                 except ValueError as error:
-                    raise UsageError(
-                        f"{option(name)} must be a regular expression; got {clip(repr(pattern), 80)}",
-                        got=f"{clip(repr(pattern), 80)}: {error}",
-                        want="a regular expression for whole names, as Python's re takes them",
-                        next_step="correct the expression; escape what is meant literally",
-                    ) from None
+                    want = "a regular expression for whole names, as Python's re takes them"
+                    step = f"correct the expression ({error}); escape what is meant literally"
+                    raise _wrong(name, pattern, "a regular expression", want, step=step) from None
         if self.keep_fp32 and self.dtype == "keep":
             raise UsageError(
                 f"{option('keep_fp32')} was given, but nothing is cast",
                 got=option("keep_fp32", self.keep_fp32[0]),
                 want=f"{option('dtype')} with it: base, bf16, fp16 or fp32",
-                next_step=f"choose with {option('dtype')} what other tensors are cast to, or leave "
-                f"{option('keep_fp32')} out",
+                next_step=f"choose with {option('dtype')} what others are cast to, or leave {option('keep_fp32')} out",
             )
-        self._check_signing()
-        _ = self.max_shard_nbytes, self.max_memory_nbytes
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(
-                f"{option('workers')} must be 1 or more; got {self.workers}",
-                got=str(self.workers),
-                want="1 or more",
-                next_step="give such a number, or leave it out",
-            )
-
-    def _check_signing(self) -> None:
-        """Refuse a key that cannot sign now, not after the weights are written."""
-        if self.sign is not None:
+        if self.sign is not None:  # a key that cannot sign is refused now, not after the weights are written
             from xrank.formats.signature import read_signing_key
 
             read_signing_key(os.fspath(self.sign))
         elif self.attest:
-            raise UsageError(
-                f"{option('attest', True)} was given without {option('sign')}",
-                got="no key",
-                want="a key that signs the attestation",
-                next_step=f"add {option('sign', metavar='KEY')}, or leave {option('attest', True)} out",
-            )
+            attest = option("attest", True)
+            step = f"add {option('sign', metavar='KEY')}, or leave {attest} out"
+            raise UsageError(f"{attest} was given without {option('sign')}", want="a key that signs it", next_step=step)
+        fill("max_shard_nbytes", parse_size(self.max_shard_size, "max_shard_size"))
+        fill("max_memory_nbytes", parse_size(self.max_memory, "max_memory"))
+        if self.workers is not None and self.workers < 1:
+            raise _wrong("workers", self.workers, "1 or more", step="give such a number, or leave it out")
+        fill("num_workers", default_workers() if self.workers is None else self.workers)
 
     def leaves_out(self, name: str) -> bool:
         """Return whether `include` or `exclude` leaves out a tensor of that name."""
@@ -149,21 +146,6 @@ class GatherOptions:
     def with_keep_fp32(self, patterns: Iterable[str]) -> GatherOptions:
         """Return these options with `keep_fp32` set to these patterns, unless the caller set it or nothing is cast."""
         return self if self.keep_fp32 or self.dtype == "keep" else replace(self, keep_fp32=tuple(patterns))
-
-    @property
-    def max_shard_nbytes(self) -> int:
-        """Maximum bytes of tensors in an output file."""
-        return parse_size(self.max_shard_size, "max_shard_size")
-
-    @property
-    def max_memory_nbytes(self) -> int:
-        """Maximum bytes of all buffers together."""
-        return parse_size(self.max_memory, "max_memory")
-
-    @property
-    def num_workers(self) -> int:
-        """Number of worker threads."""
-        return default_workers() if self.workers is None else self.workers
 
     @property
     def budget(self) -> Budget:
@@ -176,37 +158,32 @@ def matches(patterns: Iterable[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
+def _wrong_kind(name: str, value: object, want: str) -> UsageError:
+    return _wrong(name, value, want.partition(";")[0], want, got=f"a {type(value).__name__}")
+
+
 def check_meeting(group: Any, timeout_seconds: float) -> None:
     """Refuse a group or a timeout with which ranks cannot meet."""
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stubs are incomplete
     if group is not None and distributed.is_available() and not isinstance(group, int | distributed.ProcessGroup):
-        raise _wrong("group", group, "a process group of torch's, or None for all ranks")
+        raise _wrong_kind("group", group, "a process group of torch's, or None for all ranks")
     if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float):
-        raise _wrong("timeout_seconds", timeout_seconds, "a number of seconds")
+        raise _wrong_kind("timeout_seconds", timeout_seconds, "a number of seconds")
 
 
 def check_types(layouts: Any, mesh: Any, config_overrides: Any = None) -> None:
     """Refuse arguments of the wrong types."""
     if layouts is not None and not isinstance(layouts, LayoutMap):
-        raise _wrong("layouts", layouts, "a LayoutMap; LayoutMap.read makes one of a file")
+        raise _wrong_kind("layouts", layouts, "a LayoutMap; LayoutMap.read makes one of a file")
     is_torchs = hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")  # this test needs no import of torch
     if not (mesh is None or is_torchs or isinstance(mesh, DeviceMesh | MeshViews)):
-        raise _wrong("mesh", mesh, "a DeviceMesh of xrank's or torch's")
+        raise _wrong_kind("mesh", mesh, "a DeviceMesh of xrank's or torch's")
     if config_overrides is not None:
         if not isinstance(config_overrides, Mapping):
-            raise _wrong("config_overrides", config_overrides, "a mapping")
+            raise _wrong_kind("config_overrides", config_overrides, "a mapping")
         plain_config(config_overrides, "config_overrides")
-
-
-def _wrong(name: str, value: object, want: str) -> UsageError:
-    return UsageError(
-        f"{option(name)} must be {want.partition(';')[0]}; got a {type(value).__name__}",
-        got=repr_text(value, 100),
-        want=want,
-        next_step="give such a value",
-    )
 
 
 def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) -> LayoutMap | None:
@@ -214,19 +191,15 @@ def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) 
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else LayoutMap.read(layouts)
     if given is None or mesh is None or given.device_mesh is not None:
         return given
-    views = mesh if isinstance(mesh, MeshViews) else MeshViews(_describe(mesh))
+    try:
+        found = mesh if isinstance(mesh, MeshViews | DeviceMesh) else describe_mesh(mesh)
+    except AttributeError:
+        kind = type(mesh).__name__
+        raise UsageError(f"mesh= takes no {kind}", got=kind, want="xrank's or torch's DeviceMesh") from None
+    views = found if isinstance(found, MeshViews) else MeshViews(found)
     on_mesh = LayoutMap(views.main)
     on_mesh.views.update(views.others)
     for name in ("views", "sizes", "aliases", "companions"):
         getattr(on_mesh, name).update(getattr(given, name))
     on_mesh.update(given.items())
     return on_mesh
-
-
-def _describe(mesh: Any) -> DeviceMesh:
-    try:
-        return mesh if isinstance(mesh, DeviceMesh) else describe_mesh(mesh)
-    except AttributeError:
-        raise UsageError(
-            f"mesh= takes no {type(mesh).__name__}", got=type(mesh).__name__, want="xrank's or torch's DeviceMesh"
-        ) from None

@@ -29,7 +29,7 @@ def collect_sizes(
     args: Mapping[str, Any] | None,
     folder: str = "the source's folder",
 ) -> dict[str, tuple[int, str]]:
-    """Return size -> (number, its origin) from the recipe, config.json and the trainer's arguments, which must agree."""
+    """Return size -> (number, its origin) from the recipe, config.json and the arguments, which must agree."""
     found = {name: (number, "the recipe") for name, number in recipe.sizes.items()}
     for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
         if values is None:
