@@ -21,8 +21,8 @@ from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses, canonical
 from xrank.plan.source import RecordTable, StoredModel, StoredShard
 from xrank.recipes.conversions import (
-    Side,
-    Transform,
+    Conversion,
+    Direction,
     convert_model,
     find_transforms,
     is_loaded_as,
@@ -59,7 +59,7 @@ def make_small_model(cls: type[PreTrainedModel]) -> PreTrainedModel:
         return make_meta_model(cls)
 
 
-def models_with_conversions() -> Iterator[tuple[PreTrainedModel, Sequence[Transform]]]:
+def models_with_conversions() -> Iterator[tuple[PreTrainedModel, Sequence[Conversion]]]:
     """Yield a model on the meta device for each distinct sequence of transforms in transformers."""
     seen = set()
     for cls in find_classes():
@@ -169,7 +169,7 @@ def compare(converter: Any, *, is_save: bool) -> None:
         assert torch.equal(flat.view(made.shape), expected), name
 
 
-def as_side(converter: Any) -> Side:
+def as_side(converter: Any) -> Direction:
     """Return a converter of transformers as xrank's table has it."""
     from xrank.recipes.conversions import _parse_side
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xrank.errors import LayoutError
 from xrank.layout.nests import addresses
-from xrank.recipes.conversions import Operation, Side, place_input, run_operations
+from xrank.recipes.conversions import Direction, Rearrangement, place_input, run_operations
 
 Arrays = Mapping[str, Sequence[np.ndarray]]
 
@@ -30,8 +30,8 @@ def run(
 ) -> dict[str, np.ndarray]:
     """Run a converter on arrays, by its nests; `module` has the shapes of the module that it loads."""
     chain = [(kinds, arguments)] if isinstance(kinds, str) else kinds
-    operations = tuple(Operation(kind, tuple(each.items())) for kind, each in chain)
-    side = Side(tuple(arrays), tuple(targets), operations)
+    operations = tuple(Rearrangement(kind, tuple(each.items())) for kind, each in chain)
+    side = Direction(tuple(arrays), tuple(targets), operations)
     inputs = {p: [place_input(f"{p}/{i}", each.shape) for i, each in enumerate(values)] for p, values in arrays.items()}
     sources = {f"{p}/{i}": each.ravel() for p, values in arrays.items() for i, each in enumerate(values)}
     found = {}

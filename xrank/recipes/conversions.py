@@ -27,7 +27,7 @@ _PATH = Path(__file__).parent / "transformers.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class Rearrangement:
     """A rearrangement of tensors; `xrank.recipes.conversions` carries it out."""
 
     kind: str
@@ -37,26 +37,26 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Direction:
     """One direction of a transform."""
 
     patterns: tuple[str, ...]
     """Regular expressions of names; ``*.`` stands for an index and all before it."""
     targets: tuple[str, ...]
     """Text that replaces a match; ``\\1`` stands for the text of the pattern's group."""
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[Rearrangement, ...] = ()
     offset: int = 0
     """Number to add to an index that the group matches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transform:
+class Conversion:
     """One entry of transformers' table, for a model or for a model inside it."""
 
     kind: str
     """``rename``, ``prefix``, ``convert``, ``offset``, or ``group``: renamings that count only after the first one."""
-    load: Side
-    save: Side
+    load: Direction
+    save: Direction
     scope: str | None = None
     """Path of the inner model without `prefix`; None: all names."""
     prefix: str = ""
@@ -68,7 +68,7 @@ class Transform:
         return self.kind == "convert"
 
 
-def find_transforms(config: Mapping[str, Any]) -> tuple[Transform, ...]:
+def find_transforms(config: Mapping[str, Any]) -> tuple[Conversion, ...]:
     """Return the transforms of a model, in the order of loading; none for a model that has the same names in files.
 
     The order and the scopes are those of transformers/conversion_mapping.py: get_model_conversion_mapping.
@@ -85,7 +85,7 @@ def find_transforms(config: Mapping[str, Any]) -> tuple[Transform, ...]:
         )
     prefix = table["models"][root][0] if root in table["models"] else ""
     claimed: dict[str, list[str]] = defaultdict(list)
-    found: list[Transform] = []
+    found: list[Conversion] = []
     for path, name, model_type in _walk(root, config, ""):
         if _is_inside(path, claimed[name]):
             continue
@@ -166,28 +166,28 @@ def _read_table() -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _transforms() -> tuple[Transform, ...]:
+def _transforms() -> tuple[Conversion, ...]:
     return tuple(
-        Transform(each["kind"], _parse_side(each["load"]), _parse_side(each["save"]))
+        Conversion(each["kind"], _parse_side(each["load"]), _parse_side(each["save"]))
         for each in _read_table()["transforms"]
     )
 
 
-def _parse_side(side: Mapping[str, Any]) -> Side:
-    operations = tuple(
-        Operation(each["op"], tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in each.items() if k != "op"))
-        for each in side.get("operations", ())
-    )
-    return Side(tuple(side["from"]), tuple(side["to"]), operations, side.get("offset", 0))
+def _parse_side(side: Mapping[str, Any]) -> Direction:
+    operations = []
+    for each in side.get("operations", ()):
+        arguments = ((key, tuple(value) if isinstance(value, list) else value) for key, value in each.items())
+        operations.append(Rearrangement(each["op"], tuple(item for item in arguments if item[0] != "op")))
+    return Direction(tuple(side["from"]), tuple(side["to"]), tuple(operations), side.get("offset", 0))
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TensorGroup:
     """Tensors that are converted together; a tensor that is only renamed is a group of its own."""
 
     name: str
     """The new name; of a converter, the one with its first target in it."""
-    side: Side | None
+    side: Direction | None
     """The converter; None: the tensor is only renamed."""
     inputs: dict[str, list[str]] = field(default_factory=dict)
     """Pattern of the converter -> names that match it, in natural order."""
@@ -196,8 +196,8 @@ class Group:
 class NamePass:
     """One pass over the names of a model in one direction; keeps which transforms it used."""
 
-    def __init__(self, transforms: Sequence[Transform], *, is_save: bool) -> None:
-        """Prepare a pass."""
+    def __init__(self, transforms: Sequence[Conversion], *, is_save: bool) -> None:
+        self._prefix = transforms[0].prefix if transforms else ""
         # Inner models' transforms were applied last when loading, so they are undone first.
         ordered = list(enumerate(transforms))[:: -1 if is_save else 1]
         self._is_save = is_save
@@ -207,22 +207,19 @@ class NamePass:
         self.used: set[int] = set()
         """Numbers of the transforms that matched a name."""
 
-    def find_groups(self, names: Iterable[str], wanted: Collection[str] = (), prefix: str = "") -> list[Group]:
-        """Return the groups of all names.
+    def find_groups(self, names: Iterable[str], wanted: Collection[str] = ()) -> list[TensorGroup]:
+        """Return the groups of all names of a model.
 
-        Args:
-            names: names of one model.
-            wanted: when loading, names of the module, to which `prefix` is added or removed where that fits.
-            prefix: the model's ``base_model_prefix``.
+        When loading into a module with the names `wanted`, the base model's prefix is added or removed where that fits.
         """
-        groups: dict[str, Group] = {}
+        groups: dict[str, TensorGroup] = {}
         for name in sort_naturally(names):
             new, side, pattern = self._rename_once(name)
             if not self._is_save and wanted:
-                new = _fit_prefix(new, prefix, wanted)
+                new = _fit_prefix(new, self._prefix, wanted)
                 if new not in wanted and name in wanted:
                     new, side, pattern = name, None, name
-            group = groups.setdefault(new, Group(new, side))
+            group = groups.setdefault(new, TensorGroup(new, side))
             group.inputs.setdefault(pattern, []).append(name)
         return list(groups.values())
 
@@ -230,7 +227,7 @@ class NamePass:
         """Return the final name of a converter's output: when saving, renamings follow the converters."""
         return self._apply_renamings(name) if self._is_save else name
 
-    def _rename_once(self, name: str) -> tuple[str, Side | None, str]:
+    def _rename_once(self, name: str) -> tuple[str, Direction | None, str]:
         if not self._is_save:
             new, side, pattern = self._apply_converters(self._apply_renamings(name))
             return new, side, pattern or name
@@ -242,17 +239,17 @@ class NamePass:
             name, _ = self._apply(number, transform, name)
         return name
 
-    def _apply_converters(self, name: str) -> tuple[str, Side | None, str]:
+    def _apply_converters(self, name: str) -> tuple[str, Direction | None, str]:
         for number, transform in self._converters:
             new, pattern = self._apply(number, transform, name)
             if pattern is not None:
                 return new, self._side(transform), pattern
         return name, None, ""
 
-    def _side(self, transform: Transform) -> Side:
+    def _side(self, transform: Conversion) -> Direction:
         return transform.save if self._is_save else transform.load
 
-    def _apply(self, number: int, transform: Transform, name: str) -> tuple[str, str | None]:
+    def _apply(self, number: int, transform: Conversion, name: str) -> tuple[str, str | None]:
         """Return the new name and the pattern that matched; the name itself and None without a match."""
         start = _find_scope(transform, name)
         if start is None:
@@ -297,7 +294,7 @@ def _natural_key(name: str) -> list[tuple[object, ...]]:
     return key
 
 
-def _find_scope(transform: Transform, name: str) -> str | None:
+def _find_scope(transform: Conversion, name: str) -> str | None:
     """Return the start of a name that the transform leaves alone; None if the name is outside its scope."""
     if transform.scope is None:
         return ""
@@ -349,7 +346,7 @@ def place_input(name: str, shape: Sequence[int]) -> Placed:
 
 
 def run_operations(
-    side: Side,
+    side: Direction,
     inputs: Mapping[str, Sequence[Placed]],
     config: Mapping[str, Any],
     *,
@@ -380,7 +377,7 @@ def run_operations(
 class _Chain:
     """The converter that an operation belongs to, and the operation's arguments."""
 
-    side: Side
+    side: Direction
     config: Mapping[str, Any]
     arguments: Mapping[str, Any]
     is_save: bool
@@ -622,22 +619,22 @@ class Converted:
     """Old name -> new name, of tensors that are only renamed."""
 
 
-def find_used(transforms: Sequence[Transform], file_names: Iterable[str], module_names: Collection[str]) -> set[int]:
+def find_used(transforms: Sequence[Conversion], file_names: Iterable[str], module_names: Collection[str]) -> set[int]:
     """Return the numbers of the transforms that loading these files uses, as ``from_pretrained`` remembers them."""
     names = NamePass(transforms, is_save=False)
-    names.find_groups(file_names, module_names, _prefix_of(transforms))
+    names.find_groups(file_names, module_names)
     return names.used
 
 
-def is_loaded_as(transforms: Sequence[Transform], file_names: Iterable[str], names: Collection[str]) -> bool:
+def is_loaded_as(transforms: Sequence[Conversion], file_names: Iterable[str], names: Collection[str]) -> bool:
     """Return whether loading files with some names gives tensors that are all among `names`."""
-    groups = NamePass(transforms, is_save=False).find_groups(file_names, names, _prefix_of(transforms))
+    groups = NamePass(transforms, is_save=False).find_groups(file_names, names)
     return all(group.name.replace("*", "0") in names for group in groups)
 
 
 def convert_model(
     source: StoredModel,
-    transforms: Sequence[Transform],
+    transforms: Sequence[Conversion],
     config: Mapping[str, Any],
     *,
     is_save: bool,
@@ -656,115 +653,77 @@ def convert_model(
     names = NamePass(transforms, is_save=is_save)
     shards = {shard.name: shard for shard in source.shards}
     wanted = module_shapes or {}
-    groups = names.find_groups(shards, wanted, _prefix_of(transforms))
     made: dict[str, StoredShard] = {}
     renamed: dict[str, str] = {}
-    run = _GroupRun(config, is_save, wanted)
-    for group in groups:
+    known: dict[tuple[Any, ...], dict[str, Placed]] = {}  # equal layers are computed once
+    for group in names.find_groups(shards, wanted):
         labels = [name for each in group.inputs.values() for name in each]
+        outputs: list[tuple[str, StoredShard]] = []
         try:
             if group.side is None:
-                old = _find_single(group.name, labels)
-                renamed[old] = group.name
-                _add(made, replace(shards[old], name=group.name))
-                continue
-            _check_indices(group)
-            placed = run.convert(group, group.side, shards)
-            for name, value in _name_outputs(group.name, placed).items():
-                _add(made, _make_shard(names.finish_name(name), value, [shards[label] for label in labels]))
+                if len(labels) > 1:
+                    raise _collision(group.name, f"{labels[0]} and {labels[1]}")
+                renamed[labels[0]] = group.name
+                outputs.append((group.name, replace(shards[labels[0]], name=group.name)))
+            else:
+                from xrank.recipes.rewriting import make_shard
+
+                for name, value in _convert_group(group, group.side, shards, config, wanted, known, is_save).items():
+                    parts = [(shards[labels[int(label)]], nest) for label, nest in value.parts]
+                    new = names.finish_name(name)
+                    outputs.append((new, make_shard(new, value.shape, parts)))
+            for new, shard in outputs:
+                if new in made:
+                    raise _collision(new, "a tensor of that name, and a converted one")
+                made[new] = shard
         except LayoutError as error:
             error.about(tensor=labels[0], file=source.path)
             raise
     at = {name: number for number, name in enumerate(shards)}
     order = sorted(made, key=lambda name: at.get(name, len(at)))
     aliases = {renamed[a]: renamed[b] for a, b in source.aliases.items() if a in renamed and b in renamed}
-    model = replace(source, shards=tuple(made[name] for name in order), aliases=aliases)
-    return Converted(model, renamed)
-
-
-def _prefix_of(transforms: Sequence[Transform]) -> str:
-    return transforms[0].prefix if transforms else ""
-
-
-def _find_single(group_name: str, names: Sequence[str]) -> str:
-    """Return the only name of a group that is renamed."""
-    if len(names) > 1:
-        raise _collision(group_name, f"{names[0]} and {names[1]}")
-    return names[0]
+    return Converted(replace(source, shards=tuple(made[name] for name in order), aliases=aliases), renamed)
 
 
 def _collision(name: str, got: str) -> LayoutError:
-    return LayoutError(
-        f"two tensors would become {name}",
-        tensor=name,
-        got=got,
-        want="one tensor of a name",
-        next_step=f"keep the names as they are with {option('recipe', 'none')}",
-    )
+    step = f"keep the names as they are with {option('recipe', 'none')}"
+    return LayoutError(f"two tensors would become {name}", tensor=name, got=got, want="one", next_step=step)
 
 
-def _add(made: dict[str, StoredShard], shard: StoredShard) -> None:
-    if shard.name in made:
-        raise _collision(shard.name, "a tensor of that name, and a converted one")
-    made[shard.name] = shard
-
-
-def _check_indices(group: Group) -> None:
-    """Refuse lists of tensors with a gap: transformers would close it."""
+def _convert_group(
+    group: TensorGroup,
+    side: Direction,
+    shards: Mapping[str, StoredShard],
+    config: Mapping[str, Any],
+    module_shapes: Mapping[str, Shape | None],
+    known: dict[tuple[Any, ...], dict[str, Placed]],
+    is_save: bool,
+) -> dict[str, Placed]:
+    """Return the outputs of a converter under whole names; their parts name inputs by number."""
     for pattern, names in group.inputs.items():
         if "*" not in pattern or len(names) < 2:
             continue
-        parts = [name.split(".") for name in names]
-        at = next((i for i, (a, b) in enumerate(zip(parts[0], parts[-1], strict=True)) if a != b), 0)
-        found = [each[at] for each in parts]
-        if found != [str(index) for index in range(len(names))]:
+        pieces = [name.split(".") for name in names]
+        at = next((i for i, (a, b) in enumerate(zip(pieces[0], pieces[-1], strict=True)) if a != b), 0)
+        numbers = [each[at] for each in pieces]
+        if numbers != [str(index) for index in range(len(names))]:  # transformers would close the gap
             raise LayoutError(
                 f"{names[-1]}: of such tensors some are missing",
                 tensor=names[-1],
-                got=f"{len(names)} tensors with the numbers {found[0]} to {found[-1]}",
+                got=f"{len(names)} tensors with the numbers {numbers[0]} to {numbers[-1]}",
                 want="each number once, from 0",
                 next_step="check that the checkpoint is whole",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupRun:
-    """The converters of a model on groups of its tensors; equal layers are computed once."""
-
-    config: Mapping[str, Any]
-    is_save: bool
-    module_shapes: Mapping[str, Shape | None]
-    known: dict[tuple[Any, ...], dict[str, Placed]] = field(default_factory=dict)
-
-    def convert(self, group: Group, side: Side, shards: Mapping[str, StoredShard]) -> dict[str, Placed]:
-        """Return the outputs, whose parts name inputs by number."""
-        shapes = tuple((p, tuple(shards[name].shape for name in names)) for p, names in group.inputs.items())
-        # As transformers finds the module's tensors (core_model_loading.py: Split, Transpose).
-        wanted = {to: self.module_shapes.get(group.name.replace(side.targets[0], to)) for to in side.targets}
-        key = (side, shapes, *wanted.values())
-        if key not in self.known:
-            number = count()
-            inputs = {p: [place_input(str(next(number)), shape) for shape in each] for p, each in shapes}
-            self.known[key] = run_operations(side, inputs, self.config, is_save=self.is_save, module_shapes=wanted)
-        return self.known[key]
-
-
-def _name_outputs(group_name: str, placed: Mapping[str, Placed]) -> dict[str, Placed]:
-    """Return outputs under whole names: all around the first target stays as in the group's name."""
-    name = group_name.replace("*.", "0.")
-    target = next((each for each in placed if each in name), None)
-    if target is None:
-        return dict(placed)
-    start, _, end = name.partition(target)
-    return {start + each + end: value for each, value in placed.items()}
-
-
-def _make_shard(name: str, value: Placed, sources: Sequence[StoredShard]) -> StoredShard:
-    parts: dict[str, list[Any]] = {}
-    for label, nest in value.parts:
-        parts.setdefault(label, []).append(nest)
-    from xrank.recipes.rewriting import join_shards, move_shard
-
-    return join_shards(
-        name, [move_shard(sources[int(label)], name, value.shape, *each) for label, each in parts.items()]
-    )
+    shapes = tuple((p, tuple(shards[name].shape for name in names)) for p, names in group.inputs.items())
+    # As transformers finds the module's tensors (core_model_loading.py: Split, Transpose).
+    wanted = {to: module_shapes.get(group.name.replace(side.targets[0], to)) for to in side.targets}
+    key = (side, shapes, *wanted.values())
+    if key not in known:
+        number = count()
+        inputs = {p: [place_input(str(next(number)), shape) for shape in each] for p, each in shapes}
+        known[key] = run_operations(side, inputs, config, is_save=is_save, module_shapes=wanted)
+    # All around the first target stays as in the group's name.
+    whole = group.name.replace("*.", "0.")
+    target = next((each for each in known[key] if each in whole), None)
+    start, _, end = whole.partition(target) if target is not None else ("", "", "")
+    return {start + each + end: value for each, value in known[key].items()}

@@ -35,7 +35,7 @@ from xrank.recipes.quantization import find_scales
 from xrank.recipes.recipe import Match
 from xrank.recipes.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
 from xrank.recipes.saved_form import TABLE, convert_states, convert_to_files, convert_to_module, keep_routers
-from xrank.recipes.ties import declare_ties, find_ties, leave_unsaved, select_recorded_ties
+from xrank.recipes.ties import declare_ties, find_ties
 from xrank.stores import places
 from xrank.words import list_text, plural
 from xrank.writers.companions import CompanionFile, check_companions
@@ -157,9 +157,7 @@ def select(
     for shard in source.shards:
         _check_name(shard.name, source.path)
     kept, excluded = _filter(source, options, base)
-    recorded, tie_notes = select_recorded_ties(kept, config, base, source.aliases)
-    tied, more_notes = find_ties([s for s in kept if s.name not in apart], config, aliases, recorded)
-    tie_notes += more_notes
+    tied, notes = find_ties(kept, config, aliases, source.aliases, base=base, apart=apart)
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched, uncast = [], {}, [], []
     scales = find_scales(kept) if options.dtype != "keep" else set()
@@ -196,7 +194,6 @@ def select(
                 needs("model_or_state_dict", "give a model with tensors"),
             ),
         )
-    notes = list(tie_notes)
     if untouched:
         notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
     if scales:
@@ -368,7 +365,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
         stored = adapted.source
     else:
         is_named = request.purpose in (Purpose.MODEL, Purpose.PROOF)
-        stored = declare_ties(leave_unsaved(found.model, found.config), found.config) if is_named else found.model
+        stored = declare_ties(found.model, found.config) if is_named else found.model
     matched = _match(found, stored if adapted is None else adapted.base, request)
     if matched is not None and adapted is not None:
         raise _renames_adapted(stored, matched)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from xrank.errors import LayoutError, UsageError, either, option
-from xrank.recipes.conversions import NamePass, Transform, find_transforms
+from xrank.recipes.conversions import Conversion, NamePass, find_transforms
 from xrank.recipes.recipe import match
 from xrank.recipes.recipe_file import load_recipes_for
 from xrank.words import plural
@@ -42,7 +42,7 @@ class ModelNames:
     stems: Collection[str]
     base_prefix: str = ""
     """Prefix of the base model in classes with a head, with its last dot; files may lack it."""
-    transforms: Sequence[Transform] = ()
+    transforms: Sequence[Conversion] = ()
     """Conversions of transformers, which has further names in files."""
     is_exact: bool = False
     """Whether another model's tensors show the names, so that the base model's prefix is not optional."""

@@ -221,25 +221,23 @@ def rewrite_model(
 ) -> StoredModel:
     """Return the source with the names and tensors of the recipe's targets."""
     shards = {shard.name: shard for shard in source.shards}
-    made: dict[str, list[StoredShard]] = {}
+    made: dict[str, tuple[tuple[int, ...], list[tuple[StoredShard, Nest]]]] = {}
     dropped: dict[str, int] = {}
     notes = [("recipe", f"tensors are named and taken apart by the recipe {matched.recipe.name}")]
     for place, names in matched.used.items():
-        wanted = set(names)
         rule = matched.recipe.rules[place[0]]
         added = rule.add * (-1 if matched.is_reversed else 1)
         factor = 1 / rule.factor(sizes) if matched.is_reversed else rule.factor(sizes)
         if factor != 1.0:
             notes.append(("scaled", f"{names[0]}{likewise_text(names[1:], 3)}: multiplied by {factor:.9g}"))
+        scaled = {name: _scale(shards[name], factor, added) for name in names}
+        shape = shards[names[0]].shape
         for pairing in _pairings(matched, place, sizes):
             own = len(pairing.target.name.dims)
-            rows = _count_padding(pairing, shards[names[0]].shape)
+            rows = shape[0] - pairing.source_shape[len(pairing.source.name.dims)] if shape else 0
             for old, new, nest in single_tensors(pairing):
-                if old in wanted:
-                    shard = move_shard(shards[old], new, pairing.target_shape[own:], nest)
-                    made.setdefault(new, []).append(
-                        replace(shard, factor=shard.factor * factor, added=shard.added + added)
-                    )
+                if old in scaled:
+                    made.setdefault(new, (pairing.target_shape[own:], []))[1].append((scaled[old], nest))
                     dropped.update({new: rows} if rows else {})
             if rows:
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
@@ -248,7 +246,7 @@ def rewrite_model(
     notes += _describe_ignored(matched)
     return replace(
         source,
-        shards=tuple(join_shards(name, made[name]) for name in sorted(made, key=lambda name: order[name].at)),
+        shards=tuple(make_shard(name, *made[name]) for name in sorted(made, key=lambda name: order[name].at)),
         aliases=_new_aliases(source, matched, sizes),
         absent=(),
         recipe=matched.recipe.name,
@@ -282,38 +280,44 @@ def _describe_ignored(matched: Match) -> Iterable[tuple[str, str]]:
         yield "dropped", f"{list_text(dropped, 3)}: left out, although they were trained, {reason}"
 
 
-def _count_padding(pairing: Pairing, shape: Sequence[int]) -> int:
-    own = len(pairing.source.name.dims)
-    return shape[0] - pairing.source_shape[own] if shape else 0
+def _scale(shard: StoredShard, factor: float, added: int) -> StoredShard:
+    return replace(shard, factor=shard.factor * factor, added=shard.added + added)
 
 
-def move_shard(shard: StoredShard, name: str, shape: tuple[int, ...], *parts: Nest) -> StoredShard:
-    """Return the pieces of a target that one source holds; `parts` map source addresses to target addresses."""
-    nest = parts[0]
-    # Most tensors are only renamed: composing the nests of all their pieces would give the same nests again.
-    if len(parts) == 1 and nest.x == 0 == nest.y and nest.loops == ((prod(shard.shape), 1, 1),):
-        return replace(shard, name=name, shape=shape)
-    # Only what the parts cover remains: rows of padding and of the source's other parts drop out here.
-    rows, nests = compose(shard.nests, tuple(map(swap, parts)))
-    return replace(shard, name=name, shape=shape, rank=shard.rank[rows], record=shard.record[rows], nests=nests)
+def make_shard(name: str, shape: tuple[int, ...], parts: Iterable[tuple[StoredShard, Nest]]) -> StoredShard:
+    """Return the tensor of a name and shape that parts of others make; nests map their addresses to its own.
 
-
-def join_shards(name: str, parts: Sequence[StoredShard]) -> StoredShard:
-    """Return one shard with the pieces of all parts."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    for other in parts[1:]:
-        if (other.dtype, other.factor, other.added) != (first.dtype, first.factor, first.added):
+    Recipes and transformers' conversions both end here.
+    """
+    by_source: dict[int, tuple[StoredShard, list[Nest]]] = {}
+    for shard, nest in parts:
+        by_source.setdefault(id(shard), (shard, []))[1].append(nest)
+    made = []
+    for shard, nests in by_source.values():
+        first = nests[0]
+        # Most tensors are only renamed: composing the nests of all their pieces would give the same nests again.
+        if len(nests) == 1 and first.x == 0 == first.y and first.loops == ((prod(shard.shape), 1, 1),):
+            made.append(replace(shard, name=name, shape=shape))
+            continue
+        # Only what the nests cover remains: rows of padding and of the source's other parts drop out here.
+        rows, table = compose(shard.nests, tuple(map(swap, nests)))
+        made.append(
+            replace(shard, name=name, shape=shape, rank=shard.rank[rows], record=shard.record[rows], nests=table)
+        )
+    whole, *others = made
+    for other in others:
+        if (other.dtype, other.factor, other.added) != (whole.dtype, whole.factor, whole.added):
             raise ContradictionError(
                 f"{name}: the tensors that it is made of differ in type",
                 tensor=name,
                 got=other.dtype,
-                want=first.dtype,
+                want=whole.dtype,
                 next_step="cast them in the trainer before they are saved",
             )
-    rank, record = (np.concatenate([getattr(part, key) for part in parts]) for key in ("rank", "record"))
-    return replace(first, name=name, rank=rank, record=record, nests=join_rows([part.nests for part in parts]))
+    if not others:
+        return whole
+    rank, record = (np.concatenate([getattr(part, key) for part in made]) for key in ("rank", "record"))
+    return replace(whole, rank=rank, record=record, nests=join_rows([part.nests for part in made]))
 
 
 def _new_aliases(source: StoredModel, matched: Match, sizes: Mapping[str, int]) -> dict[str, str]:

@@ -16,9 +16,9 @@ from typing import Any
 from xrank.errors import LayoutError, UsageError, option
 from xrank.plan.source import StoredModel
 from xrank.recipes.conversions import (
+    Conversion,
     Converted,
     Shape,
-    Transform,
     convert_model,
     find_transforms,
     find_used,
@@ -61,6 +61,8 @@ def convert_to_files(
     if source.format in _SAVED_FORMATS and not base_names and not is_asked:
         return None
     transforms = find_transforms(config)
+    if not transforms:
+        return None
     chosen = _choose(transforms, names, base_names, own)
     try:
         converted = convert_model(source, chosen, config, is_save=True)
@@ -121,8 +123,8 @@ def keep_routers(model: StoredModel, options: GatherOptions) -> GatherOptions:
 
 
 def _choose(
-    transforms: tuple[Transform, ...], names: Collection[str], base_names: Collection[str], own: OwnConfig | None
-) -> list[Transform]:
+    transforms: tuple[Conversion, ...], names: Collection[str], base_names: Collection[str], own: OwnConfig | None
+) -> list[Conversion]:
     """Return the transforms that saving undoes."""
     if base_names:
         used = find_used(transforms, base_names, names)
@@ -134,7 +136,7 @@ def _choose(
     return [each for each in transforms if each.kind != "prefix"]
 
 
-def _is_in_files_form(source: StoredModel, transforms: list[Transform], config: Mapping[str, Any]) -> bool:
+def _is_in_files_form(source: StoredModel, transforms: list[Conversion], config: Mapping[str, Any]) -> bool:
     """Return whether loading would change the names, and saving would then give them back.
 
     Without that, text that both forms share, as ``language_model``, would be replaced a second time.
