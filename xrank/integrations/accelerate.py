@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from xrank.integrations.saves import Saves
+from xrank.integrations import Saves
 
 if TYPE_CHECKING:
     import torch

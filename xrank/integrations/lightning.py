@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from xrank.errors import UsageError
-from xrank.integrations.saves import Saves
+from xrank.integrations import Saves
 
 
 class XrankCallback(Callback):  # type: ignore[misc, unused-ignore]  # checked without Lightning

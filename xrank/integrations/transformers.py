@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from xrank.integrations.saves import Saves
+from xrank.integrations import Saves
 
 
 class XrankCallback(TrainerCallback):

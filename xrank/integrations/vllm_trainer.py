@@ -64,24 +64,10 @@ class XrankTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
         if source is not None:
             raise UsageError(
                 'backend "xrank" reads the weights of each rank in place',
-                got="source",
-                want="the model, in XrankTrainerInitInfo",
-                next_step="leave source out",
+                next_step="leave source out, and give the model in XrankTrainerInitInfo",
             )
-        offer = offer_weights(
-            init_info.model,
-            init_info.address,
-            layouts=init_info.layouts,
-            mesh=init_info.mesh,
-            recipe=init_info.recipe,
-            base_model=init_info.base_model,
-            dtype=init_info.dtype,
-            transform=init_info.transform,
-            snapshot=init_info.snapshot,
-            on_engine_failure="raise",  # as vLLM's client, on the sender
-            group=init_info.group,
-            timeout_seconds=init_info.timeout_seconds,
-        )
+        options = {name: getattr(init_info, name) for name in XrankTrainerInitInfo.__annotations__ if name != "backend"}
+        offer = offer_weights(**options, on_engine_failure="raise")  # as vLLM's client, on the sender
         if init_info.is_sender:
             client.init_weight_transfer_engine({"address": init_info.address})
         if torch.distributed.is_initialized():  # no rank publishes before the workers are there

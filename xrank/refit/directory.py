@@ -239,11 +239,7 @@ class TrainerModel:
     """Tensors that may have more rows in an engine, as engines pad a vocabulary."""
 
     def name_as(self, module_shapes: Mapping[str, tuple[int, ...] | None]) -> StoredModel:
-        """Return the model in the form that a module has in memory.
-
-        Args:
-            module_shapes: name in the module -> global shape; None where one rank does not know it.
-        """
+        """Return the model in the form that a module has in memory."""
         found = FoundSource(self.source, self.config)
         return decide(found, Request(Purpose.MODULE, module_shapes=module_shapes)).source
 

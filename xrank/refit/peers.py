@@ -441,14 +441,7 @@ def wait_while(
     end: float = inf,
     between: Callable[[list[PeerRank]], object] = lambda _: None,
 ) -> None:
-    """Look at ranks again and again, each one until it is not waited for any more, or until `end` of the clock.
-
-    Args:
-        peers: the ranks.
-        is_waited_for: looks at a rank.
-        end: of `time.monotonic`.
-        between: called with the others between two looks; it may raise.
-    """
+    """Look at ranks until none is waited for any more, or until the `end`; `between` runs between two looks."""
     waiting = list(peers)
     while waiting and monotonic() < end:
         waiting = [peer for peer in waiting if is_waited_for(peer)]
@@ -458,12 +451,7 @@ def wait_while(
 
 
 class EngineRanks:
-    """The other ranks of this engine, by their statuses: ranks of an engine take a step all together or not at all.
-
-    Args:
-        block: this rank's status.
-        peers: the other ranks.
-    """
+    """The other ranks of this engine, by their statuses: ranks of an engine take a step all together or not at all."""
 
     def __init__(self, block: StatusBlock, peers: Sequence[PeerRank]) -> None:
         self._block, self._peers = block, peers
@@ -492,10 +480,6 @@ class EngineRanks:
 
         A rank that holds a step leaves it only for a newer one of another rank. So if each rank was seen with the same
         step, even one after the other, all of them keep it.
-
-        Args:
-            own: this rank's status, with the step that it holds.
-            check: raises if a rank has failed or the time is over.
         """
         waiting = list(self._peers)
         while waiting:

@@ -82,20 +82,13 @@ class PreparedPart:
     def connect(
         self, own: MemoryOffer, team: Team, offers: Sequence[Mapping[str, Any]], check: Callable[[], object]
     ) -> None:
-        """Make the source of the ranks' maxima, once all ranks have described their offers.
-
-        Args:
-            own: this rank's offer.
-            team: the trainer's ranks.
-            offers: by position, the ranks' offers, whose last views are the maxima, the outcome and the status.
-            check: raises if a rank has failed.
-        """
+        """Make the source of the ranks' maxima, once all ranks have described their offers."""
         self.maxima_source = PeerSource(
             own,
             team.rank,
             {rank: dict(offer) for rank, offer in zip(team.ranks, offers, strict=True)},
             list(team.ranks),
-            [len(offer["views"]) - 3 for offer in offers],
+            [len(offer["views"]) - 3 for offer in offers],  # before the outcome and the status
             check=check,
             timeout_seconds=SILENT_SECONDS,
             grace_seconds=GRACE_SECONDS,
@@ -142,13 +135,6 @@ def prepare_part(
     is_snapshot: bool,
 ) -> PreparedPart:
     """Return a rank's tensors in the form in which they are lent; nothing is filled yet.
-
-    Args:
-        lent: the model, with the plan of its tensors after casts and transforms.
-        tensors: this rank's tensors in place, by view.
-        quantization: of matrices, part by part.
-        team: the trainer's ranks.
-        is_snapshot: whether tensors that keep their form are copied, too.
 
     Raises:
         UsageError: a tensor cannot be quantized part by part, or a made tensor has the name of another one.
@@ -246,12 +232,6 @@ def _choose_forms(
     It is the same for all parts of one tensor of the trainer. A tensor that becomes several ones of different types
     stays as it is; engines cast their parts.
 
-    Args:
-        lent: the model.
-        plans: of the tensors that engines get as the ranks have them.
-        quantization: of matrices.
-        views: name of this rank's tensor -> its view.
-
     Raises:
         UsageError: a quantized tensor shares its memory with one that is not.
     """
@@ -317,12 +297,6 @@ def _plan_quantized(
     tensors: Sequence[TensorPlan], quantization: Quantization, holder: IntArray, position: int
 ) -> tuple[list[_QuantizedTensor], int]:
     """Return the quantized tensors of which a rank has a part, and the number of its maxima.
-
-    Args:
-        tensors: the plans of all of the model's tensors; a plan covers its whole tensor.
-        quantization: the quantization.
-        holder: record -> position of the rank that holds it.
-        position: this rank's.
 
     Raises:
         UsageError: a tensor's values are changed under its Hugging Face name, or it is tied to another one.

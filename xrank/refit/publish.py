@@ -200,13 +200,7 @@ def offer_weights(
 
 
 class OwnPart:
-    """This rank's tensors: lent in place, copied aside for each step, or prepared (cast, quantized, transformed).
-
-    Args:
-        team: the trainer's ranks.
-        is_snapshot: whether copies of the tensors are lent.
-        is_prepared: whether the tensors are lent in another form.
-    """
+    """This rank's tensors: lent in place, copied aside for each step, or prepared (cast, quantized, transformed)."""
 
     def __init__(self, team: Team, *, is_snapshot: bool, is_prepared: bool) -> None:
         self.rank, self.is_snapshot, self.is_prepared, self._team = team.rank, is_snapshot, is_prepared, team
@@ -314,15 +308,7 @@ def _register(
     parts: Sequence[Mapping[str, Any]],
     dropped: Sequence[str],
 ) -> Registration:
-    """Register the trainer on the first rank, and return the registration on every rank.
-
-    Args:
-        place: the address.
-        team: the trainer's ranks, together.
-        request: the arguments of the call.
-        parts: by position in the team, each rank's model, offer and config.
-        dropped: tensors under Hugging Face's names that engines do not get.
-    """
+    """Register the trainer on the first rank, and return the registration on every rank."""
     made = None
     if team.is_first:
         base = None if request.base_model is None else open_base_model(request.base_model)
@@ -451,11 +437,7 @@ class WeightsOffer:
             raise failure
 
     def _end(self, error: BaseException | None) -> XrankError | None:
-        """Close everything, and return how another trainer rank has ended, if that ends the offer.
-
-        Args:
-            error: the exception that leaves the `with` block; the other ranks get it from their own calls.
-        """
+        """Close everything, and return how another trainer rank has ended, if that ends the offer."""
         with self._lock:
             if self._is_closed:
                 return None
@@ -542,11 +524,6 @@ class WeightsOffer:
 
     def _decide(self, found: EngineParts, step: int, deadline: Deadline) -> Outcome | None:
         """Decide the outcome of a step on the first rank, once it is known.
-
-        Args:
-            found: the engine ranks; those that it waits for hold the outcome up.
-            step: the step.
-            deadline: of the call.
 
         Raises:
             RankTimeoutError: a rank of the trainer has not come to the step in time.

@@ -89,11 +89,6 @@ def record_loader(
 ) -> Recording:
     """Run a loader on stand-ins, and return its copies, proven to write each element of each parameter once.
 
-    Args:
-        load: takes (Hugging Face name, tensor) pairs; it need not use all of them.
-        parameters: the tensors that it fills, with names.
-        shapes: Hugging Face name -> safetensors name of its element type, and shape.
-
     Raises:
         UsageError: elements of a parameter are written twice or never.
     """
@@ -319,11 +314,7 @@ def _prove_coverage(
 ) -> None:
     """Check that each element of each parameter is written once; a constant for the whole parameter may come before.
 
-    Args:
-        regions: parameter -> the parts that the loader fills from tensors.
-        fills: the parts that it sets to constants.
-        parameters: the tensors that it fills, with names.
-        may_have_gaps: whether some tensors could not be recorded, so that elements may seem unwritten.
+    With `may_have_gaps`, some tensors could not be recorded, so that elements may seem unwritten.
 
     Raises:
         UsageError: it names the parameter and the elements.

@@ -37,15 +37,7 @@ _OWN = -1
 
 
 class Relay:
-    """Lends an engine rank's tensors from the first step on; its status shows which step they hold.
-
-    Args:
-        place: the address.
-        engine: name of the engine.
-        rank: this rank.
-        ranks: all ranks of the engine.
-        status: description of the offer that contains this rank's status.
-    """
+    """Lends an engine rank's tensors from the first step on; its status shows which step they hold."""
 
     def __init__(self, place: Address, engine: str, rank: int, ranks: Sequence[int], status: dict[str, Any]) -> None:
         self._place, self._engine, self._rank = place, engine, rank
@@ -125,13 +117,7 @@ class EngineCopy:
 
 
 class RelayedEngines:
-    """The engines at an address that lend their steps; connections are kept, so that a stopped rank is noticed.
-
-    Args:
-        place: the address.
-        loan: closes the connections.
-        own: name of an engine that is left out.
-    """
+    """The engines at an address that lend their steps; connections are kept, so that a stopped rank is noticed."""
 
     def __init__(self, place: Address, loan: ExitStack, own: str) -> None:
         self._place, self._loan, self._own = place, loan, own
@@ -201,15 +187,6 @@ class RelayedEngine:
         held_step: int | None,
     ) -> EngineCopy | None:
         """Fill a target from the step that all ranks hold, and compare the bytes with their digests.
-
-        Args:
-            target: the tensors.
-            own: this rank's own offer.
-            begin: called with the plan and the number of the trainer's offer before the first byte is written.
-            check: raises if a rank of this engine has failed.
-            max_memory_nbytes: bytes of buffers.
-            number: of this rank among its engine's.
-            held_step: a step that is not to be taken, nor any before; None: all steps are new.
 
         Returns:
             None if there is no newer step, or the engine has begun an update meanwhile.

@@ -104,13 +104,6 @@ class TargetPlan:
 class ModuleTarget:
     """A module or state dict with layouts that are known as for `xrank.load_model`.
 
-    Args:
-        module: the rank's part.
-        layouts: the layouts of plain tensors, with their mesh.
-        mesh: the mesh of a Megatron module.
-        rank: this rank in the engine's world.
-        world_size: the engine's number of ranks.
-
     Raises:
         UsageError: a tensor has no memory.
     """
@@ -154,10 +147,6 @@ class ModuleTarget:
 
 class LoaderTarget(ModuleTarget):
     """The parameters that an engine's own loader fills. The loader runs once on stand-ins, which shows its copies.
-
-    Args:
-        module: the engine's module; the loader fills all of its parameters.
-        load: the loader.
 
     Raises:
         UsageError: a parameter has no memory.
@@ -359,10 +348,6 @@ class Transfer:
 
         The bytes are those of one step only if the trainer's statuses are the same before and after.
 
-        Args:
-            check: called now and then between two calls of the kernel or windows, by one thread at a time; it may
-                raise.
-
         Raises:
             LendingEndedError, UnreadableMemoryError: a trainer rank's memory cannot be read any more.
             RankFailedError, RankTimeoutError: as `PeerSource.read_into`.
@@ -417,15 +402,7 @@ class Transfer:
 
 
 def make_transfer(plan: Plan, tensors: Sequence[torch.Tensor], source: PeerSource, budget: Budget) -> Transfer:
-    """Return the copies of a proven plan; nothing is read yet.
-
-    Args:
-        plan: one file with one tensor for each of `tensors`. Its replicas are not read: they are compared by their own
-            ranks.
-        tensors: detached tensors to fill.
-        source: reads the plan's records.
-        budget: threads and buffers.
-    """
+    """Return the copies of a proven plan; nothing is read yet, and no replicas: their own ranks compare them."""
     runs: dict[SpanMemory, list[Runs]] = {}
     files: list[FilePlan] = []
     buffered: list[torch.Tensor] = []

@@ -93,11 +93,7 @@ class TrainerLink:
     ) -> list[Status] | None:
         """Return the statuses once all ranks show one new step; None if another trainer has come to the address.
 
-        Args:
-            place: the address.
-            step: the step to wait for; None: any that the engine does not hold.
-            engine_step: the step that the engine holds.
-            check: raises if a rank of the engine has failed, or the time is over.
+        With a step, no other one is waited for; without, any that is not `engine_step`, which the engine holds.
 
         Raises:
             UsageError: the step is past.
@@ -132,10 +128,6 @@ class TrainerLink:
 
     def wait_for_confirmation(self, before: Sequence[Status], check: Callable[[], object]) -> bool:
         """Wait until all ranks confirm the bytes that were read; return False if they have closed the step.
-
-        Args:
-            before: the statuses when the reads began.
-            check: as for `wait_for_step`.
 
         Raises:
             RankFailedError, RankTimeoutError: as `read`.
@@ -173,14 +165,7 @@ def connect_trainer(
 ) -> TrainerLink:
     """Return a link to a trainer: its ranks answer, and the plan is proven.
 
-    Args:
-        registration: the trainer's.
-        target: this rank's tensors.
-        offer: this rank's own offer.
-        max_memory_nbytes: bytes of the buffers for tensors that pass them.
-        check: called while bytes pass the buffers; it may raise.
-        number: of this rank among the engine's; it reads other replicas than the ranks beside it.
-        by_mooncake: whether Mooncake copies the runs of bytes.
+    Of replicas, this rank, a `number` among the engine's, reads other ones than the ranks beside it.
 
     Raises:
         RankFailedError, RankTimeoutError: a trainer rank has ended, or does not answer.

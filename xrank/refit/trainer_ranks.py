@@ -56,13 +56,7 @@ class EngineParts:
 
 
 class EngineWatch:
-    """Finds engine ranks by their registrations, and reads their statuses.
-
-    Args:
-        place: the address.
-        offer: number of the trainer's offer.
-        is_first: whether this is the trainer's first rank, which alone removes registrations.
-    """
+    """Finds engine ranks by their registrations, which the trainer's first rank removes, and reads their statuses."""
 
     def __init__(self, place: Address, offer: int, *, is_first: bool) -> None:
         self._place, self._offer, self._is_first = place, offer, is_first
@@ -206,14 +200,7 @@ class EngineWatch:
 
 
 class TrainerRanks:
-    """The other ranks of this trainer.
-
-    Args:
-        block: this rank's status.
-        outcomes: this rank's last outcome.
-        peers: the other ranks, in the order of all ranks.
-        is_first: whether this rank decides.
-    """
+    """The other ranks of this trainer."""
 
     def __init__(
         self, block: StatusBlock, outcomes: OutcomeBlock, peers: Sequence[PeerRank], *, is_first: bool
@@ -316,9 +303,6 @@ class TrainerRanks:
         """Show that this rank closes, and return the error of a rank that has ended before it closed.
 
         Each rank waits for a moment until all have seen each other close.
-
-        Args:
-            cause: the failure after which it closes; empty if there is none.
         """
         self.block.write(replace(self.block.value, phase=Phase.ENDED, checks=0, cause=cause))
         end = monotonic() + _LEAVE_SECONDS
