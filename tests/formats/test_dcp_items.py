@@ -121,5 +121,5 @@ def test_items_elsewhere_than_told(tmp_path: Path, lie: int) -> None:
 def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "__3_0.distcp"
     told = write(path, [{"a": torch.rand(3)}])
-    with pytest.raises(UnsafeError, match="something else"):
+    with pytest.raises(CorruptError, match="should be a tensor"):
         read(path, *told)

@@ -20,9 +20,9 @@ from tests.readers.made_zero_parts import (
     write_experts,
     write_pipeline,
 )
-from tests.readers.test_deepspeed import TAG, assert_same, gathered, inspected, refused
+from tests.readers.test_deepspeed import TAG, assert_same, changed, gathered, inspected, refused
 from xrank import open_checkpoint, reshard_checkpoint, verify_model
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 
 PIPELINE = Zero(stage=1, num_ranks=2)
@@ -137,6 +137,24 @@ def test_a_pipelines_missing_file(tmp_path, name, words):
     refused(tmp_path / "run", IncompleteError, *words)
 
 
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_a_layer_without_zero_that_the_optimizer_trained(tmp_path, number):
+    """Without ZeRO and buffers, the moments of the stages' optimizers alone show how many layers there are."""
+    model = replace(made_pipeline(), buffers=[{}, {}, {}])
+    write_pipeline(tmp_path / "run", model, Zero(stage=0))
+    twins: dict[str, torch.Tensor] = {}
+    for stage, groups in enumerate(model.stages):
+        named = {name: tensor for group in groups for name, tensor in group.items()}
+        moments = [{"exp_avg": twins.setdefault(name, torch.rand_like(tensor))} for name, tensor in named.items()]
+        changed(
+            tmp_path / "run" / TAG / f"mp_rank_0{stage}_model_states.pt",
+            lambda state, moments=moments: state.update(optimizer={"state": dict(enumerate(moments))}),
+        )
+    gathered(tmp_path / "run", tmp_path / "out")
+    layer(tmp_path / "run", number).unlink()
+    refused(tmp_path / "run", IncompleteError, "lacks files of layers", "tensors of shape")
+
+
 def test_a_pipeline_without_any_layer_or_stage(tmp_path):
     write_pipeline(tmp_path / "run", made_pipeline(), PIPELINE)
     for file in (tmp_path / "run" / TAG).glob("layer_*"):
@@ -193,7 +211,7 @@ def test_layers_that_pickles_or_tensors_spoil(tmp_path):
     run = tmp_path / "run"
     write_pipeline(run, made_pipeline(), PIPELINE)
     torch.save({"up.weight": torch.nn.Linear(1, 1)}, layer(run, 3))
-    refused(run, UnsafeError, "up.weight")
+    refused(run, UsageError, "up.weight is a whole module")
     torch.save([torch.rand(1)], layer(run, 3))
     refused(run, CorruptError, "layer_03")
     torch.save({"up.weight": torch.rand(3, 4)}, layer(run, 3))
@@ -300,7 +318,7 @@ def test_another_experts_file(tmp_path):
     torch.save(own, expert(run, 2))
     refused(run, ContradictionError, "another expert than 2")
     torch.save({"x": torch.nn.Linear(1, 1)}, expert(run, 2))
-    refused(run, UnsafeError, "x is not a plain tensor")
+    refused(run, UsageError, "x is a whole module")
 
 
 def test_a_missing_rank_of_experts(tmp_path):

@@ -20,7 +20,7 @@ from xrank.conversion.inspect import inspect_source
 from xrank.conversion.layout import check_file, diff_layouts
 from xrank.decisions.layout_sources import file_text, layouts_at
 from xrank.decisions.sources import read_found
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards
@@ -283,7 +283,7 @@ def zip_with(content: bytes, old: bytes, new: bytes) -> bytes:
 
 def test_what_is_no_plain_data_is_refused(tmp_path: Path) -> None:
     folder = save_plain(tmp_path / "odd", [{"w": torch.rand(2), "x": torch.device("cpu")}])
-    with pytest.raises(UnsafeError, match=r"torch\.device"):
+    with pytest.raises(UsageError, match=r"torch\.device"):
         gathered(folder)
     torch.save(torch.nn.Linear(2, 2), folder / "model_world_size_1_rank_0.pt")
     with pytest.raises(UsageError, match=r"rank 0: .*holds a whole module"):

@@ -21,7 +21,7 @@ from tests.conversion.forked_ranks import forked_ranks
 from tests.readers.made_megatron import Run, whole_model, write_config, write_dist
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.report import Report
 from xrank.readers.base import Hints
@@ -253,7 +253,7 @@ def test_a_config_of_nothing(place: Path) -> None:
 
 def test_arguments_of_another_class_are_refused(place: Path) -> None:
     change_common(place, args=Path("x"))
-    refused(place, UnsafeError, "Namespace")
+    refused(place, UsageError, "should be an argparse.Namespace: is an object of .pathlib")
 
 
 def test_no_arguments(place: Path, tmp_path: Path) -> None:

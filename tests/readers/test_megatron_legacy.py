@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.cli.bench import run
 from tests.readers.made_megatron import Run, whole_model, write_config, write_legacy
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.report import Report
 from xrank.readers.base import Hints
@@ -363,7 +364,15 @@ def test_old_versions_and_modules_are_refused(tmp_path: Path) -> None:
 def test_arguments_of_another_class_are_refused(tmp_path: Path) -> None:
     place = write_legacy(tmp_path / "run", Run())
     change(place, "00", lambda state: state.update(args=Path("x")))
-    refused(place, UnsafeError, "Namespace")
+    refused(place, UsageError, "should be an argparse.Namespace: is an object of .pathlib")
+
+
+def test_a_whole_module_is_named(tmp_path: Path) -> None:
+    place = write_legacy(tmp_path / "run", Run())
+    change(place, "00", lambda state: state.update(model=torch.nn.Linear(2, 2)))
+    refused(place, UsageError, "its model is a whole module")
+    change(place, "00", lambda state: state.update(model={"w": argparse.Namespace(x=torch.ones(2))}))
+    refused(place, UsageError, "w is an object of 'argparse.Namespace'")
 
 
 def test_a_rank_of_a_larger_run_left_over(two_by_two: Path) -> None:

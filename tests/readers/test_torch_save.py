@@ -19,7 +19,7 @@ from tests.cli.bench import run
 from tests.readers.test_model_parts import EMA, MODEL, same
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import COMMAND, IncompleteError, UnknownFormatError, UnsafeError, UsageError, XrankError
+from xrank.errors import COMMAND, IncompleteError, UnknownFormatError, UsageError, XrankError
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
 from xrank.readers.torch_save.reader import TorchSaveReader
@@ -260,7 +260,7 @@ def test_a_base_model_shows_the_attribute(tmp_path: Path, prefix: str) -> None:
         (module(), UsageError, "whole module.*Sequential"),
         ({"model": module(), "epoch": 3}, UsageError, "whole module.*Sequential"),
         ({"model": module(), "ema": EMA}, UsageError, "whole module.*Sequential"),
-        ({"model": {**MODEL, "extra": argparse.Namespace(a=1)}}, UnsafeError, "Namespace"),
+        ({"model": {**MODEL, "extra": argparse.Namespace(a=1)}}, UsageError, "an object of .argparse.Namespace"),
         ([torch.rand(2, 2)], UsageError, "not a state dict"),
         ({0: torch.rand(2, 2)}, UsageError, "not a state dict"),
         ({"model": {0: torch.rand(2, 2)}}, UsageError, "not a state dict"),

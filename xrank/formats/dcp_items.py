@@ -11,7 +11,7 @@ import numpy as np
 
 from xrank.errors import XrankError
 from xrank.formats.entries import Entry
-from xrank.formats.pickles import InertRecord, refuse_tensor_class
+from xrank.formats.pickles import inert_error
 from xrank.formats.regular_file import Origin, RegularFile, quote, refuse_pointer
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
@@ -159,10 +159,8 @@ class ItemReader:
     def _parse(self, file: RegularFile, start: int, length: int) -> tuple[int, int, int, int]:
         archive = read_archive_in(file, start=start, nbytes=length)
         tensor = archive.value
-        if isinstance(tensor, InertRecord):
-            refuse_tensor_class(tensor, file.origin)
         if not isinstance(tensor, ArchivedTensor):
-            raise file.origin.unsafe("an item that should be a tensor is something else", got=repr(tensor)[:100])
+            raise inert_error(tensor, file.origin, "an item that should be a tensor")
         kind = ItemKind(tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
         number = self.number_of(kind)
         record = archive.records[tensor.key]

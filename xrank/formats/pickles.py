@@ -60,32 +60,13 @@ def is_extra_state(name: object) -> bool:
 
 
 def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
-    """Raise an error unless a tree holds only plain values and tensors; modules' extra states may be any objects.
-
-    Raises:
-        UnsafeError: there is a class or function; the error names the first one and the file.
-        UsageError: there is a quantized tensor of torchao, or a whole module of torch.
-    """
+    """Raise `inert_error` for a tree's first class or object; modules' extra states may be any objects."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
         node = waiting.pop()
         if isinstance(node, InertRecord):
-            origin = Origin(path, rank)
-            refuse_tensor_class(node, origin)
-            # torch/nn/modules/module.py: Module.__init__
-            if isinstance(node.state, dict) and {"_parameters", "_modules"} <= node.state.keys():
-                kind = quote(f"{node.module}.{node.name}")
-                raise origin.usage(
-                    f"holds a whole module, an object of {kind}, which only its own code can make",
-                    got=kind,
-                    want="the state dict of the module",
-                    next_step="load it where its class is, then save its state_dict() with torch.save; gather that",
-                )
-            raise origin.unsafe(
-                f"holds an object that only running code can make: {quote(f'{node.module}.{node.name}')}",
-                got=quote(f"{node.module}.{node.name}"),
-            )
+            raise inert_error(node, Origin(path, rank))
         kept = {k: v for k, v in node.items() if not is_extra_state(k)} if isinstance(node, dict) else node
         children = _children(kept)
         if children is not None and id(node) not in seen:
@@ -93,24 +74,48 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
             waiting.extend(reversed(list(children)))
 
 
-def refuse_tensor_class(record: InertRecord, origin: Origin) -> None:
-    """Raise an error for an object that is a tensor of another class than torch's, such as torchao's quantized ones.
+def inert_error(record: object, origin: Origin, place: str = "") -> XrankError:
+    """Return the error for a value that should be plain data or a tensor.
 
-    Raises:
-        UsageError: it is; torch writes all of them by one function (torch/_tensor.py: _rebuild_from_type_v2).
+    An object that a framework writes, or that is recognized by its parts, is a `UsageError`; others are unsafe.
+
+    Args:
+        record: the value, usually an `InertRecord`.
+        origin: the file.
+        place: where it is in the file, such as a tensor's name.
     """
+    if not isinstance(record, InertRecord):
+        return origin.corrupt(f"{place or 'its content'} has the wrong kind", got=type(record).__name__)
+    kind, start = quote(f"{record.module}.{record.name}"), f"{place} is" if place else "holds"
+    # torch/_tensor.py: _rebuild_from_type_v2 makes all tensors of other classes, such as torchao's quantized ones.
     if (record.module, record.name) == ("torch._tensor", "_rebuild_from_type_v2"):
         kinds = [f"{a.module}.{a.name}" for a in record.args or () if isinstance(a, InertRecord) and a.args is None]
         own = next((quote(kind) for kind in kinds if not kind.startswith("torch.")), None)
-        raise origin.usage(
-            "holds a tensor with attributes of its own"
-            if own is None
-            else f"holds a tensor of {own}, whose layout xrank does not know",
+        return origin.usage(
+            f"{start} a tensor "
+            + ("with attributes of its own" if own is None else f"of {own}, whose layout xrank does not know"),
             got=own,
             want="plain tensors",
             next_step="save the model with save_pretrained, as safetensors, or save what dequantize() of these tensors "
             "returns; then gather that",
         )
+    # torch/nn/modules/module.py: Module.__init__
+    if isinstance(record.state, dict) and {"_parameters", "_modules"} <= record.state.keys():
+        return origin.usage(
+            f"{start} a whole module, an object of {kind}, which only its own code can make",
+            got=kind,
+            want="the state dict of the module",
+            next_step="load it where its class is, then save its state_dict() with torch.save; gather that",
+        )
+    names = {(each.module, each.name) for each in _find_records([record])}
+    if all(is_known(name) or (name[0] == "torch._utils" and name[1].startswith("_rebuild_")) for name in names):
+        return origin.usage(
+            f"{start} an object of {kind}, not a plain tensor",
+            got=kind,
+            want="plain values and tensors",
+            next_step="load it where it was saved, then save its tensors by name, as a state_dict, with torch.save",
+        )
+    return origin.unsafe(f"{start} an object that only running code can make: {kind}", got=kind)
 
 
 def check_tree(value: object, max_nodes: int, origin: Origin) -> None:

@@ -7,6 +7,7 @@ layer has a copy on each of its stages; as in DeepSpeed's own `load_checkpoint`,
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -62,6 +63,8 @@ def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement
     named = _trained_names(files, states, stages)
     buffers = [name for state in states for name in state.buffer_names]
     prefixes = find_prefixes(layers, named, buffers, files.folder)
+    if not files.stage_partitions:
+        _check_moments(files, states, layers)
     held = {prefixes[n] + name: t.shape for n, layer in layers.items() for name, t in layer.tensors.items()}
     trained: dict[str, StoredShard] = {}
     notes = list(note_absent_layers(layers))
@@ -117,6 +120,22 @@ def _read_partitions(files: CheckpointFiles, stage: int, records: Records) -> Pa
         raise _absent_stage(files, stage, "optim_states")
     # Stages have groups of their own, so that their facts differ.
     return read_partitions(files.folder, files.stage_partitions[stage], records, Agreement())
+
+
+def _check_moments(files: CheckpointFiles, states: Sequence[ModelState], layers: Mapping[int, Layer]) -> None:
+    """Check that the layers have a tensor for each moment of the optimizer; without ZeRO nothing else counts them."""
+    wanted = Counter(shape for shape, _ in {moment for state in states for moment in state.moments})
+    held = Counter(tensor.shape for layer in layers.values() for tensor in layer.tensors.values())
+    lacking = wanted - held
+    if lacking:
+        shape = next(iter(lacking))
+        raise IncompleteError(
+            f"{files.folder} lacks files of layers: the optimizer trained tensors that none of them contains",
+            file=files.folder,
+            got=f"layers {numbers_text(layers)}, with {held[shape]} tensors of shape {list(shape)}",
+            want=f"{wanted[shape]} tensors of this shape",
+            next_step="copy the layers' files from the nodes that saved them; each node may have its own disk",
+        )
 
 
 def _trained_names(

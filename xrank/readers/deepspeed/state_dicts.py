@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from xrank.errors import ContradictionError, UnsafeError
-from xrank.formats.pickles import InertRecord, is_extra_state
+from xrank.errors import ContradictionError
+from xrank.formats.pickles import InertRecord, inert_error, is_extra_state
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.readers.deepspeed.folder import parse_owner
@@ -26,12 +26,6 @@ def check_name(archive: TorchArchive, origin: Origin) -> None:
         )
 
 
-def _code_error(name: str, value: InertRecord, origin: Origin) -> UnsafeError:
-    error = origin.unsafe(f"{quote(name)[1:-1]} is not a plain tensor; only running code can make it", got=repr(value))
-    error.about(tensor=name)
-    return error
-
-
 def check_table(value: object, what: str, origin: Origin) -> dict[str, object]:
     """Return a value that must be a dict of names.
 
@@ -40,7 +34,7 @@ def check_table(value: object, what: str, origin: Origin) -> dict[str, object]:
         CorruptError: it is something else.
     """
     if isinstance(value, InertRecord):
-        raise origin.unsafe(f"{what} is an object that only running code can make", got=repr(value))
+        raise inert_error(value, origin, what)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise origin.corrupt(f"{what} is not a dict of names", got=type(value).__name__)
     return value
@@ -55,5 +49,7 @@ def check_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, Arc
     for name, value in module.items():
         # A parameter of its own class (quantised, sparse) is pickled as code; without it the model would have a gap.
         if isinstance(value, InertRecord) and not is_extra_state(name):
-            raise _code_error(name, value, origin)
+            error = inert_error(value, origin, quote(name)[1:-1])
+            error.about(tensor=name)
+            raise error
     return {name: value for name, value in module.items() if isinstance(value, ArchivedTensor)}

@@ -14,6 +14,7 @@ from typing import TypeAlias, TypeVar
 from xrank.formats.pickles import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
+from xrank.readers.copies import is_telling
 from xrank.readers.deepspeed.agreement import flatten_facts
 from xrank.readers.deepspeed.partitions import DEALS
 from xrank.readers.deepspeed.state_dicts import check_name, check_table, check_tensors
@@ -73,6 +74,8 @@ class ModelState:
     """Whether it is a pipeline's stage: its layers' tensors lie in files of their own."""
     num_experts: tuple[int, ...]
     """Number of experts of each layer with experts; their tensors lie in files of their own, and are not named here."""
+    moments: frozenset[tuple[Shape, int]] = frozenset()
+    """Shape and checksum of a moment of each parameter, without ZeRO; stages with a tied tensor have equal ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,18 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
         config_stage=_config_stage(state),
         is_stage=is_stage,
         num_experts=num_experts,
+        moments=frozenset(_moments(state.get("optimizer"), archive)),
     )
+
+
+def _moments(optimizer: object, archive: TorchArchive) -> Iterator[tuple[Shape, int]]:
+    """Yield the shape and checksum of one moment of each parameter (torch/optim), unless all of it is zero."""
+    states = optimizer.get("state") if isinstance(optimizer, dict) else None
+    for moments in states.values() if isinstance(states, dict) and archive.has_checksums else ():
+        for key in ("exp_avg", "momentum_buffer"):
+            moment = moments.get(key) if isinstance(moments, dict) else None
+            if isinstance(moment, ArchivedTensor) and is_telling(archive, moment):
+                yield moment.shape, archive.records[moment.key].crc32
 
 
 _Value = TypeVar("_Value")

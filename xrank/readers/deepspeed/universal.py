@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from math import prod
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError
-from xrank.formats.pickles import InertRecord
+from xrank.formats.pickles import InertRecord, inert_error
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
 from xrank.layout.nests import Nest
@@ -63,8 +63,8 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
     value = archive.value
     entry: Mapping[object, object] = value if isinstance(value, dict) else {"param": value}
     tensor = entry.get("param")
-    if isinstance(tensor, InertRecord) or isinstance(value, InertRecord):
-        raise origin.unsafe("holds an object that only running code can make", got=repr(tensor))
+    if isinstance(tensor, InertRecord):
+        raise inert_error(tensor, origin)
     # torch calls an archive by its file's name, or "archive" if it was saved into a stream.
     if archive.name not in ("fp32", "archive"):
         raise ContradictionError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from xrank.dtypes import by_torch_name
 from xrank.errors import UsageError
-from xrank.formats.pickles import InertRecord
+from xrank.formats.pickles import InertRecord, inert_error
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 
@@ -127,8 +127,7 @@ def read_local_tensor(value: object, name: str, dtype: str, origin: Origin) -> A
     """
     value = unwrap_parameter(value)
     if not isinstance(value, ArchivedTensor):
-        got = f"{value.module}.{value.name}" if isinstance(value, InertRecord) else type(value).__name__
-        raise origin.unsafe(f"{name}: the rank's part is not a plain tensor", got=quote(got))
+        raise inert_error(value, origin, f"{name}: the rank's part")
     if value.dtype != dtype:
         raise origin.corrupt(f"{name}: the rank's part has another type than the tensor", got=value.dtype, want=dtype)
     return value

@@ -81,7 +81,12 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
         elif wrapper is not None and wrapper.kind == "ShardedTensor":
             sharded[name] = read_sharded_part(name, wrapper, origin)
         elif wrapper is not None:
-            raise origin.unsafe(f"{quote(name)} is an unknown kind of tensor", got=quote(wrapper.kind))
+            raise origin.usage(
+                f"{quote(name)} is an unknown kind of tensor",
+                got=quote(wrapper.kind),
+                want="plain tensors, DTensors and ShardedTensors",
+                next_step="save the model's state_dict() with plain tensors",
+            )
         else:
             if any(_is_tensor(leaf, origin) for _, leaf in _join_names(value)):
                 raise origin.usage(

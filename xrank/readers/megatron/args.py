@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import ContradictionError
-from xrank.formats.pickles import InertRecord
+from xrank.formats.pickles import InertRecord, inert_error
 from xrank.formats.regular_file import Origin, quote
 
 _MAX_DEPTH = 8
@@ -48,9 +48,7 @@ def plain_args(value: object, origin: Origin) -> dict[str, Any] | None:
         return None
     if isinstance(value, InertRecord):
         if (value.module, value.name) not in (("argparse", "Namespace"), ("types", "SimpleNamespace")):
-            raise origin.unsafe(
-                "its args are not an argparse.Namespace", got=quote(f"{value.module}.{value.name}")
-            )  # fmt: skip
+            raise inert_error(value, origin, "its args, which should be an argparse.Namespace:")
         value = value.state if isinstance(value.state, dict) else value.kwargs
     if not isinstance(value, dict):
         raise origin.corrupt("its args are not a table", got=type(value).__name__, want="argparse.Namespace")

@@ -18,6 +18,7 @@ from xrank.dialects.megatron.layouts import DECODER, LAYER
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.entries import parse_json
+from xrank.formats.pickles import inert_error
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import RecordedHash, StoredModel
@@ -130,7 +131,7 @@ def _read_common(path: str) -> tuple[Mapping[str, object], list[tuple[str, str]]
     """Return the content of the file, and notes on it."""
     archive = read_archive(path)
     if not isinstance(archive.value, dict):
-        raise Origin(path).unsafe("is not a dict", got=repr(archive.value)[:100])
+        raise inert_error(archive.value, Origin(path))
     return archive.value, note_foreign_names({path: archive.foreign})
 
 

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from xrank.errors import ContradictionError
-from xrank.formats.pickles import InertRecord
+from xrank.formats.pickles import inert_error
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.copies import CopiedValues
@@ -46,7 +46,7 @@ def read_rank_file(path: str, rank: int) -> MegatronRankFile:
     archive = read_archive(path, rank=rank)
     origin, state = Origin(path, rank), archive.value
     if not isinstance(state, dict):
-        raise origin.unsafe("is not a dict", got=repr(state)[:100])
+        raise inert_error(state, origin)
     args = plain_args(state.get("args"), origin)
     if args is None:
         raise origin.corrupt("contains no args", got=_keys(state), want='a dict with "args" and "model"')
@@ -77,10 +77,8 @@ def _keys(state: Mapping[object, object]) -> str:
 
 
 def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor], int]:
-    if isinstance(module, InertRecord):
-        raise origin.unsafe("its model is an object that only running code can make", got=repr(module))
     if not isinstance(module, dict):
-        raise origin.corrupt("its model is not a table of tensors", got=type(module).__name__)
+        raise inert_error(module, origin, "its model")
     tensors, num_extra = {}, 0
     for name, value in module.items():
         if not isinstance(name, str):
@@ -97,7 +95,7 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
                 next_step="load it with --use-legacy-models and save it as a Megatron-core model",
             )
         else:
-            error = origin.unsafe(f"{quote(name)[1:-1]} is not a tensor", got=repr(value)[:100])
+            error = inert_error(value, origin, quote(name)[1:-1])
             error.about(tensor=name)
             raise error
     return tensors, num_extra
