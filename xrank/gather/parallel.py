@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,8 @@ def get_tensors_parallel(
         ...     [part.tolist() for part in parts]
         [[1.0, 1.0]]
     """
-    require_torch("get_tensors_parallel")
+    if "torch" not in sys.modules:
+        require_torch("get_tensors_parallel")
     return Gather(
         "get_tensors_parallel",
         tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from operator import index
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from xrank.errors import RankFailedError, UsageError
 from xrank.ranks.exchange import Call, GatherExchange
@@ -19,7 +20,6 @@ from xrank.ranks.failure import Deadline, FailureRecord
 from xrank.ranks.group import RankGroup
 from xrank.ranks.sessions import GroupGathers, Session, find_group, find_world, open_gathers, report_at_large
 from xrank.ranks.store import LaunchedRanks
-from xrank.ranks.team import find_place
 from xrank.ranks.values import check_sendable, is_plain, pack, unpack
 from xrank.stores.url import clean_path, is_url
 from xrank.system import require_linux
@@ -51,6 +51,10 @@ def call_uncompiled(
     return result
 
 
+_logger = logging.getLogger(__name__)
+_NUM_REPORTS = 3
+"""Attempts to report a failure: a signal's handler may raise in the midst of one."""
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PATHS = "a directory that all ranks mount; or None: memory and sockets carry tensors"
 
 
@@ -93,41 +97,12 @@ def check_exist(ranks: tuple[int, ...], world_size: int, group: Any) -> None:
         raise _refuse(what, list(ranks), "a group with all ranks of the gather", rank=foreign[0])
 
 
-def check_key(key: object) -> None:
-    """Check the name of a gathered value."""
-    if key is not None and not isinstance(key, str):
-        what = f"the key of a gather must be text, not a {type(key).__name__}"
-        raise _refuse(what, key, "text that is equal on all ranks, for example '.'.join(map(str, key)), or None")
-
-
-def begin_deadline(timeout_seconds: Any) -> Deadline:
-    """Return the deadline of a gather that begins now."""
-    if isinstance(timeout_seconds, str | bytes) or not hasattr(timeout_seconds, "__float__"):
-        what = f"timeout_seconds must be a number, not a {type(timeout_seconds).__name__}"
-        raise _refuse(what, timeout_seconds, "seconds above 0")
-    try:
-        return Deadline(float(timeout_seconds))
-    except (OverflowError, TypeError) as error:
-        what = f"timeout_seconds cannot be taken as a number of seconds: {error}"
-        raise _refuse(what, timeout_seconds, "seconds above 0") from None
-
-
-def path_of(workspace_path: str | os.PathLike[str] | None) -> str | None:
-    """Return the directory of a gather as an absolute path."""
-    if workspace_path is None:
-        return None
-    if not isinstance(workspace_path, str | os.PathLike):
-        raise _refuse(f"workspace_path must be a path, not a {type(workspace_path).__name__}", workspace_path, _PATHS)
-    path = clean_path(workspace_path)
-    if is_url(path):
-        raise _refuse(f"{path}: live tensors do not go through a store; ObjectWorkspace keeps states", path, _PATHS)
-    return os.path.abspath(path)
-
-
-_logger = logging.getLogger(__name__)
-
-_NUM_REPORTS = 3
-"""Attempts to report a failure: a signal's handler may raise in the midst of one."""
+def find_place() -> tuple[str, int]:
+    """Return file and line of the user's call: the first frame outside this package and contextlib."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 class Gather(AbstractContextManager[list[Any]]):
@@ -203,22 +178,29 @@ class Gather(AbstractContextManager[list[Any]]):
         if world.rank not in ranks:
             return []
         if len(ranks) == 1:
-            self._begin_alone()
+            self._check_arguments()
+            self._check(self._value)
             return [_copy_own(self._value)]
         require_linux(f"{self._function} of several ranks")
         group = find_group(world, self._group)
         group.claim(ranks, self._describe)
         session = group.session(ranks)
         try:
-            check_key(self._key)
-            path = path_of(self._workspace_path)
-            deadline = begin_deadline(self._timeout_seconds)
+            path, deadline = self._check_arguments()
             while True:
                 exchange = session.exchange(path, deadline, self._describe)
                 call = exchange.begin(self._function, self._key, place, deadline)
-                self._open = _Open(group, session, path, exchange, call)
+                gathers, thread = open_gathers(), threading.current_thread().name
+                gathers.append((exchange, call))
+                self._open = _Open(group, session, path, exchange, call, os.getpid(), gathers, thread)
                 try:
-                    return self._send_or_collect(exchange, call)
+                    # A rank may have failed in an earlier call after this one had left it.
+                    exchange.check(call)
+                    self._check(self._value)  # here, so that the other ranks receive its error
+                    if world.rank == ranks[0]:
+                        return exchange.collect(call, _copy_own(self._value))
+                    exchange.send(call, self._value)
+                    return []
                 except RankFailedError as error:
                     # The other ranks have found as well that this call is not the one that failed.
                     if not session.is_settled(error):
@@ -238,20 +220,26 @@ class Gather(AbstractContextManager[list[Any]]):
         """Return the call, for people."""
         return str(Call(0, self._function, self._key, self._found_place))
 
-    def _send_or_collect(self, exchange: GatherExchange, call: Call) -> list[Any]:
-        # A rank may have failed in an earlier call after this one had left it.
-        exchange.check(call)
-        self._check(self._value)  # here, so that the other ranks receive its error
-        if exchange.circle.rank == exchange.circle.first:
-            return exchange.collect(call, _copy_own(self._value))
-        exchange.send(call, self._value)
-        return []
-
-    def _begin_alone(self) -> None:
-        check_key(self._key)
-        path_of(self._workspace_path)
-        begin_deadline(self._timeout_seconds)
-        self._check(self._value)
+    def _check_arguments(self) -> tuple[str | None, Deadline]:
+        """Return the directory of the gather as an absolute path, and its deadline, which begins now."""
+        key: object = self._key
+        path: Any = self._workspace_path
+        seconds: Any = self._timeout_seconds
+        if key is not None and not isinstance(key, str):
+            what = f"the key of a gather must be text, not a {type(key).__name__}"
+            raise _refuse(what, key, "text that is equal on all ranks, for example '.'.join(map(str, key)), or None")
+        if path is not None:
+            if not isinstance(path, str | os.PathLike):
+                raise _refuse(f"workspace_path must be a path, not a {type(path).__name__}", path, _PATHS)
+            if is_url(path := clean_path(path)):
+                raise _refuse(f"{path}: live tensors go through no store; ObjectWorkspace keeps states", path, _PATHS)
+            path = os.path.abspath(path)
+        try:
+            if isinstance(seconds, str | bytes):
+                raise TypeError(f"it is a {type(seconds).__name__}")
+            return path, Deadline(float(seconds))
+        except (OverflowError, TypeError) as error:
+            raise _refuse(f"timeout_seconds must be a number: {error}", seconds, "seconds above 0") from None
 
     # ---- the end
 
@@ -266,7 +254,12 @@ class Gather(AbstractContextManager[list[Any]]):
             self._fail(error)
             return
         try:
-            opened.check_thread()
+            if opened.gathers is not open_gathers():
+                raise UsageError(
+                    f"a gather that thread {opened.thread!r} began ends in {threading.current_thread().name!r}",
+                    got=str(opened.call),
+                    next_step="leave the gather in the thread that entered it, by a `with` block",
+                )
             opened.exchange.finish(opened.call, early_exit=self._early_exit)
         except BaseException as failure:
             self._fail(failure)
@@ -287,25 +280,18 @@ class Gather(AbstractContextManager[list[Any]]):
             opened.gathers.remove(entry)
 
 
-class _Open:
+class _Open(NamedTuple):
     """A gather that has begun."""
 
-    def __init__(
-        self, group: GroupGathers, session: Session, path: str | None, exchange: GatherExchange, call: Call
-    ) -> None:
-        self.group, self.session, self.path, self.exchange, self.call = group, session, path, exchange, call
-        self.pid, self.gathers = os.getpid(), open_gathers()
-        self.gathers.append((exchange, call))
-        self.thread = threading.current_thread()
-
-    def check_thread(self) -> None:
-        """Raise UsageError if this is another thread than the one that began the gather."""
-        if self.gathers is not open_gathers():
-            raise UsageError(
-                f"a gather that thread {self.thread.name!r} began ends in {threading.current_thread().name!r}",
-                got=str(self.call),
-                next_step="leave the gather in the thread that entered it, by a `with` block",
-            )
+    group: GroupGathers
+    session: Session
+    path: str | None
+    exchange: GatherExchange
+    call: Call
+    pid: int
+    gathers: list[tuple[GatherExchange, Call]]
+    """The gathers that the thread of that name is in."""
+    thread: str
 
     def abandon(self, error: BaseException) -> None:
         """Fail the call on all ranks, from any thread at any moment: nothing is closed, which may be in use."""

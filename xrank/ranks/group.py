@@ -9,8 +9,8 @@ from time import monotonic
 
 from xrank.errors import AGAIN, RankFailedError, RankTimeoutError, option
 from xrank.ranks.failure import Deadline, FailureRecord
-from xrank.ranks.processes import Peer
-from xrank.ranks.waits import START_SECONDS, Awaits, LongWait
+from xrank.ranks.processes import Peer, record_end
+from xrank.ranks.waits import Awaits, LongWait, WaitMonitor
 from xrank.ranks.wire import Message, Sleep, Status, Wire
 from xrank.words import ranks_text
 
@@ -58,47 +58,6 @@ class Spin:
                 return True
             now = monotonic()
         return False
-
-
-class WaitMonitor:
-    """Looks, in a wait that has become long, for reasons why it will not end.
-
-    `late` returns the ranks whose bodies are awaited; None if ranks' arrival is.
-    """
-
-    def __init__(self, circle: RankGroup, call: int, late: Callable[[], tuple[int, ...]] | None) -> None:
-        self.late = late
-        self._circle, self._call, self._begins_at = circle, call, monotonic() + START_SECONDS
-        self._wait: LongWait | None = None
-
-    def look(self) -> None:
-        """Look, if the wait has become long and the last look was not a moment ago; errors as of `LongWait.look`."""
-        if monotonic() < self._begins_at:
-            return
-        circle = self._circle
-        awaited: tuple[int, ...]
-        if circle.rank != circle.first:
-            awaits, awaited = Awaits.FIRST, (circle.first,)
-        elif self.late is not None:
-            awaits, awaited = Awaits.BODY_END, self.late()
-        else:
-            awaits, awaited = Awaits.ARRIVAL, circle.find_absent(self._call)
-        if self._wait is None:
-            self._wait = circle.begin_long_wait(self._call, awaits)
-            self._begins_at = 0.0
-        if self._wait is not None:
-            # The circle watches the processes of its ranks itself.
-            self._wait.look(awaited, ())
-
-    def raise_if_confirmed(self) -> None:
-        """Raise if this rank and others were found to wait for each other; errors as in `LongWait`."""
-        if self._wait is not None:
-            self._wait.raise_if_confirmed()
-
-    def end(self) -> None:
-        """End the wait."""
-        if self._wait is not None:
-            self._wait.end()
 
 
 _TICK_SECONDS = 0.1
@@ -242,7 +201,7 @@ class RankGroup:
             return not unsent
 
         try:
-            self._wait(lambda: not unsent or is_sent(), [rank], call, None, first_tick_seconds=_FIRST_TICK_SECONDS)
+            self._wait(lambda: not unsent or is_sent(), [rank], call, None, next_tick=_FIRST_TICK_SECONDS)
         except ConnectionError:
             self.check(call)
             raise self._make_error([self._record_death(rank)]) from None
@@ -293,7 +252,7 @@ class RankGroup:
         """Wait until a rank has done its part of a call; errors as `receive`."""
         # An arrival sends no nudge, as most ranks do not wait for one.
         has_arrived = lambda: self.wire.get_status(rank, Status.ARRIVED) >= call  # noqa: E731
-        self._wait(has_arrived, [rank], call, deadline, first_tick_seconds=_FIRST_TICK_SECONDS)
+        self._wait(has_arrived, [rank], call, deadline, next_tick=_FIRST_TICK_SECONDS)
 
     def await_sight(self, is_over: Callable[[], bool], call: int, patience: Deadline) -> bool:
         """Wait until something that a rank announced becomes visible here; return False if `patience` ends first."""
@@ -315,15 +274,41 @@ class RankGroup:
         call: int,
         deadline: Deadline | None,
         late: Callable[[], tuple[int, ...]] | None = None,
-        first_tick_seconds: float = _TICK_SECONDS,
+        next_tick: float = _TICK_SECONDS,
         sleep: Sleep = Sleep.LIGHT,
     ) -> None:
         """Wait; the deadline counts while there are `late` ranks: by default, ranks that have not come to the call."""
         if self._spin.is_soon(is_over):
             return
-        monitor = WaitMonitor(self, call, late)
+        monitor = WaitMonitor(lambda awaits: self.begin_long_wait(call, awaits))
         try:
-            self._sleep_until(is_over, sources, call, deadline, monitor, first_tick_seconds, sleep)
+            while True:
+                # Announce the sleep, then look once more: a rank that sets a status after the announcement sends a
+                # nudge, and the look finds what was set before it. The other order could miss an update.
+                self.wire.set_status(Status.SLEEPS, sleep)
+                try:
+                    self.wire.look()
+                    if is_over():
+                        return
+                    self._check_all(sources, call)
+                    if monitor.is_due:
+                        # No process is watched by the monitor: the wire watches those of the ranks itself.
+                        monitor.look(*self._find_awaited(call, late), ())
+                    # Messages and nudges end the sleep; events without either are looked for ever less often.
+                    tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
+                    if deadline is not None and deadline.remaining_seconds < tick:
+                        tick = self._last_tick(tick, call, deadline, late)
+                    self.wire.pump(tick)
+                except RankFailedError:
+                    # The awaited event may have come before the failure, which then belongs to a later call.
+                    self.wire.pump(0)
+                    if is_over():
+                        return
+                    raise
+                finally:
+                    self.wire.set_status(Status.SLEEPS, Sleep.NOT)
+                if is_over():
+                    return
         except RankFailedError:
             # Ranks may have waited for each other, and another of them may have noticed it first.
             monitor.raise_if_confirmed()
@@ -331,41 +316,10 @@ class RankGroup:
         finally:
             monitor.end()
 
-    def _sleep_until(
-        self,
-        is_over: Callable[[], bool],
-        sources: Sequence[int],
-        call: int,
-        deadline: Deadline | None,
-        monitor: WaitMonitor,
-        next_tick: float,
-        sleep: Sleep,
-    ) -> None:
-        while True:
-            # Announce the sleep, then look once more: a rank that sets a status after the announcement sends a nudge,
-            # and the look finds what was set before it. The other order could miss an update and sleep through it.
-            self.wire.set_status(Status.SLEEPS, sleep)
-            try:
-                self.wire.look()
-                if is_over():
-                    return
-                self._check_all(sources, call)
-                monitor.look()
-                # Messages and nudges end the sleep; events without either are looked for ever less often.
-                tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
-                if deadline is not None and deadline.remaining_seconds < tick:
-                    tick = self._last_tick(tick, call, deadline, monitor.late)
-                self.wire.pump(tick)
-            except RankFailedError:
-                # The awaited event may have come before the failure, which then belongs to a later call.
-                self.wire.pump(0)
-                if is_over():
-                    return
-                raise
-            finally:
-                self.wire.set_status(Status.SLEEPS, Sleep.NOT)
-            if is_over():
-                return
+    def _find_awaited(self, call: int, late: Callable[[], tuple[int, ...]] | None) -> tuple[Awaits, tuple[int, ...]]:
+        if self.rank != self.first:
+            return Awaits.FIRST, (self.first,)
+        return (Awaits.BODY_END, late()) if late is not None else (Awaits.ARRIVAL, self.find_absent(call))
 
     def _last_tick(
         self, tick: float, call: int, deadline: Deadline, late: Callable[[], tuple[int, ...]] | None
@@ -387,8 +341,7 @@ class RankGroup:
             raise self._make_error([self._record_death(r) for r in silent])
 
     def _record_death(self, rank: int) -> FailureRecord:
-        peer = self.peers[rank]
-        return FailureRecord(rank, peer.host, peer.pid, "its process ended without a report", "a gather")
+        return record_end(rank, self.peers[rank], "its process ended without a report", "a gather")
 
     def _make_error(self, records: Sequence[FailureRecord]) -> RankFailedError:
         errors = tuple(record.to_error() for record in records)

@@ -20,10 +20,10 @@ from xrank.errors import ContradictionError, CorruptError, RankFailedError, Rank
 from xrank.ranks.failure import Deadline, FailureRecord, absence_error, damage_error
 from xrank.ranks.group import RankGroup
 from xrank.ranks.host_wire import Bells, Board, HostWire, Link
-from xrank.ranks.processes import PERIOD_SECONDS, Peer, process_space
+from xrank.ranks.processes import PERIOD_SECONDS, Peer, process_space, record_end
 from xrank.ranks.store import Store
 from xrank.ranks.store_wire import StoreWire
-from xrank.ranks.waits import START_SECONDS, Awaits, LongWait
+from xrank.ranks.waits import Awaits, LongWait, WaitMonitor
 from xrank.ranks.wire import Message
 from xrank.system import after_fork_in_child, count_cores
 
@@ -93,7 +93,7 @@ _PAUSE_SECONDS = (0.0005, 0.02)
 """Shortest and longest pause between two looks for the first rank: ranks of one program come almost together."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Meeting:
     """One meeting, as one of its ranks sees it.
 
@@ -122,7 +122,10 @@ class Meeting:
     thread: str = ""
     num_at_large: int = 0
     find_at_large: Callable[[Sequence[int]], FailureRecord | None] = lambda ranks: None
-    _look_out: _LookOut = field(default_factory=lambda: _LookOut(), init=False, compare=False)
+    _monitor: WaitMonitor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._monitor = WaitMonitor(self.begin_long_wait)
 
     def check(self, absent: Sequence[int], watched: Sequence[int] | None = None) -> None:
         """Raise if it is known that the meeting will not take place.
@@ -136,21 +139,24 @@ class Meeting:
             ContradictionError: this rank and others wait for each other.
         """
         self.check_around()
+        if not self._monitor.is_due:
+            return
         is_first = self.rank == self.ranks[0]
+        awaits, awaited = (Awaits.ARRIVAL, absent) if is_first else (Awaits.FIRST, self.ranks[:1])
         try:
-            awaited = tuple(absent) if is_first else self.ranks[:1]
-            self._look_out.look(self, awaited, absent if watched is None else watched)
+            self._raise_any_refusal()
+            self._monitor.look(awaits, tuple(awaited), absent if watched is None else watched)
         except RankFailedError:
             self.raise_reason()
             raise
 
     def raise_if_confirmed(self) -> None:
         """Raise ContradictionError if this rank and others were found to wait for each other, by any of them."""
-        self._look_out.raise_if_confirmed()
+        self._monitor.raise_if_confirmed()
 
     def leave(self) -> None:
         """End this rank's wait for the others."""
-        self._look_out.end()
+        self._monitor.end()
 
     def describe(self) -> dict[str, Any]:
         """Return this rank's process, for the ranks that it meets."""
@@ -219,8 +225,8 @@ class Meeting:
             self.store.put(f"{self.name}/{self.rank}", text)
             self.store.put(f"{self.name}/refused", text)
 
-    def read_refusal(self, rank: int) -> FailureRecord | None:
-        """On the first rank: return the reason why another can't take part, if it sent one."""
+    def read_refusal(self, rank: int | str) -> FailureRecord | None:
+        """Return the reason why a rank can't take part, if it sent one; of any rank for "refused"."""
         text = self.store.peek(f"{self.name}/{rank}")
         return None if text is None else FailureRecord.from_text(text)
 
@@ -230,14 +236,10 @@ class Meeting:
             if (refusal := self.read_refusal(rank)) is not None:
                 raise refusal.to_error()
 
-    def raise_any_refusal(self) -> None:
-        """Raise another rank's refusal, before the first has come and ended the meeting for it."""
-        if (refusal := self._read_any_refusal()) is not None:
+    def _raise_any_refusal(self) -> None:
+        # The first rank may not have come yet and ended the meeting for it.
+        if (refusal := self.read_refusal("refused")) is not None:
             raise refusal.to_error()
-
-    def _read_any_refusal(self) -> FailureRecord | None:
-        text = self.store.peek(f"{self.name}/refused")
-        return None if text is None else FailureRecord.from_text(text)
 
     def raise_reason(self) -> None:
         """Raise the reason why this meeting ended, if a rank reported one: that rank may have ended itself since."""
@@ -246,7 +248,8 @@ class Meeting:
 
     def find_end(self) -> FailureRecord | None:
         """Return the failure with which this meeting has ended, if it has."""
-        return _end_of(self._read_announcement()) or self._read_any_refusal()
+        ended = self._read_announcement().get("ended")
+        return self.read_refusal("refused") if ended is None else FailureRecord.from_text(ended)
 
     def end(self, error: BaseException) -> None:
         """On the first rank: leave the reason for the end in the store, for ranks that come later."""
@@ -254,15 +257,11 @@ class Meeting:
         with suppress(Exception):  # the store may be what failed
             self.announce(ended=record.to_text())
 
-    def raise_end(self) -> None:
-        """Raise if the first rank has ended the meeting, as `find_announcement` does."""
-        self.find_announcement()
-
     def find_announcement(self) -> dict[str, Any] | None:
         """Return the first rank's announcement; None before it came. Raise its reason if it has ended the meeting."""
         announced = self._read_announcement()
-        if (end := _end_of(announced)) is not None:
-            raise end.to_error()
+        if "ended" in announced:
+            raise FailureRecord.from_text(announced["ended"]).to_error()
         return announced or None
 
     def _read_announcement(self) -> dict[str, Any]:
@@ -280,39 +279,8 @@ class Meeting:
         return absence_error(absent, self.ranks, self.deadline, f" to {CALL}")
 
 
-def _end_of(announced: dict[str, Any]) -> FailureRecord | None:
-    ended = announced.get("ended")
-    return None if ended is None else FailureRecord.from_text(ended)
-
-
-class _LookOut:
-    """Looks, in a wait that has become long, for reasons why it will not end."""
-
-    def __init__(self) -> None:
-        self._next_look = monotonic() + START_SECONDS
-        self._wait: LongWait | None = None
-
-    def look(self, meeting: Meeting, awaited: Sequence[int], watched: Sequence[int]) -> None:
-        if monotonic() < self._next_look:
-            return
-        if self._wait is None:
-            is_first = meeting.rank == meeting.ranks[0]
-            self._wait = meeting.begin_long_wait(Awaits.ARRIVAL if is_first else Awaits.FIRST)
-        self._next_look = monotonic() + START_SECONDS
-        meeting.raise_any_refusal()
-        if self._wait is not None:
-            self._wait.look(awaited, watched)
-
-    def raise_if_confirmed(self) -> None:
-        if self._wait is not None:
-            self._wait.raise_if_confirmed()
-
-    def end(self) -> None:
-        if self._wait is not None:
-            self._wait.end()
-
-
 _TICK_SECONDS = 0.02
+_ENDED = "it ended, or gave up, before all had come"
 _PEERS_PER_MESSAGE = 100
 """The roster of a large circle does not fit into one message."""
 _SPIN_SECONDS = 200e-6
@@ -434,8 +402,7 @@ class _Host:
         """Return the reason why a rank that had joined is gone: its own refusal, if it sent one."""
         if (refusal := self.meeting.read_refusal(rank)) is not None:
             return refusal
-        peer = self.peers[rank]
-        return FailureRecord(rank, peer.host, peer.pid, "it ended, or gave up, before all had come", CALL)
+        return record_end(rank, self.peers[rank], _ENDED, CALL)
 
     def _admit(self, sock: socket.socket) -> None:
         link = Link(sock)
@@ -654,7 +621,7 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
     """On another rank: wait until the first publishes the roster, when all have come; return it."""
     patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
     while (text := meeting.store.peek(f"{meeting.name}/roster")) is None:
-        meeting.raise_end()
+        meeting.find_announcement()
         try:
             _check(meeting, wire, known)
         except RankFailedError:
@@ -680,15 +647,9 @@ def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
         raise next(iter(failures.values())).to_error()
     for rank in sorted(wire.ended | wire.silent):
         meeting.raise_reason()  # a rank writes it before it ends
-        peer = known.get(rank) or _find_peer(meeting, rank)
-        host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
-        raise FailureRecord(rank, host, pid, "it ended, or gave up, before all had come", CALL).to_error()
-
-
-def _find_peer(meeting: Meeting, rank: int) -> Peer | None:
-    """Return a rank's process, if it has come."""
-    described = _find_description(meeting, rank)
-    return None if described is None else Peer.from_dict(described)
+        described = _find_description(meeting, rank)  # of a rank that has come
+        peer = known.get(rank) or (None if described is None else Peer.from_dict(described))
+        raise record_end(rank, peer, _ENDED, CALL).to_error()
 
 
 def _find_description(meeting: Meeting, rank: int) -> dict[str, Any] | None:

@@ -7,10 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
 from xrank import environment
@@ -24,34 +21,17 @@ from xrank.ranks.meeting import CALL, Meeting, RanksApartError, meet, meet_acros
 from xrank.ranks.memory_messages import MemoryMessages
 from xrank.ranks.registration import has_joined
 from xrank.ranks.socket_messages import SocketMessages
-from xrank.ranks.store import LaunchedRanks, Store, find_store
-from xrank.ranks.waits import START_SECONDS, Awaits, LongWait, Membership, Wait, name_of_ranks, parties_of
+from xrank.ranks.store import LaunchedRanks, find_store
+from xrank.ranks.waits import Awaits, LongWait, Membership, Wait, WaitMonitor, name_of_ranks, parties_of
 from xrank.ranks.wire import MessageWorkspace
 from xrank.system import after_fork_in_child
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The parts that all sessions of a group share."""
-
-    rank: int
-    store: Store
-    group: str
-    """The group's name."""
-    membership: Membership
-    check_around: Callable[[bool], None]
-    """Raises if a gather around the present one failed; called with whether the present one has begun."""
-    owes: Callable[[Wait], bool]
-    """Returns whether this rank still owes another rank's wait its event."""
-    find_addresses: Callable[[], Sequence[str]]
-    """Returns the addresses at which ranks of other hosts reach this one."""
 
 
 class Session:
     """The gathers of one list of ranks."""
 
-    def __init__(self, ranks: tuple[int, ...], around: Surroundings) -> None:
-        self.ranks, self._around = ranks, around
+    def __init__(self, ranks: tuple[int, ...], gathers: GroupGathers) -> None:
+        self.ranks, self._gathers = ranks, gathers
         self._name = name_of_ranks(ranks)
         self.exchanges: dict[str | None, GatherExchange] = {}
         """Exchanges by directory; None is memory or sockets."""
@@ -77,7 +57,7 @@ class Session:
                 else:
                     exchange.circle.check(exchange.num_calls + 1)
             except RankFailedError as error:
-                self._around.check_around(False)  # a gather around this one that failed fails it, too
+                self._gathers.check_around(self)  # a gather around this one that failed fails it, too
                 if exchange is None:
                     if not self.is_settled(error):
                         raise
@@ -92,13 +72,13 @@ class Session:
         """Return whether a failure is that of another call than the present one, which has to be made anew."""
         if not isinstance(error, RankFailedError):
             return False
-        return self._around.membership.is_settled(error, self.ranks, self._name)
+        return self._gathers.membership.is_settled(error, self.ranks, self._name)
 
     def _meet(self, path: str | None, deadline: Deadline, text: str) -> GatherExchange:
         way = "memory or sockets" if path is None else "a directory"
         with self._turn:
             self._is_meeting = False
-            self._around.check_around(False)
+            self._gathers.check_around(self)
             meeting = self._next_meeting(way, deadline, text)
             number = self._num_meetings
             self._waits_in = way
@@ -107,7 +87,7 @@ class Session:
             circle = _meet_through(path, meeting)
             with self._turn:
                 self._is_meeting = False
-                messages = _make_messages(path, circle, self._around.find_addresses)
+                messages = self._make_messages(path, circle)
                 exchange = self.exchanges[path] = GatherExchange(circle, messages, number)
                 if self.pending is not None:  # it came after the last look
                     exchange.fail_next(self.pending)
@@ -119,35 +99,50 @@ class Session:
         finally:
             self._waits_in = None
             meeting.leave()
-        circle.check_around = partial(self._around.check_around, True)
+        circle.check_around = self._gathers.check_around
         circle.begin_long_wait = lambda call, awaits: self._begin_wait(
             number, call, way, exchange.describe(call), awaits
         )
         return exchange
 
     def _next_meeting(self, way: str, deadline: Deadline, text: str = "") -> Meeting:
-        around = self._around
         self._num_meetings += 1
-        number = self._num_meetings
+        number, gathers = self._num_meetings, self._gathers
         return Meeting(
             self.ranks,
-            around.rank,
-            around.store,
+            gathers.rank,
+            gathers.store,
             f"meeting/{self._name}/{number}",
             deadline,
             way,
-            partial(around.check_around, False),
+            lambda: gathers.check_around(self),
             lambda awaits: self._begin_wait(number, 0, way, text, awaits),
             threading.current_thread().name,
-            around.membership.num_at_large,
-            lambda ranks: around.membership.find_at_large(ranks, self._name),
+            gathers.membership.num_at_large,
+            lambda ranks: gathers.membership.find_at_large(ranks, self._name),
         )
 
     def _begin_wait(self, meeting: int, number: int, way: str, text: str, awaits: Awaits) -> LongWait:
-        around = self._around
-        thread = threading.current_thread().name
-        description = Wait("", around.rank, self.ranks, meeting, number, way, text, awaits, (), around.group, thread)
-        return LongWait(description, around.membership.store, around.membership, around.owes)
+        gathers, thread = self._gathers, threading.current_thread().name
+        description = Wait("", gathers.rank, self.ranks, meeting, number, way, text, awaits, (), gathers.name, thread)
+        membership = gathers.membership
+        return LongWait(description, membership.store, membership, lambda wait: _owes(membership, wait))
+
+    def _make_messages(self, path: str | None, group: RankGroup) -> MessageWorkspace:
+        if path is None and group.wire.shares_memory:
+            return MemoryMessages()
+        if path is None:
+            across, secret = not group.is_one_network, group.secret
+            return SocketMessages(
+                group.look_now, secret=secret, across_hosts=across, addresses=self._gathers.find_addresses
+            )
+        try:
+            return DirectoryMessages(path, group.rank)
+        except BaseException as error:
+            # The others have met this rank, and wait in their first gather.
+            group.fail(FailureRecord.from_error(error, group.rank, CALL))
+            group.close()
+            raise
 
     def owes(self, wait: Wait, open_calls: list[tuple[GatherExchange, Call]]) -> bool:
         """Return whether this rank still owes another rank's wait its event; `open_calls` has the innermost last."""
@@ -172,7 +167,7 @@ class Session:
         """Fail the present call, which has not begun, whichever way the others are in it: a meeting, or an exchange."""
         with self._turn:
             self.pending = None
-            self.fail_next(FailureRecord.from_error(error, self._around.rank, call))
+            self.fail_next(FailureRecord.from_error(error, self._gathers.rank, call))
             if not self._is_meeting:  # else the others are in that meeting, which has failed
                 self.refuse(error)
             self._is_meeting = False
@@ -222,33 +217,10 @@ class Session:
 
 
 def _meet_through(path: str | None, meeting: Meeting) -> RankGroup:
-    if path is not None:
-        return meet_across_hosts(meeting)
-    try:
-        return meet(meeting)
-    except RanksApartError:
-        return meet_across_hosts(meeting)
-
-
-def _make_messages(
-    path: str | None, circle: RankGroup, find_addresses: Callable[[], Sequence[str]]
-) -> MessageWorkspace:
-    if path is not None:
-        return _open_messages(path, circle)
-    if circle.wire.shares_memory:
-        return MemoryMessages()
-    across_hosts = not circle.is_one_network
-    return SocketMessages(circle.look_now, secret=circle.secret, across_hosts=across_hosts, addresses=find_addresses)
-
-
-def _open_messages(path: str, circle: RankGroup) -> MessageWorkspace:
-    try:
-        return DirectoryMessages(path, circle.rank)
-    except BaseException as error:
-        # The others have met this rank, and wait in their first gather.
-        circle.fail(FailureRecord.from_error(error, circle.rank, CALL))
-        circle.close()
-        raise
+    if path is None:
+        with suppress(RanksApartError):
+            return meet(meeting)
+    return meet_across_hosts(meeting)
 
 
 class _OpenGathers(threading.local):
@@ -280,34 +252,34 @@ def failure_check() -> Callable[[], None]:
     return check
 
 
-class World:
-    """All ranks, of which a group's are a part; `owner` is torch's group of all ranks, `LaunchedRanks`, or None."""
+class World(NamedTuple):
+    """All ranks, of which a group's are a part."""
 
-    def __init__(self, owner: Any, rank: int, size: int) -> None:
-        self.owner, self.rank, self.size = owner, rank, size
+    owner: Any
+    """Torch's group of all ranks, `LaunchedRanks`, or None."""
+    rank: int
+    """This rank."""
+    size: int
 
     def find_membership(self) -> Membership:
         """Return the ranks' processes; the first call publishes this one's."""
         owner = _NO_GROUP if self.owner is None else self.owner
         with _making.lock:
-            return self._find_membership(owner)
-
-    def _find_membership(self, owner: Any) -> Membership:
-        known = _memberships.get(owner)
-        if known is None or known[0] != os.getpid():
-            environ, is_one_host = environment.environ(), False
-            with suppress(UsageError):  # contradicting variables
-                launch = environment.read_launch(environ)
-                # Only torchrun proves that all ranks are on one host.
-                is_one_host = (
-                    launch is not None
-                    and launch.launcher == "torchrun"
-                    and launch.local_world_size == launch.world_size == self.size
-                )
-            membership = Membership(find_store(self.owner, environ), self.rank, beats=not is_one_host)
-            _memberships[owner] = known = (os.getpid(), membership)
-            _close_with(owner, membership.close)
-        return known[1]
+            known = _memberships.get(owner)
+            if known is None or known[0] != os.getpid():
+                environ, is_one_host = environment.environ(), False
+                with suppress(UsageError):  # contradicting variables
+                    launch = environment.read_launch(environ)
+                    # Only torchrun proves that all ranks are on one host.
+                    is_one_host = (
+                        launch is not None
+                        and launch.launcher == "torchrun"
+                        and launch.local_world_size == launch.world_size == self.size
+                    )
+                membership = Membership(find_store(self.owner, environ), self.rank, beats=not is_one_host)
+                _memberships[owner] = known = (os.getpid(), membership)
+                _close_with(owner, membership.close)
+            return known[1]
 
 
 class GroupGathers:
@@ -317,25 +289,20 @@ class GroupGathers:
         self.pid = os.getpid()
         self.membership = world.find_membership()
         self.name = _name_of(world, group)
-        self._rank = world.rank
-        self._store = find_store(group, environment.environ())
+        self.rank = world.rank
+        self.store = find_store(group, environment.environ())
         self._sessions: dict[tuple[int, ...], Session] = {}
         self._thread = threading.current_thread()
 
     def session(self, ranks: tuple[int, ...]) -> Session:
         """Return the session of a list of ranks."""
         if (session := self._sessions.get(ranks)) is None:
-            around = Surroundings(
-                self._rank,
-                self._store,
-                self.name,
-                self.membership,
-                lambda is_begun: self._check_around(self._sessions[ranks], is_begun),
-                lambda wait: _owes(self.membership, wait),
-                lambda: used_addresses(self._store.host, environment.environ()),
-            )
-            session = self._sessions[ranks] = Session(ranks, around)
+            session = self._sessions[ranks] = Session(ranks, self)
         return session
+
+    def find_addresses(self) -> Sequence[str]:
+        """Return the addresses at which ranks of other hosts reach this one."""
+        return used_addresses(self.store.host, environment.environ())
 
     @property
     def is_of_this_thread(self) -> bool:
@@ -356,25 +323,25 @@ class GroupGathers:
         call = describe()
         error = UsageError(
             f"two threads gather in one process group: {self._thread.name!r} and {threading.current_thread().name!r}",
-            rank=self._rank,
+            rank=self.rank,
             got=call,
             next_step="make a group for each thread with torch.distributed.new_group, and give it as group=",
         )
-        record = FailureRecord.from_error(error, self._rank, call)
+        record = FailureRecord.from_error(error, self.rank, call)
         self.session(ranks)
         for session in list(self._sessions.values()):
             if session.exchanges or session.ranks == ranks:
                 session.fail_from_thread(record)
         raise error
 
-    def _check_around(self, session: Session, is_begun: bool) -> None:
+    def check_around(self, beginning: Session | None = None) -> None:
         """Raise if a gather around the present one has failed, or another thread used the group.
 
-        `is_begun`: whether the present gather, of `session`, is in the list: its own waits check it.
+        The present one is in the list of gathers, whose own waits check it, unless its session gives itself.
         """
-        if not is_begun and session.pending is not None:
-            raise session.pending.to_error()
-        for exchange, call in _open.gathers[:-1] if is_begun else _open.gathers:
+        if beginning is not None and beginning.pending is not None:
+            raise beginning.pending.to_error()
+        for exchange, call in _open.gathers[:-1] if beginning is None else _open.gathers:
             exchange.look(call)
 
     def owes(self, wait: Wait) -> bool:
@@ -390,10 +357,10 @@ class GroupGathers:
 
     def fail_party(self, wait: Wait, error: BaseException, call: str) -> None:
         """Fail a call of this group whose ranks waited for those of the present one, in which this rank is not."""
-        if self._rank in wait.ranks and self.is_of_this_thread:
+        if self.rank in wait.ranks and self.is_of_this_thread:
             session = self.session(wait.ranks)
             # Now, not when the other ranks have closed it: a call might begin there meanwhile.
-            session.fail_next(FailureRecord.from_error(error, self._rank, call))
+            session.fail_next(FailureRecord.from_error(error, self.rank, call))
             if wait.number == 0:
                 session.skip_meeting(wait.meeting)
 
@@ -419,11 +386,11 @@ class WorkWatch:
     """Looks for reasons why other ranks do not come to a piece of work, in place of a gather's meeting."""
 
     def __init__(self, group: Any, call: str) -> None:
-        self._world, self._group, self._call = find_world(group), group, call
-        self._begins_at = monotonic() + START_SECONDS
+        self._world, self._call = find_world(group), call
+        self._group = _name_of(self._world, group)
         self._check = failure_check()
-        self._name: str | None = None
-        self._wait: LongWait | None = None
+        self._work: tuple[tuple[int, ...], str] = (), ""
+        self._monitor = WaitMonitor(self._begin)
 
     def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
         """Raise if the work will not begin; this does nothing if the last look was a moment ago.
@@ -438,28 +405,29 @@ class WorkWatch:
             ContradictionError: this rank and others wait for each other in different calls.
         """
         self._check()
-        if monotonic() < self._begins_at:
-            return
-        if self._wait is None or name != self._name:
-            self.end()
-            rank, group, thread = self._world.rank, _name_of(self._world, self._group), threading.current_thread().name
-            awaits = Awaits.ARRIVAL if name else Awaits.FIRST
-            wait = Wait("", rank, tuple(ranks), 0, 0, name, self._call, awaits, (), group, thread)
-            membership = self._world.find_membership()
+        if self._monitor.is_due:
+            if self._work[1] != name:
+                self._monitor.end()
+                self._monitor = WaitMonitor(self._begin)
+            self._work = tuple(ranks), name
+            self._monitor.look(Awaits.ARRIVAL if name else Awaits.FIRST, absent, absent)
 
-            def owes(other: Wait) -> bool:
-                is_same = other.is_of_work and other.group == group
-                return not is_same and _owes(membership, other)
+    def _begin(self, awaits: Awaits) -> LongWait:
+        ranks, name = self._work
+        thread, membership = threading.current_thread().name, self._world.find_membership()
+        wait = Wait("", self._world.rank, ranks, 0, 0, name, self._call, awaits, (), self._group, thread)
 
-            self._name, self._wait = name, LongWait(wait, membership.store, membership, owes)
-        self._wait.look(absent, absent)
+        def owes(other: Wait) -> bool:
+            is_same = other.is_of_work and other.group == self._group
+            return not is_same and _owes(membership, other)
+
+        return LongWait(wait, membership.store, membership, owes)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the wait, with the error that has failed the call; it then fails no further one."""
         if error is not None and isinstance(error, RankFailedError | ContradictionError):
             _note(self._world.find_membership(), error, "work", self._call)
-        if self._wait is not None:
-            self._wait.end()
+        self._monitor.end()
 
     def is_settled(self, error: RankFailedError) -> bool:
         """Return whether a failure has failed an earlier call of this rank; raise if an outer gather has failed."""
@@ -468,8 +436,7 @@ class WorkWatch:
 
     def raise_if_confirmed(self) -> None:
         """Raise if this rank and others were found to wait for each other; errors as in `look`."""
-        if self._wait is not None:
-            self._wait.raise_if_confirmed()
+        self._monitor.raise_if_confirmed()
 
 
 def _name_of(world: World, group: Any) -> str:

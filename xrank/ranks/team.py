@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -171,17 +170,8 @@ def check_plans(ranks: Sequence[int]) -> Callable[[object, Sequence[str]], None]
     return check
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # Only launchers set these: beside them wrong variables are a fault, and without them what a shell has left over.
 _MARKS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-
-
-def find_place() -> tuple[str, int]:
-    """Return file and line of the user's call: the first frame outside this package and contextlib."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launch | None, tuple[tuple[str, str], ...]]:
@@ -231,25 +221,26 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str
         call: name of the function that the user called.
         joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialised.
     """
-    from xrank.ranks.registration import register
-    from xrank.ranks.sessions import WorkWatch
+    if _is_initialised():
+        from xrank.ranks.gathering import find_place  # one process does not need these modules
+        from xrank.ranks.registration import register
+        from xrank.ranks.sessions import WorkWatch
+        from xrank.ranks.shared_team import SharedTeam
 
-    file, line = find_place()
-    watch = WorkWatch(group, f"{call}, called at {file}:{line}") if _is_initialised() else None
-    found = register(group, environment.environ(), timeout_seconds=timeout_seconds, watch=watch)
-    if found is not None:
-        from xrank.ranks.shared_team import SharedTeam  # one process does not need this module
-
-        return SharedTeam(
-            found.group,
-            found.ranks,
-            found.rank,
-            None if found.is_one_host else _message_folder(place),
-            num_here=found.num_here,
-            is_one_host=found.is_one_host,
-            timeout_seconds=timeout_seconds,
-        )
-    if joins_launch and not _is_initialised():
+        file, line = find_place()
+        watch = WorkWatch(group, f"{call}, called at {file}:{line}")
+        found = register(group, environment.environ(), timeout_seconds=timeout_seconds, watch=watch)
+        if found is not None:
+            return SharedTeam(
+                found.group,
+                found.ranks,
+                found.rank,
+                None if found.is_one_host else _message_folder(place),
+                num_here=found.num_here,
+                is_one_host=found.is_one_host,
+                timeout_seconds=timeout_seconds,
+            )
+    elif joins_launch:
         launch, _ = find_launch(environment.environ(), distributed=False)
         if launch is not None:
             return _team_of_launch(launch, place, timeout_seconds)

@@ -17,7 +17,7 @@ from time import monotonic
 
 from xrank.errors import ContradictionError, RankFailedError
 from xrank.ranks.failure import FailureRecord, failure_of, mark_failure
-from xrank.ranks.processes import MAX_MISSED, PERIOD_SECONDS, Heartbeat, Peer, is_readable, process_space
+from xrank.ranks.processes import MAX_MISSED, PERIOD_SECONDS, Heartbeat, Peer, is_readable, process_space, record_end
 from xrank.ranks.store import Store
 from xrank.words import join_words, list_text, ranks_text
 
@@ -78,9 +78,7 @@ class Membership:
         """Return the record of the first of these ranks that is known to have ended; they are awaited in `call`."""
         for rank in ranks:
             if (why := self._find_end(rank)) is not None:
-                peer = self._peers.get(rank)
-                host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
-                return FailureRecord(rank, host, pid, why, call)
+                return record_end(rank, self._peers.get(rank), why, call)
         return None
 
     def _find_end(self, rank: int) -> str | None:
@@ -430,6 +428,40 @@ class LongWait:
             "rank %d has waited %.0f s for %s of %s, in %s (%s)",
             mine.rank, seconds, mine.awaits, ranks_text(awaited), mine.call, "; ".join(known),
         )  # fmt: skip
+
+
+class WaitMonitor:
+    """Looks, in a wait that has become long, for reasons why it will not end.
+
+    `begin` returns the long wait for an event, or None where nothing is known of the ranks.
+    """
+
+    def __init__(self, begin: Callable[[Awaits], LongWait | None]) -> None:
+        self._begin, self._next_look = begin, monotonic() + START_SECONDS
+        self._wait: LongWait | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the wait is long, and the last look was not a moment ago."""
+        return monotonic() >= self._next_look
+
+    def look(self, awaits: Awaits, awaited: Sequence[int], watched: Sequence[int]) -> None:
+        """Look; arguments and errors as of `LongWait.look`."""
+        self._next_look = monotonic() + START_SECONDS
+        if self._wait is None:
+            self._wait = self._begin(awaits)
+        if self._wait is not None:
+            self._wait.look(awaited, watched)
+
+    def raise_if_confirmed(self) -> None:
+        """Raise if this rank and others were found to wait for each other."""
+        if self._wait is not None:
+            self._wait.raise_if_confirmed()
+
+    def end(self) -> None:
+        """End the wait."""
+        if self._wait is not None:
+            self._wait.end()
 
 
 def _digest(cycle: Sequence[Wait]) -> str:
