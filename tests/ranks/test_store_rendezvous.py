@@ -325,7 +325,7 @@ def test_a_rank_that_can_not_take_part_says_so():
 
 @pytest.mark.parametrize("reporter", [0, 1])
 def test_a_rank_that_reported_the_reason_before_its_end_is_not_the_culprit(monkeypatch, reporter):
-    monkeypatch.setattr("xrank.ranks.meeting.START_SECONDS", 0)
+    monkeypatch.setattr("xrank.ranks.waits.START_SECONDS", 0)
     ranks, store = [0, 1, 2, 3], LocalStore()
     deaths = {rank: FailureRecord(rank, "a", 7, "its process ended", "a gather") for rank in (reporter, 3)}
 
