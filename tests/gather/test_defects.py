@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gather.notes import assert_soon
 from tests.named_memory import named_memory
 from tests.open_files import open_files, opened_since
 from xrank.errors import NoSpaceError, RankFailedError, UsageError
@@ -69,19 +67,6 @@ def test_defect_2_a_foreign_segment_is_never_read(rank):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stages", [(1, 2), (2, 1)])
-def test_defect_3_uneven_stages_are_an_error_on_both_sides(rank, stages):
-    with pytest.raises((ValueError, RankFailedError)) as raised:
-        for layer in range(stages[rank]):
-            with get_configs_parallel(LayernormConfig(), [0, 1], None, key=f"layer {layer}"):
-                pass
-        with get_configs_parallel(ModelConfig(), [0, 1], None, key="ln_f"):
-            pass
-    said = f"{raised.value} {raised.value.got} {getattr(raised.value, 'want', '')}"
-    assert "another gather" in said and "ln_f" in said and "layer 1" in said
-
-
-@pytest.mark.ranks(2)
 def test_defect_3_without_a_key_the_classes_show_that_a_rank_is_behind(rank):
     with pytest.raises((ValueError, RankFailedError), match="different classes") as raised:
         for config in ([LayernormConfig(), ModelConfig()], [LayernormConfig(), LayernormConfig(), ModelConfig()])[rank]:
@@ -90,13 +75,6 @@ def test_defect_3_without_a_key_the_classes_show_that_a_rank_is_behind(rank):
     assert "ModelConfig" in str(raised.value) + str(raised.value.want) + str(raised.value.got)
     with get_configs_parallel((LayernormConfig(), ModelConfig())[rank], [0, 1], None, key="meant so") as configs:
         assert [type(config) for config in configs] == ([LayernormConfig, ModelConfig] if rank == 0 else [])
-
-
-@pytest.mark.ranks(3)
-def test_defect_4_none_keeps_its_place(rank):
-    config = None if rank == 1 else ModelConfig(vocab_size=rank)
-    with get_configs_parallel(config, [0, 1, 2], None) as configs:
-        assert configs == ([ModelConfig(0), None, ModelConfig(2)] if rank == 0 else [])
 
 
 def test_defect_5_nothing_on_the_way_of_a_gather_is_unpickled():
@@ -201,34 +179,6 @@ def test_defect_9_a_small_dev_shm_is_no_limit(tmp_path):
     job = start(tmp_path / "small", "live", "unshare", "-m", "sh", "-c", mount.replace("1m", "64k"), "sh")
     said = job.communicate(timeout=150)
     assert said[0] == "all came\n", said
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("first_raises", [False, True])
-def test_defects_13_14_a_rank_that_raises_is_heard_at_once(rank, first_raises):
-    raising = 0 if first_raises else 2
-
-    def gather_and_raise():
-        started = time.monotonic()
-        with pytest.raises(KeyError if rank == raising else RankFailedError) as raised:  # noqa: SIM117
-            with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
-                if rank == raising:
-                    raise KeyError("the merge went wrong")
-        took = time.monotonic() - started
-        assert rank == raising or (raised.value.rank == raising and "the merge went wrong" in raised.value.cause)
-        return took
-
-    assert_soon(gather_and_raise)
-
-
-@pytest.mark.ranks(2)
-def test_defect_15_gathers_may_nest(rank):
-    with get_tensors_parallel(torch.full((9000,), rank), [0, 1]) as outer:
-        with get_configs_parallel({"x": torch.full((9000,), 10 + rank)}, [0, 1], None) as inner:
-            with get_tensors_parallel(torch.tensor(rank), [1, 0]) as other_way:
-                assert other_way == ([1, 0] if rank == 1 else [])
-            assert rank == 1 or [int(c["x"][5]) for c in inner] == [10, 11]
-        assert rank == 1 or [int(t[8]) for t in outer] == [0, 1]
 
 
 @pytest.mark.ranks(2)

@@ -8,7 +8,6 @@ import torch
 
 from xrank.errors import UsageError
 from xrank.ranks import tensor_bytes as module
-from xrank.ranks.peer_memory import memory_at
 from xrank.ranks.tensor_bytes import local_bytes
 
 DTYPES = (
@@ -71,27 +70,6 @@ def test_conjugated_and_negated_tensors_are_read_as_the_values_they_show():
     for tensor in (z.conj(), z.conj().T, z.conj().imag, z.conj().imag.T, z.real, torch.randn(3, 4, 2).mT):
         assert_all_ranges(tensor, seed=2)
     assert local_bytes(z.conj()).address is None and z.conj().is_conj() and z.conj().imag.is_neg()
-
-
-def test_parameters_and_inference_tensors_are_read():
-    assert_all_ranges(torch.nn.Parameter(torch.randn(5, 6)), seed=3)
-    with torch.inference_mode():
-        made = torch.randn(5, 6)
-    assert_all_ranges(made.T, seed=4)
-    assert local_bytes(made).is_unchanged
-
-
-def test_contiguous_bytes_have_an_address():
-    x = torch.arange(100, dtype=torch.int32).view(10, 10)
-    lent = local_bytes(x[3:5])
-    assert lent.address == x.data_ptr() + 120 and bytes(memory_at(lent.address, lent.nbytes)) == row_major(x[3:5])
-    assert [local_bytes(y).address for y in (x.T, x[:, :3], x[:0], x[0, :1].expand(4))] == [None] * 4
-
-
-def test_the_tensor_lives_as_long():
-    lent = local_bytes(torch.full((1 << 20,), 7, dtype=torch.uint8))
-    others = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(8)]
-    assert read(lent, 0, 1 << 20) == b"\7" * (1 << 20) and others
 
 
 def test_a_large_tensor_is_brought_in_chunks_and_never_copied_whole(monkeypatch):

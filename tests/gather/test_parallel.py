@@ -1,6 +1,5 @@
 """The two context managers on real ranks."""
 
-import gc
 import os
 import select
 import signal
@@ -10,47 +9,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.gather.notes import assert_soon, await_note, read_note, write_note
-from tests.named_memory import named_memory
+from tests.gather.notes import await_note, read_note, write_note
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
-from xrank.testing.workspace_contract import has_same_bytes, tensor_zoo
-
-
-@pytest.mark.ranks(3)
-def test_the_first_of_ranks_gets_all_in_their_order(rank):
-    for ranks in ([0, 1, 2], [2, 0, 1], [1, 2]):
-        with get_tensors_parallel(torch.full((2, 3), rank), ranks) as parts:
-            if rank == ranks[0]:
-                assert [int(part[0, 0]) for part in parts] == ranks
-            else:
-                assert parts == []
-    # Yielded tensors are valid after the body, and the caller may write to them.
-    if rank == 1:
-        parts[1].zero_()
-        assert parts[1].sum() == 0
-
-
-@pytest.mark.ranks(2)
-def test_every_kind_of_tensor_comes_as_it_was(rank):
-    zoo = tensor_zoo()
-    with get_tensors_parallel(zoo, [0, 1]) as parts:
-        if rank == 0:
-            assert list(parts[1]) == list(zoo)
-            for name, tensor in zoo.items():
-                assert has_same_bytes(parts[1][name], tensor), name
-                assert not parts[1][name].requires_grad
-
-
-@pytest.mark.ranks(3)
-def test_none_keeps_its_place_and_shapes_may_differ(rank):
-    mine = None if rank == 1 else torch.arange(10 * (rank + 1))
-    with get_tensors_parallel(mine, [0, 1, 2]) as parts:
-        if rank == 0:
-            assert [None if part is None else len(part) for part in parts] == [10, None, 30]
-    with get_tensors_parallel([mine, None], [0, 1, 2]) as parts:
-        if rank == 0:
-            assert parts[1] == [None, None] and len(parts[2][0]) == 30
 
 
 @pytest.mark.ranks(2)
@@ -64,35 +25,6 @@ def test_large_and_many_tensors_grow_and_reuse_the_arena(rank):
     with get_tensors_parallel(many, [0, 1]) as parts:
         if rank == 0:
             assert all(int(parts[1][f"layer.{i}"][0]) == i + 1 for i in range(3000))
-
-
-@pytest.mark.ranks(2)
-def test_nothing_is_left_after_many_gathers(rank):
-    def list_leftovers() -> tuple[int, list[str]]:
-        gc.collect()  # of earlier tests' errors, whose frames hold groups and with them their gathers
-        return len(os.listdir("/proc/self/fd")), named_memory()
-
-    with get_tensors_parallel(torch.ones(4), [0, 1]):
-        before = list_leftovers()
-    for i in range(500):
-        with get_tensors_parallel(torch.full((300,), i + rank), [0, 1], early_exit=i % 3 == 0) as parts:
-            if rank == 0:
-                assert int(parts[1][-1]) == i + 1
-    with get_tensors_parallel(torch.ones(4), [0, 1]):
-        assert list_leftovers()[1] == before[1]
-        # Calls left early hold an arena each until the first rank is done with them: a few at most.
-        assert list_leftovers()[0] <= before[0] + 4
-
-
-@pytest.mark.ranks(3)
-def test_nested_and_disjoint_gathers_do_not_meet(rank):
-    with get_tensors_parallel(torch.tensor(rank), [0, 1, 2]) as outer:
-        with get_tensors_parallel(torch.tensor(10 + rank), [0, 1, 2]) as inner:
-            if rank == 0:
-                assert [int(t) for t in outer] == [0, 1, 2] and [int(t) for t in inner] == [10, 11, 12]
-        with get_tensors_parallel(torch.tensor(20 + rank), [1, 2]) as pair:
-            if rank == 1:
-                assert [int(t) for t in pair] == [21, 22]
 
 
 @pytest.mark.ranks(2)
@@ -136,54 +68,6 @@ def test_one_rank_works_alone(rank):
         assert len(parts) == 1 and not parts[0].requires_grad
 
 
-@pytest.mark.ranks(2)
-def test_repeated_ranks_are_refused(rank):
-    with pytest.raises(UsageError, match="different ranks"), get_tensors_parallel(torch.ones(1), [0, 1, 1]):
-        pass
-
-
-@pytest.mark.parametrize("ranks", [[0, 1.5], ["a"], 3, None], ids=repr)
-def test_ranks_that_are_no_whole_numbers_are_refused(ranks):
-    with pytest.raises(UsageError, match="whole numbers"), get_tensors_parallel(torch.ones(1), ranks):
-        pass
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_that_there_is_not_is_refused_at_once(rank):
-    refused = pytest.raises(UsageError, match="there is no rank 2 in a world of 2")
-    with refused as raised, get_tensors_parallel(torch.ones(1), [0, 2], timeout_seconds=20):
-        pass
-    assert raised.value.rank == 2 and "from 0 to 1" in raised.value.want
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("raising", [0, 1])
-@pytest.mark.parametrize("where", ["call", "body"])
-def test_a_rank_that_raises_is_named_on_all_others(rank, raising, where):
-    with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
-        pass
-    expected = RankFailedError if rank != raising else UsageError if where == "call" else KeyError
-
-    def gather_and_raise():
-        started = time.monotonic()
-        with pytest.raises(expected) as raised:
-            mine = "not a tensor" if where == "call" and rank == raising else torch.ones(1)
-            with get_tensors_parallel(mine, [0, 1, 2]):
-                if rank == raising:
-                    raise KeyError("the body of one rank")
-        took, error = time.monotonic() - started, raised.value
-        if rank != raising:
-            assert error.rank == raising and error.host and error.cause
-            assert ("not a tensor" if where == "call" else "the body of one rank") in str(error) + str(error.got)
-        return took
-
-    assert_soon(gather_and_raise)
-    # The next gather begins anew.
-    with get_tensors_parallel(torch.tensor(rank), [0, 1, 2]) as parts:
-        if rank == 0:
-            assert [int(t) for t in parts] == [0, 1, 2]
-
-
 @pytest.mark.ranks(3)
 def test_a_wait_inside_a_gather_that_failed_ends_with_its_failure(rank):
     with pytest.raises(RankFailedError, match="caught") as raised:  # noqa: SIM117
@@ -219,14 +103,6 @@ def test_held_values_of_many_gathers_do_not_change(rank):
             held += parts[1:]
     assert [int(part[0]) for part in held] == ([10 * number + 1 for number in range(12)] if rank == 0 else [])
     assert all(bool((part == part[0]).all()) for part in held)
-
-
-@pytest.mark.ranks(2)
-def test_another_call_is_an_error_on_both_sides(rank):
-    with pytest.raises((ValueError, RankFailedError)) as raised:  # noqa: SIM117
-        with get_tensors_parallel(torch.ones(1), [0, 1], key="weight" if rank == 0 else "bias"):
-            pass
-    assert "another gather" in str(raised.value) and "bias" in str(raised.value.got)
 
 
 @pytest.mark.ranks(3)

@@ -106,16 +106,6 @@ def failure(rank, cause="a cause", number=0):
     return FailureRecord(rank, f"host{rank}", 100 + rank, cause, "a call", number)
 
 
-def test_messages_of_each_rank_come_in_their_order(meet):
-    circles = meet(2, 0, 1)
-    for i in range(5):
-        circles[0].send(2, Message({"i": i}), CALL)
-    received = [circles[2].receive([0, 1], CALL, Deadline(60)) for _ in range(5)]
-    assert received == [(0, Message({"i": i})) for i in range(5)]
-    with soon(), meanwhile(lambda: circles[1].send(2, Message({"late": 1}), CALL)):
-        assert circles[2].receive([0, 1], CALL, Deadline(60)) == (1, Message({"late": 1}))
-
-
 def test_a_rank_has_left_a_call_when_it_has_left_those_around_it_too(meet):
     circle, other = meet(0, 1).values()
     left = []
@@ -151,16 +141,6 @@ def test_the_deadline_names_who_has_not_come(meet):
     with pytest.raises(RankTimeoutError) as raised:
         circles[1].await_arrival(0, CALL, Deadline(0.1))
     assert raised.value.waiting_for == (0,)
-
-
-def test_when_all_have_come_no_deadline_counts(meet):
-    circles = meet(0, 1)
-    for circle in circles.values():
-        circle.arrive(CALL)
-    deadline = Deadline(0.01)
-    with soon(), meanwhile(lambda: circles[0].send(1, Message({"done": 1}), CALL)):
-        assert circles[1].receive([0], CALL, deadline) == (0, Message({"done": 1}))
-    assert deadline.has_passed
 
 
 def ended(circle):
@@ -223,28 +203,6 @@ class TestEveryWait:
             wait(circle)
 
 
-def test_all_failures_are_in_the_first_in_the_order_of_ranks(meet):
-    circles = meet(2, 3, 0, 1)
-    for rank in (0, 1, 3):
-        circles[rank].fail(failure(rank))
-    with pytest.raises(RankFailedError) as raised:
-        circles[2].check(CALL)
-    assert raised.value.rank == 3
-    assert [error.rank for error in raised.value.failures] == [3, 0, 1]
-    with pytest.raises(RankFailedError) as raised:
-        circles[3].look(CALL)
-    assert [error.rank for error in raised.value.failures] == [0, 1]
-
-
-def test_those_that_follow_a_failure_add_nothing(meet):
-    circles = meet(0, 1, 2)
-    circles[1].fail(failure(1))
-    circles[2].fail(failure(1))
-    with pytest.raises(RankFailedError) as raised:
-        circles[0].check(CALL)
-    assert [error.rank for error in raised.value.failures] == [1]
-
-
 def test_a_failure_in_a_later_call_is_none_of_the_call_that_was_left(meet):
     # Rank 2 leaves early and fails in the next call, while rank 1 is still in the body of this one.
     circles = meet(0, 1, 2)
@@ -290,15 +248,6 @@ def test_a_failure_in_this_call_or_after_the_first_had_left_is_none_before(meet)
     assert not circles[2].has_failed_before()  # the first hears of it where this one does
 
 
-def test_who_follows_a_failure_from_elsewhere_fails_its_own_call(meet):
-    # Rank 1 gives this call up because rank 2, which has left it, failed somewhere else.
-    circles = meet(0, 1, 2)
-    ended(circles[2]).leave(CALL)
-    circles[1].fail(failure(2))
-    with pytest.raises(RankFailedError, match="rank 2"):
-        circles[0].look(CALL)
-
-
 def test_what_came_before_a_failure_counts(meet):
     # The others may have failed in a later call, which this rank is not at yet.
     circles = meet(0, 1, 2)
@@ -317,40 +266,6 @@ def test_what_came_before_a_failure_counts(meet):
     for rank in (0, 1):
         with pytest.raises(RankFailedError, match="rank 2"):
             circles[rank].check(2)
-
-
-def test_bodies_are_awaited_however_long_and_counted_where_they_nest(meet):
-    circles = meet(0, 1, 2)
-    for circle in circles.values():
-        circle.begin(2)
-        circle.end_body()
-    circles[0].await_bodies(2, Deadline(60))
-    ended(circles[0])
-    ended(circles[2])
-    with soon(), meanwhile(lambda: ended(circles[1])):
-        circles[0].await_bodies(CALL, Deadline(60))
-    assert circles[0].wire.get_status(1, Status.ENDED) == 2
-
-
-def test_a_body_that_never_ends_is_named_at_the_first_ranks_deadline_alone(meet):
-    circles = meet(0, 1, 2)
-    for circle in circles.values():
-        circle.arrive(CALL)
-    ended(circles[1])
-    with soon(), pytest.raises(RankTimeoutError, match=r"rank 2 .* did not end the body") as raised:
-        ended(circles[0]).await_bodies(CALL, Deadline(0.1))
-    assert raised.value.waiting_for == (2,)
-    passed = Deadline(0.01)
-    with soon(), meanwhile(circles[0].release):  # others wait as long as the first lives
-        circles[1].await_bodies(CALL, passed)
-    assert passed.has_passed
-
-
-def test_what_is_told_of_is_seen_later_or_not_at_all(meet):
-    circle = meet(0, 1)[0]
-    looks = []
-    assert circle.await_sight(lambda: looks.append(1) or len(looks) == 5, CALL, Deadline(60))
-    assert not circle.await_sight(lambda: False, CALL, Deadline(0.05))
 
 
 def test_who_was_stopped_for_longer_than_its_patience_still_hears_of_a_death(meet):
@@ -423,19 +338,3 @@ def test_who_sends_to_a_rank_that_never_reads_hears_of_its_end():
         assert raised.value.rank == 1 and raised.value.pid == child.pid
         for wire in wires.values():
             wire.close()
-
-
-@pytest.mark.parametrize("says_why", [True, False])
-def test_who_sends_to_a_rank_that_is_gone_hears_why(says_why):
-    peers = {rank: Peer.from_this_process(rank) for rank in (0, 1)}
-    wires = host_wires((0, 1), peers)
-    circle = RankGroup((0, 1), 0, wires[0], {1: peers[1]})
-    if says_why:
-        wires[1].fail(failure(1))
-    wires[1].close()
-    with soon(), pytest.raises(RankFailedError) as raised:
-        circle.send(1, Message({}), CALL)
-    assert raised.value.rank == 1
-    assert raised.value.cause == ("a cause" if says_why else "its process ended without a report")
-    circle.close()
-    circle.close()

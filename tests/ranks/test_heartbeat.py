@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from xrank.errors import RankFailedError
 from xrank.ranks.processes import Heartbeat
 from xrank.ranks.store import LocalStore
 
@@ -78,18 +77,6 @@ def watch(watch_over):
     return watch_over(WatchedStore())
 
 
-def test_a_rank_beats_until_it_stops(watch):
-    numbers = []
-    for _ in range(3):
-        watch.store.await_looks(1)
-        numbers.append(int(watch.store.peek("beat/0")))
-    assert numbers == sorted(set(numbers)), "each is higher than the one before"
-    watch.heartbeat.stop()
-    watch.heartbeat.stop()
-    last = watch.store.peek("beat/0")
-    assert not watch.heartbeat._thread.is_alive() and watch.store.peek("beat/0") == last
-
-
 def test_five_missed_periods_are_an_end_which_is_told_once(watch):
     watch.store.put("beat/1", "7")
     watch.pass_periods(4.9)
@@ -98,21 +85,6 @@ def test_five_missed_periods_are_an_end_which_is_told_once(watch):
     assert watch.told == [1]
     watch.pass_periods(100)
     assert watch.told == [1]
-
-
-def test_each_beat_starts_the_count_anew(watch):
-    for number in range(20):
-        watch.store.put("beat/1", str(number))
-        watch.pass_periods(4.5)
-    assert watch.told == []
-
-
-def test_any_other_number_is_a_beat_not_only_a_higher_one(watch):
-    # A number is compared, not understood: a rank that begins again at 1 lives.
-    for number in ("900", "1", "900"):
-        watch.store.put("beat/1", number)
-        watch.pass_periods(4.5)
-    assert watch.told == []
 
 
 def test_who_has_not_come_is_not_missed_and_the_next_is_watched_meanwhile(watch):
@@ -158,26 +130,6 @@ def test_a_store_that_stood_still_is_nobodys_end(watch_over):
     watch.store.watch = watch
     watch.store.await_looks(30)
     assert watch.store.num_looks >= 30 and watch.told == []
-
-
-def test_it_ends_with_its_store(watch_over):
-    class Gone(WatchedStore):
-        def put(self, name, value):
-            raise RankFailedError("the store is gone", rank=0)
-
-    heartbeat = watch_over(Gone()).heartbeat
-    heartbeat._thread.join(20)
-    assert not heartbeat._thread.is_alive()
-    heartbeat.stop()
-
-
-def test_who_is_told_may_stop_it(watch):
-    watch.told = type("Stops", (list,), {"append": lambda told, rank: watch.heartbeat.stop()})()
-    watch.store.put("beat/1", "1")
-    watch.store.await_looks(1)
-    watch.periods += 6
-    watch.heartbeat._thread.join(20)
-    assert not watch.heartbeat._thread.is_alive()
 
 
 PROGRAM = """

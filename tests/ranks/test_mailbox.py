@@ -31,16 +31,6 @@ def put(box, number, *parts):
     return box.put(number, parts)
 
 
-def test_a_message_comes_whole_and_once(boxes):
-    mine, firsts = boxes
-    assert firsts.take(1) is None
-    assert put(mine, 1, b"head", b"", b"body")
-    assert firsts.take(2) is None, "it has another number"
-    assert firsts.take(1) == b"headbody"
-    assert firsts.take(1) == b"headbody" and firsts.take(2) is None, "who counts does not ask again"
-    assert put(mine, 2, b"x") and firsts.take(2) == b"x"
-
-
 def test_a_full_box_takes_nothing_until_all_before_was_taken(boxes):
     mine, firsts = boxes
     assert put(mine, 1, b"one")
@@ -57,16 +47,6 @@ def test_what_does_not_fit_goes_another_way(boxes):
     assert not put(mine, 1, bytes(capacity + 1))
     content = os.urandom(capacity)
     assert put(mine, 1, content) and firsts.take(1) == content
-
-
-def test_boxes_of_ranks_beside_each_other_are_apart(boards, monkeypatch):
-    monkeypatch.setattr(host_wire, "STORES_ARE_ORDERED", True)
-    contents = [os.urandom(BOX_NBYTES - 64) for _ in range(3)]
-    for i, content in enumerate(contents):
-        boards[0].words[Board.index(i)] = 10 + i
-        assert put(Mailbox(boards[0], i), 1, content)
-    assert [Mailbox(boards[1], i).take(1) for i in range(3)] == contents
-    assert [boards[1].words[Board.index(i)] for i in range(3)] == [10, 11, 12]
 
 
 def test_where_stores_may_be_seen_out_of_order_no_box_is_used(boards, monkeypatch):

@@ -13,20 +13,6 @@ from xrank.ranks.registration import register
 
 
 @pytest.mark.ranks(3)
-def test_all_meet_under_a_new_name_each_time(rank: int) -> None:
-    for _ in range(3):
-        found = register(None, {}, timeout_seconds=20)
-        assert found is not None and found.ranks == (0, 1, 2) and found.rank == rank and found.is_one_host
-        assert found.group.store.peek(f"from/{rank}") is None, "it is the last one's store"
-        found.group.store.put(f"from/{rank}", str(rank))
-        end = time.monotonic() + 20
-        while any(found.group.store.peek(f"from/{other}") is None for other in range(3)):
-            assert time.monotonic() < end
-        dist.barrier()
-        found.group.end(is_first=rank == 0)
-
-
-@pytest.mark.ranks(3)
 def test_who_missed_one_joins_the_next(rank: int) -> None:
     if rank == 1:
         dist.barrier()
@@ -68,10 +54,6 @@ def test_ranks_of_two_hosts_say_so(rank: int) -> None:
     assert found is not None and not found.is_one_host
     dist.barrier()
     found.group.end(is_first=rank == 0)
-
-
-def test_a_process_alone_meets_nobody() -> None:
-    assert register(None, {}, timeout_seconds=1) is None
 
 
 @pytest.mark.ranks(3)

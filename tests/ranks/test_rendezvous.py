@@ -75,22 +75,6 @@ def connect(store):
     return sock
 
 
-@pytest.mark.parametrize("ranks", [[0, 1, 2], [2, 0, 1], [5, 3]])
-def test_all_meet_and_the_name_is_gone_from_the_store(ranks):
-    store = LocalStore()
-    circles = attend(store, ranks, ranks)
-    for rank, circle in circles.items():
-        assert circle.rank == rank and circle.first == ranks[0]
-        assert sorted(circle.peers) == sorted(r for r in ranks if r != rank)
-        assert sorted(circle.wire.inboxes) == (sorted(ranks[1:]) if rank == ranks[0] else [ranks[0]])
-        circle.arrive(4)
-    assert circles[ranks[-1]].find_absent(4) == ()
-    assert store.peek(NAME) is None
-    for circle in circles.values():
-        circle.close()
-        circle.close()
-
-
 def test_strangers_on_the_socket_neither_join_nor_hold_up(monkeypatch):
     store = LocalStore()
     strangers = []
@@ -140,37 +124,11 @@ def test_a_wrong_nonce_is_a_stranger():
     assert isinstance(said[0], RankTimeoutError) and said[0].waiting_for == (1,)
 
 
-def test_ranks_that_stay_away_are_named_on_all_that_came(joined):
-    said = attend(LocalStore(), [0, 1, 2, 3], [0, 1], when(lambda: 1 in joined))
-    assert isinstance(said[0], RankTimeoutError) and said[0].waiting_for == (2, 3)
-    assert isinstance(said[1], RankFailedError) and "ranks 2-3 did not come" in str(said[1])
-
-
-def test_a_first_rank_that_stays_away_is_named():
-    said = attend(LocalStore(), [0, 1, 2], [1, 2], others=lambda: Deadline(0.3))
-    assert all(isinstance(error, RankTimeoutError) and error.waiting_for == (0,) for error in said.values())
-
-
 def test_who_comes_after_the_end_hears_why(joined):
     store = LocalStore()
     attend(store, [0, 1, 2], [0, 1], when(lambda: 1 in joined))
     late = attend(store, [0, 1, 2], [2])[2]
     assert isinstance(late, RankFailedError) and late.rank == 0 and "rank 2 did not come" in str(late)
-
-
-def test_a_rank_that_joined_and_died_is_named_at_once():
-    store = LocalStore()
-
-    def join_and_die():
-        with connect(store) as sock:
-            described = {**address_of(store), "rank": 1, "host": "elsewhere", "pid": 7}
-            sock.send(encode_message(described))
-
-    begun = time.monotonic()
-    said = attend(store, [0, 1, 2], [0], meanwhile=join_and_die) | attend(store, [0, 1, 2], [2])
-    assert time.monotonic() - begun < 20
-    for error in said.values():
-        assert isinstance(error, RankFailedError) and error.rank == 1 and error.host == "elsewhere"
 
 
 def test_one_rank_of_another_host_ends_the_meeting_for_all_and_they_meet_through_the_store(monkeypatch, joined):

@@ -47,28 +47,10 @@ def test_a_value_is_there_until_it_is_removed_and_nobody_waits_for_one(store):
     assert time.monotonic() - started < 30, "torch's own get waits 300 s for a value"
 
 
-def test_a_clone_sees_the_same_values(store):
-    store.put("a", "1")
-    clone = store.clone()
-    assert clone.peek("a") == "1"
-    clone.put("b", "2")
-    assert store.peek("b") == "2"
-
-
 def test_a_clone_of_a_connection_is_one_of_its_own():
     # Two threads on one connection would read each other's answers.
     torchs = tcp_server()
     assert GroupStore(torchs).clone()._store is not torchs
-
-
-def test_our_names_are_apart_from_everyone_elses():
-    torchs = dist.HashStore()
-    torchs.set("a", "theirs")
-    store = GroupStore(torchs)
-    assert store.peek("a") is None
-    store.put("a", "ours")
-    store.remove("a")
-    assert torchs.get("a") == b"theirs"
 
 
 def test_a_store_that_keeps_every_value_may_be_asked_to_forget():
@@ -99,12 +81,6 @@ def test_a_store_that_is_gone_is_rank_0s_failure_at_once():
     assert time.monotonic() - started < 30
 
 
-def test_without_a_process_group_there_is_no_store():
-    with pytest.raises(UsageError, match="no store") as raised:
-        find_store(None, {})
-    assert "init_process_group" in raised.value.next_step
-
-
 def test_torchruns_store_serves_where_there_is_no_process_group():
     server = tcp_server()
     environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
@@ -112,18 +88,6 @@ def test_torchruns_store_serves_where_there_is_no_process_group():
     first.put("a", "1")
     assert find_store(None, environ).peek("a") == "1"
     assert find_store(None, {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}).peek("a") is None, "of the attempt before"
-
-
-@pytest.mark.ranks(3)
-def test_each_process_group_has_a_store_of_its_own(rank):
-    pair = dist.new_group([0, 1])
-    find_store(None, {}).put(f"of/{rank}", "the world")
-    if rank < 2:
-        find_store(pair, {}).put(f"of/{rank}", "the pair")
-    dist.barrier()
-    assert [find_store(None, {}).peek(f"of/{r}") for r in range(3)] == ["the world"] * 3
-    if rank < 2:
-        assert [find_store(pair, {}).peek(f"of/{r}") for r in range(3)] == ["the pair", "the pair", None]
 
 
 def launch_of(rank, launcher="srun"):

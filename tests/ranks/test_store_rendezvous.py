@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
+from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.ranks.failure import Deadline, FailureRecord
 from xrank.ranks.meeting import Meeting, meet, meet_across_hosts
 from xrank.ranks.processes import Heartbeat, Peer
@@ -128,14 +128,6 @@ def test_all_meet_in_whatever_order_they_come(order):
         assert circles[0].wire.inboxes[2].popleft().content == {"hello": 2}
 
 
-def test_many_meet():
-    ranks = list(range(12))
-    with meeting_of(ranks) as meeting:
-        for rank in ranks:
-            meeting.come(rank)
-        assert all(sorted(circle.peers) == sorted(set(ranks) - {r}) for r, circle in meeting.all_said().items())
-
-
 def test_ranks_that_stay_away_are_named_on_all_that_came_and_on_who_comes_later():
     with meeting_of([0, 1, 2, 3]) as meeting:
         # It passes when rank 0 has seen that rank 1 has come.
@@ -151,13 +143,6 @@ def test_ranks_that_stay_away_are_named_on_all_that_came_and_on_who_comes_later(
         assert isinstance(late, RankFailedError) and late.rank == 0 and "ranks 2-3 did not come" in str(late)
 
 
-def test_a_first_rank_that_stays_away_is_named():
-    with meeting_of([0, 1, 2], timeout_seconds=0.3) as meeting:
-        meeting.come(1)
-        meeting.come(2)
-        assert [(type(e), e.waiting_for) for e in meeting.all_said().values()] == [(RankTimeoutError, (0,))] * 2
-
-
 @contextmanager
 def process():
     """A process whose life stands for a rank's."""
@@ -171,19 +156,6 @@ def process():
 
 def announced(rank, **other):
     return json.dumps({**replace(Peer.from_this_process(rank), **other).to_dict(), "way": "a directory"})
-
-
-def test_a_rank_that_came_and_died_is_named_by_all():
-    with meeting_of([0, 1, 2, 3]) as meeting, process() as child:
-        meeting.come(0)
-        meeting.come(2)
-        meeting.store.await_coming(2)
-        meeting.store.put(f"{NAME}/here/1", announced(1, pid=child.pid))
-        with soon():
-            child.kill()
-            said = meeting.all_said()
-        for error in said.values():
-            assert isinstance(error, RankFailedError) and error.rank == 1 and error.pid == child.pid and error.host
 
 
 def test_a_first_rank_that_came_and_died_is_named_before_all_have_come():
@@ -295,32 +267,6 @@ def test_who_waits_for_another_hears_that_what_is_around_has_failed(waits):
     with meeting_of([0, 1]) as meeting, soon():
         meeting.come(waits, check=check)
         assert meeting.all_said()[waits].rank == 2
-
-
-@pytest.mark.parametrize("through", [("a directory", "memory"), ("memory", "a directory")])
-def test_who_goes_another_way_than_the_first_is_an_error_on_all_sides_at_once(through):
-    with meeting_of([0, 1, 2]) as meeting, soon():
-        meeting.come(0, through=through[0])
-        meeting.come(2, through=through[0])
-        meeting.store.await_coming(2)
-        meeting.come(1, through=through[1])
-        said = meeting.all_said()
-    assert isinstance(said[1], ContradictionError) and "workspace_path" in said[1].next_step
-    for error in said.values():
-        assert error.rank == 1
-        assert "through memory" in str(error) and "through a directory" in str(error)
-    assert all(isinstance(said[rank], RankFailedError) for rank in (0, 2))
-
-
-def test_a_rank_that_can_not_take_part_says_so():
-    with meeting_of([0, 1, 2]) as meeting, soon():
-        meeting.come(0)
-        meeting.come(1)
-        meeting.store.await_coming(1)
-        refusing = Meeting([0, 1, 2], 2, meeting.store, NAME, Deadline(60), "a directory")
-        refusing.refuse(UsageError("not with me", got="this"))
-        for error in meeting.all_said().values():
-            assert isinstance(error, RankFailedError) and error.rank == 2 and "not with me; got this" in error.cause
 
 
 @pytest.mark.parametrize("reporter", [0, 1])

@@ -43,44 +43,8 @@ def join():
         wires.pop().close()
 
 
-def contents(inbox):
-    return [message.content for message in inbox]
-
-
 def failure(rank, cause="a cause"):
     return FailureRecord(rank, f"host{rank}", 100 + rank, cause, "a call")
-
-
-def test_messages_come_once_each_in_their_order_and_none_stays_in_the_store(join):
-    store = LocalStore()
-    wires = join([2, 0, 1], store)
-    for i in range(20):
-        wires[0].send(2, Message({"from": 0, "i": i}))
-        wires[2].send(1, Message({"from": 2, "i": i, "text": "\u00fc\n"}))
-        wires[1].send(2, Message({"from": 1, "i": i}))
-        if i % 7 == 0:
-            wires[2].pump(0)
-    for wire in wires.values():
-        wire.pump(0)
-    assert contents(wires[2].inboxes[0]) == [{"from": 0, "i": i} for i in range(20)]
-    assert contents(wires[2].inboxes[1]) == [{"from": 1, "i": i} for i in range(20)]
-    assert contents(wires[1].inboxes[2]) == [{"from": 2, "i": i, "text": "\u00fc\n"} for i in range(20)]
-    assert contents(wires[0].inboxes[2]) == []
-    assert sorted(wires[0].inboxes) == sorted(wires[1].inboxes) == [2], "all but the first hear the first alone"
-    assert not [name for name in store._values if "-" in name]
-
-
-def test_two_meetings_of_one_store_do_not_hear_each_other(join):
-    store = LocalStore()
-    here, there = (StoreWire([0, 1], 0, store, name, period_seconds=HOURS) for name in ("meeting/1", "meeting/11"))
-    there.set_status(Status.LEFT, 5)
-    there.fail(failure(0))
-    there.send(1, Message({}))
-    mine = join([0, 1], store)[1]
-    mine.pump(0)
-    assert mine.get_status(0, Status.LEFT) == 0 and mine.failures() == {} and contents(mine.inboxes[0]) == []
-    here.close()
-    there.close()
 
 
 def test_a_wait_ends_with_what_comes(join):
@@ -101,31 +65,6 @@ def test_a_wait_ends_with_what_comes(join):
     started = time.monotonic()
     wires[0].pump(0.05)
     assert time.monotonic() - started >= 0.05, "nothing new"
-
-
-def test_words_are_each_ranks_own_and_all_hear_them(join):
-    wires = join([0, 1, 2])
-    words = (Status.ARRIVED, Status.ENDED, Status.LEFT)
-    assert [[wires[0].get_status(rank, word) for word in words] for rank in range(3)] == [[0, 0, 0]] * 3
-    wires[1].set_status(Status.ARRIVED, 1 << 40)
-    wires[2].set_status(Status.LEFT, 5)
-    wires[2].set_status(Status.ENDED, 4)
-    for wire in wires.values():
-        heard = [[wire.get_status(rank, word) for word in words] for rank in range(3)]
-        assert heard == [[0, 0, 0], [1 << 40, 0, 0], [0, 4, 5]]
-
-
-def test_the_first_failure_of_a_rank_stays_and_all_others_hear_it(join, monkeypatch):
-    monkeypatch.setattr(store_wire, "_LOOK_SECONDS", 0)
-    wires = join([0, 1, 2])
-    assert wires[0].failures() == {}
-    wires[2].fail(failure(2))
-    wires[2].fail(failure(2, "what followed from it"))
-    wires[1].fail(failure(1, "x" * 5000))
-    assert wires[0].failures()[2] == failure(2)
-    assert list(wires[0].failures()) == [1, 2]
-    assert list(wires[1].failures()) == [2], "of the others"
-    assert list(wires[2].failures()) == [1]
 
 
 class SlowHearer(LocalStore):
@@ -179,20 +118,6 @@ def test_rank_0_stays_a_moment_at_most_and_not_at_all_after_a_good_end(join):
     assert leave() < 1 and leave(failed=0) > stay
     assert leave(failed=1) < 1, "rank 1 is dead, and will read nothing"
     assert leave(failed=0, refused=True) < 1, "rank 1 has left the meeting"
-
-
-def test_a_normal_end_is_heard_at_once_after_all_that_was_sent(join):
-    wires = join([0, 1, 2])
-    wires[1].send(0, Message({"last": 1}))
-    wires[1].set_status(Status.LEFT, 3)
-    wires[1].close()
-    wires[1].close()
-    started = time.monotonic()
-    while not wires[0].silent:
-        wires[0].pump(50)
-    assert time.monotonic() - started < 20, "no wait lasted to its end"
-    assert wires[0].silent == {1} and wires[0].ended == set() and wires[0].failures() == {}
-    assert contents(wires[0].inboxes[1]) == [{"last": 1}] and wires[0].get_status(1, Status.LEFT) == 3
 
 
 class Periods:
@@ -268,13 +193,6 @@ def test_a_process_of_this_host_ends_when_the_kernel_says_so(join, monkeypatch):
         wires[0].pump(50)
     assert time.monotonic() - started < 20 and wires[0].ended == {1} and wires[1].ended == set()
     child.communicate()
-
-
-def test_nothing_that_is_told_through_a_store_has_bytes(join):
-    wires = join([0, 1])
-    assert wires[0].max_payload_nbytes == 0
-    with pytest.raises(AssertionError):
-        wires[1].send(0, Message({}, b"bytes"))
 
 
 @pytest.mark.parametrize("rank_0_is_known", [True, False])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.open_files import open_files, opened_since
 from tests.workspace.failing_os import FailingOs
-from xrank.errors import CorruptError, IncompleteError, XrankError
+from xrank.errors import CorruptError, IncompleteError
 from xrank.ranks import directory_messages
 from xrank.ranks.directory_messages import DirectoryMessages
 from xrank.testing.message_contract import fill_tensor
@@ -92,17 +92,6 @@ def test_what_is_not_whole_may_come(reader, receipt, file, nbytes):
 # ---- what never will
 
 
-@pytest.mark.parametrize("call", ["open", "preadv"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTDIR])
-def test_other_errors_are_what_they_are(reader, receipt, monkeypatch, call, number):
-    opened = open_files()
-    monkeypatch.setattr(directory_messages, "os", FailingOs(call, number))
-    with pytest.raises(OSError) as caught:
-        reader.fetch(1, receipt)
-    assert caught.value.errno == number and not isinstance(caught.value, XrankError)
-    assert not opened_since(opened)
-
-
 def test_a_flipped_bit_anywhere_is_found_and_its_place_is_said(reader, receipt, file):
     content = bytearray(file.read_bytes())
     starts = [0, 3000, 3001, 23_001]  # of the parts that have bytes; the last is the header
@@ -121,13 +110,6 @@ def test_a_flipped_bit_anywhere_is_found_and_its_place_is_said(reader, receipt, 
         content[at] = HEADER.encode()[at - starts[-1]] if at >= starts[-1] else 7
     file.write_bytes(content)
     assert is_whole(reader.fetch(1, receipt))
-
-
-def test_another_message_under_the_name_is_corrupt(writer, reader, receipt, file):
-    other = writer.publish(HEADER, [fill_tensor(8, size) for size in SIZES])
-    os.rename(file.parent / json.loads(other)["name"], file)
-    with pytest.raises(CorruptError, match="rank 1"):
-        reader.fetch(1, receipt)
 
 
 def test_a_link_in_its_place_is_refused(reader, receipt, file):

@@ -13,7 +13,7 @@ from tests.open_files import open_files, opened_since
 from tests.workspace.child import Child
 from tests.workspace.failing_os import FailingOs
 from xrank import gather_checkpoint
-from xrank.errors import NoSpaceError, UnknownFormatError, UsageError
+from xrank.errors import NoSpaceError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.ranks import directory_messages
 from xrank.ranks.directory_messages import DirectoryMessages, MessageName
@@ -70,16 +70,6 @@ def test_no_name_is_used_twice(tmp_path, monkeypatch):
     assert name_of(receipt).split(".")[-2] == "13"
 
 
-def test_a_file_of_that_name_is_not_written_to(tmp_path, writer, monkeypatch):
-    (tmp_path / "precious").write_text("old")
-    for make in (os.link, os.symlink):
-        monkeypatch.setattr(MessageName, "new", lambda self, make=make: f".rank_1.{make.__name__}.message")
-        make(tmp_path / "precious", tmp_path / f".rank_1.{make.__name__}.message")
-        with pytest.raises(FileExistsError):
-            writer.publish("", [fill_tensor(1, 1)])
-    assert (tmp_path / "precious").read_text() == "old"
-
-
 def test_closing_removes_what_is_in_flight_and_keeps_states(tmp_path):
     workspace = NFSWorkspace(tmp_path, rank=1, world_size=2, run_id="run")
     workspace.write_configs_and_weights({"a": 1}, {})
@@ -92,18 +82,6 @@ def test_closing_removes_what_is_in_flight_and_keeps_states(tmp_path):
         workspace.close()
         assert sorted(os.listdir(tmp_path)) == [theirs, "rank_1_state.pth"]
     assert workspace.read_configs_and_weights_from_rank(1) == ({"a": 1}, {})
-
-
-def test_without_a_directory_it_says_so(tmp_path):
-    workspace = NFSWorkspace()
-    for call in (lambda: workspace.publish("", []), lambda: workspace.fetch(1, "{}"), lambda: workspace.retire("{}")):
-        with pytest.raises(UsageError, match="not initialised"):
-            call()
-    workspace.close()
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UsageError, match="is not a directory"):
-            DirectoryMessages(path, 0)
 
 
 def test_a_child_removes_nothing_of_its_parents_and_has_names_of_its_own(tmp_path, writer, reader):
@@ -212,14 +190,6 @@ def test_an_interrupt_leaves_nothing_either(tmp_path, writer, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_message_that_is_gone_already_is_retired(tmp_path, writer):
-    receipt = writer.publish("", [])
-    os.unlink(tmp_path / name_of(receipt))
-    writer.retire(receipt)
-    writer.retire(receipt)
-    writer.close()
-
-
 def test_short_writes_and_reads_are_continued(writer, reader, monkeypatch):
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(directory_messages.os, "pwrite", lambda fd, data, at: pwrite(fd, data[:1000], at))
@@ -250,9 +220,3 @@ def test_a_gather_of_states_ignores_messages(tmp_path):
     for workspace in ranks:
         workspace.close()
     assert sorted(os.listdir(path)) == ["rank_0_state.pth", "rank_1_state.pth"]
-
-
-def test_messages_alone_are_no_states(tmp_path, writer):
-    writer.publish("", [fill_tensor(1, 1)])
-    with pytest.raises(UnknownFormatError):
-        gather_checkpoint(tmp_path, tmp_path / "model")

@@ -75,29 +75,6 @@ def test_who_holds_everything_gets_copies_in_the_end(writer, reader):
     assert len(arenas()) <= 3
 
 
-def test_small_messages_cost_no_arena_each(writer, reader):
-    held = [reader.fetch(1, writer.publish("", [fill_tensor(value, 1000)]))[1][0] for value in range(50)]
-    assert len(arenas()) == 1
-    assert all(holds(buffer, value, 1000) for value, buffer in enumerate(held))
-
-
-def test_a_small_message_does_not_hold_a_large_arena(writer, reader):
-    reader.fetch(1, writer.publish("", [fill_tensor(1, 10 * NBYTES)]))
-    held = [reader.fetch(1, writer.publish("", [fill_tensor(value, NBYTES)]))[1][0] for value in range(5)]
-    assert len(arenas()) == 1
-    assert all(holds(buffer, value) for value, buffer in enumerate(held))
-
-
-def test_an_arena_that_is_too_small_goes(writer, reader):
-    for value in range(12):
-        receipt = writer.publish("", [fill_tensor(value, NBYTES * value)])
-        assert holds(reader.fetch(1, receipt)[1][0], value, NBYTES * value)
-        assert len(arenas()) == 1
-    # The reader lets go of those that the writer no longer has: only the last is mapped, on either side.
-    gc.collect()
-    assert num_mapped() == 2
-
-
 def test_what_the_reader_holds_outlives_both_ends(writer, reader):
     _, (held,) = reader.fetch(1, writer.publish("", [fill_tensor(1, NBYTES)]))
     tensor = tensor_of(held, fill_tensor(0, NBYTES))

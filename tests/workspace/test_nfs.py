@@ -69,12 +69,6 @@ def test_the_launchers_attempt_is_recorded(tmp_path, environ):
     assert (record.run_id, record.attempt, record.step, record.rank, record.world_size) == ("j1", "2", 40, 0, 1)
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(3, None), (-1, 4), (4, 4), (0, 0)])
-def test_a_rank_outside_its_world_is_refused(tmp_path, environ, rank, world_size):
-    with pytest.raises(UsageError, match="world"):
-        NFSWorkspace(tmp_path, rank=rank, world_size=world_size)
-
-
 @pytest.mark.ranks(2)
 def test_a_process_group_says_rank_and_run(tmp_path, rank):
     import torch.distributed as dist
@@ -126,31 +120,7 @@ def test_construction_removes_only_this_ranks_leavings(tmp_path):
     )
 
 
-def test_without_a_run_id_nothing_of_this_rank_is_kept(tmp_path, environ):
-    NFSWorkspace(tmp_path).write_configs_and_weights({}, {})
-    assert NFSWorkspace(tmp_path).read_configs_and_weights_from_rank(0) == (None, None)
-
-
-def test_a_broken_state_of_this_rank_is_removed(tmp_path):
-    (tmp_path / "rank_0_state.pth").write_text("half")
-    assert NFSWorkspace(tmp_path, run_id="r").read_configs_and_weights_from_rank(0) == (None, None)
-
-
-def test_a_state_of_a_larger_world_is_an_earlier_runs(tmp_path, environ):
-    for rank in range(4):
-        NFSWorkspace(tmp_path, rank=rank, world_size=4).write_configs_and_weights({}, {})
-    smaller = NFSWorkspace(tmp_path, rank=0, world_size=2)
-    assert [smaller.read_configs_and_weights_from_rank(rank) for rank in (1, 3)] == [(None, None)] * 2
-
-
 # ---- the file
-
-
-def test_a_view_writes_only_itself(tmp_path):
-    big = torch.zeros(4 << 20)
-    workspace = NFSWorkspace(tmp_path, run_id="r")
-    workspace.write_configs_and_weights({}, {"row": big[8:16], "strided": big[::1024], "expanded": big[:1].expand(64)})
-    assert os.path.getsize(tmp_path / "rank_0_state.pth") < 100_000
 
 
 def test_records_are_aligned_and_checked_whatever_the_users_settings(tmp_path):
@@ -163,12 +133,6 @@ def test_records_are_aligned_and_checked_whatever_the_users_settings(tmp_path):
     archive = read_archive(str(tmp_path / "rank_0_state.pth"))
     assert archive.has_checksums and len(archive.records) == 9
     assert {record.offset % 4096 for record in archive.records.values()} == {0}
-
-
-def test_tied_names_are_one_record(tmp_path):
-    x = torch.randn(100)
-    NFSWorkspace(tmp_path, run_id="r").write_configs_and_weights({}, {"a": x, "b": x[:], "c": torch.nn.Parameter(x)})
-    assert len(read_archive(str(tmp_path / "rank_0_state.pth")).records) == 1
 
 
 def test_torch_and_modelopt_can_read_it(tmp_path):
@@ -337,14 +301,6 @@ def test_every_flipped_byte_of_the_data_is_found(tmp_path):
         workspace.read_configs_and_weights_from_rank(0)
 
 
-def test_another_ranks_state_under_this_name_is_a_contradiction(tmp_path):
-    NFSWorkspace(tmp_path, rank=1, world_size=2, run_id="r").write_configs_and_weights({}, {})
-    os.rename(tmp_path / "rank_1_state.pth", tmp_path / "rank_0_state.pth")
-    reader = NFSWorkspace(tmp_path, rank=1, world_size=2, run_id="r")
-    with pytest.raises(ContradictionError, match="holds the state of rank 1"):
-        reader.read_configs_and_weights_from_rank(0)
-
-
 def test_modelopts_states_are_read_where_no_run_is_known(tmp_path, environ):
     tied = torch.nn.Parameter(torch.randn(3))
     torch.save(
@@ -368,17 +324,6 @@ def test_modelopts_states_are_refused_by_name_where_a_run_is_known(tmp_path, env
     without = NFSWorkspace(tmp_path, rank=0, world_size=2, run_id="")
     assert without.run_id is None
     assert without.read_configs_and_weights_from_rank(1)[0] == {"layers": [1]}
-
-
-def test_the_paths_are_modelopts(tmp_path, environ):
-    workspace = NFSWorkspace(str(tmp_path), rank=1, world_size=2)
-    assert workspace.path == tmp_path and workspace.state_path == tmp_path / "rank_1_state.pth"
-    assert not workspace.state_path.exists()
-    workspace.write_configs_and_weights({}, {})
-    assert workspace.state_path.is_file()
-    assert NFSWorkspace().path is None
-    with pytest.raises(UsageError, match="not initialised"):
-        _ = NFSWorkspace().state_path
 
 
 class Hostile:

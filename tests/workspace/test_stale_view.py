@@ -1,7 +1,6 @@
 """Messages through clients that remember everything wrongly: first that they do, then that it does no harm."""
 
 import contextlib
-import errno
 import json
 import os
 
@@ -79,55 +78,6 @@ def read(client, path):
         return os.pread(fd, 1000, 0)
     finally:
         client.close(fd)
-
-
-def test_what_was_absent_stays_absent(tmp_path, server):
-    here, there = StaleClient(server), StaleClient(server)
-    with pytest.raises(FileNotFoundError):
-        there.stat(str(tmp_path / "new"))
-    write(here, tmp_path / "new", b"content")
-    assert read(here, tmp_path / "new") == b"content"
-    server.seconds = 59.9
-    with pytest.raises(FileNotFoundError):
-        read(there, tmp_path / "new")
-    server.seconds = 60
-    assert read(there, tmp_path / "new") == b"content"
-    assert there.stat(str(tmp_path / "new")).st_size == 7
-
-
-def test_what_was_read_stays_and_is_stale_once(tmp_path, server):
-    here, there = StaleClient(server), StaleClient(server)
-    write(here, tmp_path / "reused", b"old")
-    assert read(there, tmp_path / "reused") == b"old"
-    here.unlink(str(tmp_path / "reused"))
-    write(here, tmp_path / "reused", b"new, and longer")
-    server.seconds = 59
-    assert read(there, tmp_path / "reused") == b"old"
-    server.seconds = 60
-    with pytest.raises(OSError) as caught:
-        read(there, tmp_path / "reused")
-    assert caught.value.errno == errno.ESTALE
-    assert read(there, tmp_path / "reused") == b"new, and longer"
-
-
-def test_a_look_before_it_is_written_shows_nothing_for_long(tmp_path, server):
-    here, there = StaleClient(server), StaleClient(server)
-    fd = here.open(str(tmp_path / "half"), os.O_WRONLY | os.O_CREAT)
-    here.pwrite(fd, b"content", 0)
-    assert read(there, tmp_path / "half") == b""
-    here.close(fd)
-    assert read(there, tmp_path / "half") == b""
-    server.seconds = 60
-    assert read(there, tmp_path / "half") == b"content"
-
-
-def test_listings_stay(tmp_path, server):
-    here, there = StaleClient(server), StaleClient(server)
-    assert there.listdir(str(tmp_path)) == []
-    write(here, tmp_path / "new", b"")
-    assert there.listdir(str(tmp_path)) == []
-    server.seconds = 60
-    assert there.listdir(str(tmp_path)) == ["new"]
 
 
 @pytest.mark.parametrize(
