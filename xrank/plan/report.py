@@ -5,22 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, NoReturn, Self, dataclass_transform
 
 from xrank.errors import XrankError
 from xrank.words import one_line, plural, size_text
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 class Facts(Mapping[str, Any]):
-    """Part of a report; subclasses are frozen dataclasses, made by keywords alone."""
+    """Part of a report, made by keywords; a subclass lists its fields with their values where they are not given.
+
+    They are no dataclasses: each would take two milliseconds of every command's start.
+    """
 
     _given: tuple[str, ...]
 
-    def __new__(cls, **given: Any) -> Self:
-        """Keep which fields are given."""
-        self = super().__new__(cls)
-        object.__setattr__(self, "_given", tuple(given))
-        return self
+    def __init__(self, **given: Any) -> None:
+        unknown = given.keys() - type(self).__annotations__.keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        self.__dict__.update(given, _given=tuple(given))
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be set")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._given:
@@ -42,7 +55,6 @@ class Facts(Mapping[str, Any]):
         return {name: plain_value(value) for name, value in self.items()}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class SourceFacts(Facts):
     """The source that a command read."""
 
@@ -60,13 +72,12 @@ class SourceFacts(Facts):
     """Bytes of what is left out: optimizer, random states."""
     num_tensors: int = 0
     num_parameters: int = 0
-    dtypes: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, int] = _NONE
     """Number of tensors by element type."""
     has_config: bool = False
     """Whether the source itself holds the model's config."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ProofFacts(Facts):
     """The proofs and comparisons that a command made."""
 
@@ -94,7 +105,6 @@ class ProofFacts(Facts):
     """Number of rules of a layout file."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TrafficFacts(Facts):
     """Requests to object stores, of a command with a URL."""
 
@@ -114,7 +124,6 @@ class TrafficFacts(Facts):
     """Bytes of the weights that these requests write."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class FileFacts(Facts):
     """A file of the output."""
 
@@ -124,7 +133,6 @@ class FileFacts(Facts):
     num_tensors: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class OutputFacts(Facts):
     """The output that a command wrote, or that a dry run would write."""
 
@@ -141,17 +149,17 @@ class OutputFacts(Facts):
     run_id: str | None = None
     tied: Sequence[Sequence[str]] = ()
     """Names that share the bytes of the first."""
-    padding_dropped: Mapping[str, int] = field(default_factory=dict)
+    padding_dropped: Mapping[str, int] = _NONE
     """Rows of padding that outputs lost, by name."""
     excluded: Sequence[str] = ()
     """Names left out."""
-    cast: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, str] = _NONE
     """Name -> ``"F32 -> BF16"``."""
     merged: Sequence[str] = ()
     """Names of tensors that an adapter was merged into."""
     companions: Sequence[str] = ()
     """Small files beside the weights."""
-    transformed: Mapping[str, str] = field(default_factory=dict)
+    transformed: Mapping[str, str] = _NONE
     """Output name -> name of the tensor that a transform made it of."""
     files: Sequence[FileFacts] = ()
     resumed_nbytes: int = 0
@@ -164,7 +172,6 @@ class OutputFacts(Facts):
     files_nbytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class InspectDetails(Facts):
     """Facts that only ``xrank inspect`` shows."""
 
@@ -173,14 +180,13 @@ class InspectDetails(Facts):
     problems: Sequence[Mapping[str, Any]] = ()
     """Errors that a gather would raise, each with its exit code."""
     tensors: Sequence[Mapping[str, Any]] = ()
-    format: Mapping[str, Any] = field(default_factory=dict)
+    format: Mapping[str, Any] = _NONE
     """Facts that this format alone has."""
     companions: Sequence[str] = ()
     config_path: str | None = None
     ranks: Sequence[Mapping[str, Any]] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class CleanDetails(Facts):
     """Facts that only ``xrank clean`` shows; each row has path, nbytes, removed and why."""
 
@@ -191,7 +197,6 @@ class CleanDetails(Facts):
     dry_run: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class DoctorDetails(Facts):
     """Facts that only ``xrank doctor`` shows."""
 
@@ -199,13 +204,12 @@ class DoctorDetails(Facts):
     """Rows of subject, name, is_there and text."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutDetails(Facts):
     """Facts that only ``xrank layout`` shows."""
 
     tensors: Sequence[Mapping[str, Any]] = ()
     problems: Sequence[Mapping[str, Any]] = ()
-    meshes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    meshes: Mapping[str, Mapping[str, Any]] = _NONE
     unmatched: Sequence[str] = ()
     """Names of tensors that no rule matches."""
     unused_rules: Sequence[str] = ()
@@ -213,11 +217,10 @@ class LayoutDetails(Facts):
     ranks: Sequence[Mapping[str, Any]] = ()
     toml: str | None = None
     equal: bool = False
-    differences: Mapping[str, Any] = field(default_factory=dict)
+    differences: Mapping[str, Any] = _NONE
     num_rules: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RecipeDetails(Facts):
     """Facts of ``xrank recipe`` alone."""
 
@@ -225,7 +228,7 @@ class RecipeDetails(Facts):
     toml: str | None = None
     is_reversed: bool = False
     """Whether the source's names are Hugging Face's."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = _NONE
     tensors: Sequence[Mapping[str, Any]] = ()
     """Tensors that a rule matches."""
     wrong_rules: Sequence[Mapping[str, Any]] = ()
@@ -236,7 +239,6 @@ class RecipeDetails(Facts):
     ignored: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class SimulationDetails(Facts):
     """Facts that only ``xrank simulate`` shows."""
 
@@ -247,7 +249,7 @@ class SimulationDetails(Facts):
     is_each_read: bool = False
     rates: Mapping[str, Any] | None = None
     prediction: Mapping[str, Any] | None = None
-    totals: Mapping[str, int] = field(default_factory=dict)
+    totals: Mapping[str, int] = _NONE
     ranks: Sequence[Mapping[str, Any]] = ()
 
 
