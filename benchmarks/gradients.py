@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan
-from xrank.gradients.wire import Done
 from xrank.layout import DeviceMesh
 
 Step = Callable[[], None]
@@ -70,7 +69,7 @@ class FakeWire:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], how: str) -> Any:
         """Send a bucket; what ranks tell each other beside it costs nothing."""
-        return self.send(tensor) if how != "max" else Done()
+        return self.send(tensor) if how != "max" else Arrival(self.clock, self.clock.now())
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], how: str) -> Any:
         """Send half of what an all-reduce sends."""

@@ -275,6 +275,20 @@ def test_parts_of_other_shapes_are_refused(rank):
     with pytest.raises(RuntimeError):
         model(torch.ones(3, 7))
     assert model(torch.ones(3, 8)).shape == (3, 4)
+    # torch runs no hook after Ctrl-C: the next call says so, and the one after it is right again.
+    hook = model.dense[0].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(3, 8))
+    hook.remove()
+    before = torch.get_rng_state()
+    with pytest.raises(UsageError, match="the last call of this Perceptron did not end"):
+        model(torch.ones(3, 8))
+    assert not torch.equal(torch.get_rng_state(), before)  # that of before the call is back
+    assert model(torch.ones(3, 8)).shape == (3, 4)
+
+
+def _interrupt(module: nn.Module, args: object) -> None:
+    raise KeyboardInterrupt
 
 
 class GlobalLoss(nn.Module):
@@ -494,7 +508,7 @@ def test_tensors():
     layout = TensorLayout(("model",), mesh)
     whole = torch.arange(8.0).view(4, 2)
     placed = distribute_tensor(whole, layout)
-    assert placing.to_local().equal(whole.chunk(2)[dist.get_rank()])
+    assert placed.to_local().equal(whole.chunk(2)[dist.get_rank()])
     assert distribute_tensor(placed, layout) is placed
     other = distribute_tensor(placed, TensorLayout((None, "model"), mesh))
     assert other.placements == (Shard(1),) and other.full_tensor().equal(whole)

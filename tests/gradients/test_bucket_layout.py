@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrank.gradients.bucket_layout import choose_bucket_size, default_bucket_size, lay_out, shard_bounds
+from xrank.gradients.bucket_layout import choose_bucket_size, lay_out, shard_bounds
 from xrank.gradients.config import GradientConfig
 
 parameters = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12)
@@ -85,7 +85,6 @@ def test_equal_arguments_give_equal_layouts_and_no_parameters_an_empty_one():
     ("numel", "size"), [(0, 1_000_000), (8_000_000, 1_000_000), (80_000_000, 10_000_000), (10**12, 25_000_000)]
 )
 def test_the_default_follows_the_size_of_the_model(numel, size):
-    assert default_bucket_size(numel) == size
     overlapped = GradientConfig(overlap_grad_reduce=True)
     assert choose_bucket_size(overlapped, [numel // 2, numel - numel // 2]) == size
     assert choose_bucket_size(GradientConfig(), [numel]) is None

@@ -1,17 +1,23 @@
-"""Losses inside a model: means over the whole batch, from each rank's part of it.
+"""Calls of laid out models: what surrounds a call from outside.
 
-The gradients are those of a loss whose mean over the ranks is the loss of the whole batch. Parts have equal shapes, so
-that is each rank's own mean, except where ranks ignore different numbers of targets.
+The tensors of a call are plain: this rank's part of the batch, along dim 0. So are all activations inside, and the
+output. Every operation is torch's own, except those that use a laid out parameter, and those that depend on the whole
+batch: losses and batch normalization. `_Interception` finds them.
+
+Parameters get the gradients of the mean of all ranks' losses, so a mean over this rank's part trains as a mean over the
+whole batch would. A call with DTensors gets this rank's parts of them, and returns DTensors.
+
+Ranks with different seeds draw the same numbers, so that replicas stay equal. In each call from outside every rank
+draws one number. The largest number, with the index of the rank's part of the batch, seeds torch's generators during
+the call: ranks along a model axis draw the same numbers, and parts of the batch draw others.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from types import FrameType
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,10 +29,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from xrank.distribution.parallel_operations import average_value, batch_norm, embedding, linear
+from xrank.distribution.parallel_operations import average_loss, batch_norm, embedding, linear
 from xrank.distribution.parameters import is_laid_out, release_saved, take_whole
-from xrank.errors import ContradictionError
+from xrank.errors import ContradictionError, UsageError
 
+_PARALLEL: dict[Any, Callable[..., torch.Tensor]] = {functional.linear: linear, functional.embedding: embedding}
 _COUNTED: dict[Any, int] = {functional.cross_entropy: 1, functional.nll_loss: 1}
 """Losses that ignore some targets, and the position of the targets among their arguments."""
 if hasattr(functional, "linear_cross_entropy"):  # since torch 2.13
@@ -36,131 +43,87 @@ _LOSSES = frozenset(
     for name, function in vars(functional).items()
     if name.endswith(("_loss", "entropy", "_with_logits", "kl_div")) and callable(function)
 )
+_ABOUT_ITSELF = frozenset(
+    ("__delete__", "__format__", "__len__", "__repr__", "__set__", "backward", "detach", "dim", "element_size",
+     "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_same_size", "ndimension", "numel",
+     "register_hook", "retain_grad", "size", "storage_offset", "stride")
+)  # fmt: skip
+_TRANSPOSED = frozenset(("H", "T", "mH", "mT"))
 
 
-def is_loss(function: Callable[..., Any]) -> bool:
-    """Return whether a function is one of torch's losses."""
-    return function in _LOSSES
+class _Call(threading.local):
+    """The call from outside that runs in this thread."""
+
+    module: nn.Module | None = None
+    """The module that was called; None if no call runs."""
+    contexts = ExitStack()
+    has_dtensors = False
+
+    def end(self) -> None:
+        self.module = None
+        self.contexts.close()
 
 
-def compute_loss(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Compute a loss of plain tensors; a mean is that of all ranks' parts. A sum is that of this rank's part."""
-    reduction = kwargs.get("reduction", "mean")
-    if reduction not in ("mean", "batchmean"):
-        loss: torch.Tensor = function(*args, **kwargs)
-        return loss
-    targets = args[_COUNTED[function]] if function in _COUNTED else None
-    if targets is None or torch.is_floating_point(targets):
-        loss = function(*args, **kwargs)
-        return loss if loss.ndim else average_value(loss, group)
-    losses = function(*args, **{**kwargs, "reduction": "none"})
-    is_counted = targets != kwargs.get("ignore_index", -100)
-    weight = kwargs.get("weight")
-    if weight is None:
-        count = is_counted.sum(dtype=losses.dtype)
-    else:
-        count = (weight[torch.where(is_counted, targets, 0)] * is_counted).sum()
-    dist.all_reduce(count, group=group)
-    return average_value(losses.sum() / (count / dist.get_world_size(group)), group)
+_CALL = _Call()
+_HOOKS: WeakKeyDictionary[nn.Module, CallHooks] = WeakKeyDictionary()
 
 
-def draw_seed() -> int:
-    """Return a number drawn from torch's default generator."""
-    return int(torch.randint(1 << 62, ()).item())
+def find_hooks(module: nn.Module) -> CallHooks | None:
+    """Return the hooks of a laid out module's calls."""
+    return _HOOKS.get(module)
 
 
-class Stream:
-    """Context in which torch's generators continue from a seed; their old states return at the end."""
-
-    def __init__(self, seed: int, part: int, device_type: str) -> None:
-        # An odd, large factor makes the seeds of parts differ in many of the bits that the generator uses.
-        self._seed = (seed + part * 0x9E3779B97F4A7C15) % (1 << 63)
-        self._device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
-        self._before: tuple[Any, Any] = (None, None)
-
-    def __enter__(self) -> Self:
-        self._before = torch.get_rng_state(), None if self._device is None else self._device.get_rng_state()
-        torch.manual_seed(self._seed)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        torch.set_rng_state(self._before[0])
-        if self._device is not None:
-            self._device.set_rng_state(self._before[1])
-
-
-class _Call(NamedTuple):
-    frame: FrameType
-    """Frame of the call: after Ctrl-C, no hook ends the call here."""
-    contexts: tuple[AbstractContextManager[Any], ...]
-    """Contexts of the call, in the order of their starts."""
-    has_dtensors: bool
-
-
-class _Calls(threading.local):
-    def __init__(self) -> None:
-        self.open: list[_Call] = []
-
-
-_CALLS = _Calls()
-_ENTRANCES: WeakKeyDictionary[nn.Module, Entrance] = WeakKeyDictionary()
-
-
-def entrance_of(module: nn.Module) -> Entrance | None:
-    """Return the entrance of a module."""
-    return _ENTRANCES.get(module)
-
-
-class Entrance:
-    """Surrounds the calls to any module of a model; of nested calls only the outermost."""
+class CallHooks:
+    """Hooks around the calls of a model's modules; of nested calls they surround the outermost one."""
 
     def __init__(self, mesh: TorchMesh, batch_axis: str) -> None:
         self._mesh = mesh
         self._axis = (mesh.mesh_dim_names or ()).index(batch_axis)
 
-    def __deepcopy__(self, memo: Any) -> Entrance:
+    def __deepcopy__(self, memo: Any) -> CallHooks:
         return self  # a copied module has the same mesh
 
-    def stand_before(self, module: nn.Module) -> None:
-        """Make every call of the module from outside enter here."""
-        if module not in _ENTRANCES:
-            module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.leave, always_call=True)
-            _ENTRANCES[module] = self
+    def register(self, module: nn.Module) -> None:
+        """Surround every call of the module from outside."""
+        if module not in _HOOKS:
+            module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.end, always_call=True)
+            _HOOKS[module] = self
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Start a call from outside: check that all ranks' parts fit together, and agree on random numbers."""
-        frame = _call_frame(sys._getframe(1))
-        # Calls that ended by an exception have left no hook: close those that are not around this frame.
-        while _CALLS.open and not _is_inside(frame, _CALLS.open[-1].frame):
-            _end(_CALLS.open.pop())
-        if _CALLS.open:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers."""
+        if _CALL.module is module:
+            # torch runs no hook of a call that Ctrl-C stops. A call inside this one would look the same.
+            _CALL.end()
+            raise UsageError(
+                f"the last call of this {type(module).__name__} did not end: it was interrupted, or it calls itself",
+                next_step="call it again on all ranks; a module that calls itself calls self.forward instead",
+            )
+        if _CALL.module is not None:
             return None
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors)
-        contexts: list[AbstractContextManager[Any]] = [_Interception(self._mesh, self._axis)]
-        # A call inside a backward recomputes an earlier call, with the same randomness, and torch.utils.checkpoint
-        # collects what it saves.
-        if torch._C._current_graph_task_id() == -1:
-            contexts.append(release_saved())
-            seed = self._agree([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
-            part = self._mesh.get_local_rank(self._axis)
-            contexts.append(Stream(seed, part, self._mesh.device_type))
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._convert_input, (args, kwargs))
-        for context in contexts:
-            context.__enter__()
-        _CALLS.open.append(_Call(frame, tuple(contexts), has_dtensors))
+        with ExitStack() as entered:
+            # A call inside a backward recomputes an earlier call, with the same randomness, and torch.utils.checkpoint
+            # collects what it saves.
+            is_recomputed = torch._C._current_graph_task_id() != -1
+            seed = 0 if is_recomputed else self._agree([one for one in tensors if not isinstance(one, DTensor)])
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._convert_input, (args, kwargs))
+            entered.enter_context(_Interception(self._mesh, self._axis))
+            if not is_recomputed:
+                entered.enter_context(release_saved())
+                part = self._mesh.get_local_rank(self._axis)
+                entered.enter_context(_seed_generators(seed, part, self._mesh.device_type))
+            contexts = entered.pop_all()
+        _CALL.module, _CALL.contexts = module, contexts
+        _CALL.has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors)
         return args, kwargs
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """End a call."""
-        if not _CALLS.open or _CALLS.open[-1].frame is not _call_frame(sys._getframe(1)):
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """End a call from outside."""
+        if _CALL.module is not module:
             return None
-        call = _CALLS.open.pop()
-        _end(call)
-        return pytree.tree_map_only(torch.Tensor, self._wrap_output, output) if call.has_dtensors else None
+        _CALL.end()
+        return pytree.tree_map_only(torch.Tensor, self._wrap_output, output) if _CALL.has_dtensors else None
 
     def _convert_input(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -186,7 +149,8 @@ class Entrance:
         Parts must have equal shapes on all ranks: else the mean of their means would not be that of the whole batch.
         """
         sizes = [size for tensor in tensors for size in tensor.shape]
-        bounds = torch.tensor([draw_seed(), *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
+        drawn = int(torch.randint(1 << 62, ()).item())
+        bounds = torch.tensor([drawn, *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
         # The maxima of sizes and of negated sizes equal this rank's own only if all ranks agree.
         for axis in range(self._mesh.ndim):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
@@ -196,31 +160,27 @@ class Entrance:
                 "the ranks' parts of the batch have different shapes",
                 rank=dist.get_rank(),
                 got=f"here {[tuple(tensor.shape) for tensor in tensors]}",
-                want="the same shapes on all ranks",
                 next_step="drop the last, smaller batch (drop_last=True), or pad it",
             )
         return int(seed)
 
 
-def _end(call: _Call) -> None:
-    for context in reversed(call.contexts):
-        context.__exit__(None, None, None)
+@contextmanager
+def _seed_generators(seed: int, part: int, device_type: str) -> Iterator[None]:
+    """Let torch's generators continue from a seed; their old states return at the end.
 
-
-def _call_frame(frame: FrameType) -> FrameType:
-    """Return the frame of Module._call_impl that a hook runs in, from a function inside it or from itself."""
-    above: FrameType | None = frame
-    while above is not None and above.f_code.co_name != "_call_impl":
-        above = above.f_back
-    return frame if above is None else above
-
-
-def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
-    while frame is not None:
-        if frame is outer:
-            return True
-        frame = frame.f_back
-    return False
+    Recomputed activations (torch.utils.checkpoint) find the same generator states as before.
+    """
+    device = None if device_type == "cpu" else torch.get_device_module(device_type)
+    before = torch.get_rng_state(), None if device is None else device.get_rng_state()
+    # An odd, large factor makes the seeds of parts differ in many of the bits that the generator uses.
+    torch.manual_seed((seed + part * 0x9E3779B97F4A7C15) % (1 << 63))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        if device is not None:
+            device.set_rng_state(before[1])
 
 
 class _Interception(TorchFunctionMode):
@@ -243,8 +203,8 @@ class _Interception(TorchFunctionMode):
         if self._batch_group is not None:
             if func is functional.batch_norm and _takes_batch_statistics(*args, **kwargs):
                 return batch_norm(self._batch_group, *args, **kwargs)
-            if is_loss(func):
-                return compute_loss(func, args, kwargs, self._batch_group)
+            if func in _LOSSES:
+                return _compute_loss(func, args, kwargs, self._batch_group)
         return func(*args, **kwargs)
 
     def _take_all(self, values: Any) -> Any:
@@ -254,14 +214,31 @@ class _Interception(TorchFunctionMode):
         return take_whole(tensor, self._axis) if tensor.device_mesh == self._mesh else tensor
 
 
-_PARALLEL: dict[Any, Callable[..., torch.Tensor]] = {functional.linear: linear, functional.embedding: embedding}
+def _compute_loss(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Compute a loss of plain tensors; a mean is that of all ranks' parts. A sum is that of this rank's part.
 
-_ABOUT_ITSELF = frozenset(
-    ("__delete__", "__format__", "__len__", "__repr__", "__set__", "backward", "detach", "dim", "element_size",
-     "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_same_size", "ndimension", "numel",
-     "register_hook", "retain_grad", "size", "storage_offset", "stride")
-)  # fmt: skip
-_TRANSPOSED = frozenset(("H", "T", "mH", "mT"))
+    The gradients are those of a loss whose mean over the ranks is the loss of the whole batch. Parts have equal shapes,
+    so that is each rank's own mean, except where ranks ignore different numbers of targets.
+    """
+    reduction = kwargs.get("reduction", "mean")
+    if reduction not in ("mean", "batchmean"):
+        loss: torch.Tensor = function(*args, **kwargs)
+        return loss
+    targets = args[_COUNTED[function]] if function in _COUNTED else None
+    if targets is None or torch.is_floating_point(targets):
+        loss = function(*args, **kwargs)
+        return loss if loss.ndim else average_loss(loss, group)
+    losses = function(*args, **{**kwargs, "reduction": "none"})
+    is_counted = targets != kwargs.get("ignore_index", -100)
+    weight = kwargs.get("weight")
+    if weight is None:
+        count = is_counted.sum(dtype=losses.dtype)
+    else:
+        count = (weight[torch.where(is_counted, targets, 0)] * is_counted).sum()
+    dist.all_reduce(count, group=group)
+    return average_loss(losses.sum() / (count / dist.get_world_size(group)), group)
 
 
 def _is_about_itself(func: Any) -> bool:

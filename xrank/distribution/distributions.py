@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from xrank.dialects.placements import describe_mesh, from_placements
 from xrank.distribution import keras_forms
-from xrank.distribution.calls import Entrance
+from xrank.distribution.calls import CallHooks
 from xrank.distribution.datasets import shard_dataset
 from xrank.distribution.devices import list_devices, live_mesh
 from xrank.distribution.parameters import average_gradients
@@ -152,9 +152,9 @@ class Distribution:
         for buffer in root.buffers():
             replicate(buffer, torch_mesh)
         average_gradients(parameters, torch_mesh, axis)
-        entrance = Entrance(torch_mesh, self.batch_dim_name)
+        hooks = CallHooks(torch_mesh, self.batch_dim_name)
         for module in root.modules():
-            entrance.stand_before(module)
+            hooks.register(module)
 
 
 class DataParallel(Distribution):

@@ -1,6 +1,9 @@
-"""Exchanges along one axis of a mesh, through which gradients flow.
+"""Operations that ranks compute together, each its part: linear maps and look-ups whose weights are cut.
 
-Along a model axis all ranks hold equal activations and equal gradients of them, except between these functions.
+Inputs and outputs are plain and whole: outputs of a cut are gathered, inputs of a cut are taken in parts, and partial
+sums are added up. Other operations that use a cut parameter get the whole parameter (`xrank.distribution.parameters`).
+Along a model axis all ranks hold equal activations and equal gradients of them, except between the functions that carry
+Megatron's names here. Gradients flow through all exchanges.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from xrank.distribution.parameters import NAMES, is_laid_out, model_placements, 
 from xrank.errors import UsageError
 
 
-def enter_parallel(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return an equal tensor, of which each rank computes another part of the results: gradients are summed."""
+def copy_to_tp_region(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Identity forward, all-reduce backward (Megatron's f): each rank computes a part of the results."""
     entered: torch.Tensor = _Exchange.apply(tensor, group, False, True)  # type: ignore[no-untyped-call]
     return entered
 
 
-def sum_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of the ranks' addends. Its gradient is equal on all ranks, and that of each addend."""
+def reduce_from_tp_region(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-reduce forward, identity backward (Megatron's g): the sum of the ranks' partial sums."""
     summed: torch.Tensor = _Exchange.apply(tensor, group, True, False)  # type: ignore[no-untyped-call]
     return summed
 
@@ -35,7 +38,7 @@ def sum_statistics(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return summed
 
 
-def average_value(loss: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def average_loss(loss: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the mean of the ranks' losses, with the gradient of this rank's own."""
     size = dist.get_world_size(group)
     mean: torch.Tensor = _Exchange.apply(loss, group, True, False)  # type: ignore[no-untyped-call]
@@ -71,15 +74,15 @@ class _Scale(torch.autograd.Function):
         return gradient, None
 
 
-def gather_last_dim(part: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def gather_from_tp_region(part: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Return the whole of a tensor whose last dim the ranks hold in parts of these sizes."""
     whole: torch.Tensor = _Gather.apply(part, sizes, group)  # type: ignore[no-untyped-call]
     return whole
 
 
-def cut_last_dim(whole: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def scatter_to_tp_region(whole: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's part of the last dim, in parts of these sizes."""
-    part: torch.Tensor = _CutDim.apply(whole, sizes, group)  # type: ignore[no-untyped-call]
+    part: torch.Tensor = _Scatter.apply(whole, sizes, group)  # type: ignore[no-untyped-call]
     return part
 
 
@@ -91,10 +94,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return cut_last_dim(gradient, ctx.sizes, ctx.group), None, None
+        return scatter_to_tp_region(gradient, ctx.sizes, ctx.group), None, None
 
 
-class _CutDim(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
         ctx.sizes, ctx.group = sizes, group
@@ -103,7 +106,7 @@ class _CutDim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gather_last_dim(gradient, ctx.sizes, ctx.group), None, None
+        return gather_from_tp_region(gradient, ctx.sizes, ctx.group), None, None
 
 
 def _gather(part: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -157,10 +160,12 @@ def linear(batch_axis: int, tensor: torch.Tensor, weight: Any, bias: Any = None)
         return functional.linear(tensor, take_whole(weight, batch_axis), _take_if_laid_out(bias, batch_axis))
     local = take(weight, cut.placements, batch_axis)
     if cut.dim == 0:
-        part = functional.linear(enter_parallel(tensor, cut.group), local)
-        output = gather_last_dim(part, cut.sizes, cut.group)
+        part = functional.linear(copy_to_tp_region(tensor, cut.group), local)
+        output = gather_from_tp_region(part, cut.sizes, cut.group)
     else:
-        output = sum_parts(functional.linear(cut_last_dim(tensor, cut.sizes, cut.group), local), cut.group)
+        output = reduce_from_tp_region(
+            functional.linear(scatter_to_tp_region(tensor, cut.sizes, cut.group), local), cut.group
+        )
     return output if bias is None else output + _take_if_laid_out(bias, batch_axis).to(output.dtype)
 
 
@@ -171,11 +176,8 @@ def embedding(
     given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if options.get(name)]
     if given:
         name = getattr(weight, NAMES, ("a table",))[0]
-        raise UsageError(
-            f"{name} cannot be laid out with {given[0]}: the result would not be that of one process",
-            tensor=name,
-            next_step=f"make the embedding without {given[0]}",
-        )
+        why = f"{name} cannot be laid out with {given[0]}: the result would not be that of one process"
+        raise UsageError(why, tensor=name, next_step=f"make the embedding without {given[0]}")
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     cut = _find_cut(weight, batch_axis)
@@ -183,7 +185,7 @@ def embedding(
         return functional.embedding(indices, take_whole(weight, batch_axis), padding_idx)
     local = take(weight, cut.placements, batch_axis)
     if cut.dim == 1:
-        return gather_last_dim(functional.embedding(indices, local, padding_idx), cut.sizes, cut.group)
+        return gather_from_tp_region(functional.embedding(indices, local, padding_idx), cut.sizes, cut.group)
     place = dist.get_rank(cut.group)
     first, size = sum(cut.sizes[:place]), cut.sizes[place]
     is_here = (indices >= first) & (indices < first + size)
@@ -193,7 +195,7 @@ def embedding(
         padding = None if padding_idx is None or not first <= padding_idx < first + size else padding_idx - first
         rows = functional.embedding(torch.where(is_here, indices - first, 0), local, padding)
         rows = rows * is_here.unsqueeze(-1)
-    return sum_parts(rows, cut.group)
+    return reduce_from_tp_region(rows, cut.group)
 
 
 def _take_if_laid_out(tensor: Any, batch_axis: int) -> Any:
@@ -211,7 +213,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Normalise by the statistics of all ranks' parts of the batch, and update the running ones alike on all ranks.
+    """Normalize by the statistics of all ranks' parts of the batch, and update the running ones alike on all ranks.
 
     Sums are in fp32 at least. The variance is computed from the differences to the mean, as torch does.
     """
@@ -222,9 +224,9 @@ def batch_norm(
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tensor.size()}")
     mean = sum_statistics(wide.sum(dims), group) / count
-    centred = wide - mean.view(shape)
-    variance = sum_statistics(centred.square().sum(dims), group) / count
-    normalised = centred * (variance + eps).rsqrt().view(shape)
+    centered = wide - mean.view(shape)
+    variance = sum_statistics(centered.square().sum(dims), group) / count
+    normalized = centered * (variance + eps).rsqrt().view(shape)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
@@ -232,7 +234,7 @@ def batch_norm(
             unbiased = variance.detach() * (count / (count - 1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     if weight is not None:
-        normalised = normalised * weight.view(shape)
+        normalized = normalized * weight.view(shape)
     if bias is not None:
-        normalised = normalised + bias.view(shape)
-    return normalised.to(tensor.dtype)
+        normalized = normalized + bias.view(shape)
+    return normalized.to(tensor.dtype)

@@ -1,11 +1,13 @@
-"""Parameters at their use: a laid out parameter becomes the plain tensor that an operation needs.
+"""Parameters at their use, and their gradients: a laid out parameter becomes the plain tensor that an operation needs.
 
 An operation gets the whole parameter, or this rank's part of it where ranks compute in parallel. Autograd does not keep
 the result of a gather: it saves a note, and backward gathers again, as in FSDP (`release_saved`).
 
 Gradients of ranks along the batch axis belong to their parts of the batch. Where the batch axis cuts the parameter, the
 backward of the use averages them at once, since each rank keeps only its part of the average. Elsewhere a gradient
-stays a partial average until the end of backward (`xrank.distribution.gradient_average`).
+stays a partial average until the end of backward. Ranks may use different parameters. So they then exchange which
+parameters have a gradient on any rank, and average these in the model's order, in buckets; a rank without a gradient
+adds zeros. An earlier gradient is equal on all ranks, so the average of the sum is right when gradients accumulate.
 """
 
 from __future__ import annotations
@@ -154,11 +156,8 @@ def _unpack(saved: _Kept | _Note) -> torch.Tensor:
     origin = saved.origin
     if origin.tensor._version != origin.version:
         name = getattr(origin.tensor, NAMES, ("a parameter",))[0]
-        raise UsageError(
-            f"{name} was changed in place between forward and backward",
-            tensor=name,
-            next_step="call backward before optimizer.step() and before load_state_dict()",
-        )
+        step = "call backward before optimizer.step() and before load_state_dict()"
+        raise UsageError(f"{name} was changed in place between forward and backward", tensor=name, next_step=step)
     return _redistribute(origin.tensor, origin.placements).as_strided(saved.size, saved.stride, saved.offset)
 
 
@@ -171,8 +170,8 @@ _AVERAGED = "_xrank_averaged"
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: TorchMesh, axis: int) -> None:
     """Average the gradients of a model's parameters along an axis of the mesh, at the end of each backward.
 
-    Parameters that the axis cuts are left out, since each rank has the averaged gradient of its part. So are those of
-    which an earlier call averages the gradients.
+    All ranks give the parameters in one order. Parameters that the axis cuts are left out, since each rank has the
+    averaged gradient of its part. So are those whose gradients an earlier call averages.
     """
     found = [
         parameter for parameter in parameters if not hasattr(parameter, _AVERAGED) and not _is_cut(parameter, axis)

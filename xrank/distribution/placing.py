@@ -221,11 +221,8 @@ def _plan_parameter(
     layout_of: Callable[[str], TensorLayout | None],
 ) -> ParameterPlan:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise UsageError(
-            f"{names[0]} has no shape yet",
-            tensor=names[0],
-            next_step="run the module once on an input, then lay it out",
-        )
+        step = "run the module once on an input, then lay it out"
+        raise UsageError(f"{names[0]} has no shape yet", tensor=names[0], next_step=step)
     if parameter.grad is not None:
         raise UsageError(
             f"{names[0]} already has a gradient", tensor=names[0], next_step="lay the module out before backward"
@@ -237,13 +234,8 @@ def _plan_parameter(
             try:
                 found[name] = placements_for(layout, mesh, parameter.shape)
             except LayoutError as error:
-                raise LayoutError(
-                    f"{name}, of shape {tuple(parameter.shape)}: {error.message}",
-                    tensor=name,
-                    got=error.got,
-                    want=error.want,
-                    next_step=error.next_step,
-                ) from error
+                error.about(f"{name}, of shape {tuple(parameter.shape)}", tensor=name)
+                raise
     if len(set(found.values())) > 1:
         raise LayoutError(
             f"{names[0]} is one parameter with several names, which have different layouts",

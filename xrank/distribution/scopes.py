@@ -8,7 +8,7 @@ scope, or before the first use of one of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook as on_module_registration
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter_registration
 
-from xrank.distribution.calls import entrance_of
+from xrank.distribution.calls import find_hooks
 
 
 class LaysOut(Protocol):
@@ -102,9 +102,9 @@ class _FirstUse:
         construction = _PENDING.get(id(module))
         if construction is not None:
             construction.finish(is_last=not construction.is_scoped)
-        # torch listed the hooks of this call earlier, so it does not run the entrance's new hook.
-        entrance = entrance_of(module)
-        return None if construction is None or entrance is None else entrance.enter(module, args, kwargs)
+        # torch listed the hooks of this call earlier, so it does not run the new hook that begins it.
+        hooks = find_hooks(module)
+        return None if construction is None or hooks is None else hooks.begin(module, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> _FirstUse:
         construction, module = _PENDING.get(self._key), memo.get(self._key)
@@ -197,7 +197,7 @@ def _open(value: LaysOut, *, is_scoped: bool) -> Construction:
         _OPEN.add(id(construction))
         # torch's registration hooks are global: one set serves all open constructions.
         if not _HOOKS:
-            _HOOKS.extend(register(_add_module) for register in _registrations())
+            _HOOKS.extend((on_parameter_registration(_add_module), on_module_registration(_add_module)))
     return construction
 
 
@@ -208,10 +208,6 @@ def _close(construction: Construction) -> None:
             for hook in _HOOKS:
                 hook.remove()
             _HOOKS.clear()
-
-
-def _registrations() -> tuple[Callable[..., Any], ...]:
-    return (on_parameter_registration, on_module_registration)
 
 
 def _add_module(module: nn.Module, name: str, value: Any) -> None:

@@ -44,11 +44,6 @@ class BufferLayout:
         return self.buckets[-1].stop if self.buckets else 0
 
 
-def default_bucket_size(numel: int) -> int:
-    """Return the default number of elements of a bucket: several buckets leave while the backward runs."""
-    return max(_MIN_BUCKET_SIZE, min(_MAX_BUCKET_SIZE, numel // _NUM_BUCKETS))
-
-
 @lru_cache(maxsize=256)
 def lay_out(
     numels: tuple[int, ...], is_alone: tuple[bool, ...], bucket_size: int | None, num_shards: int, is_wide: bool
@@ -85,10 +80,13 @@ def lay_out(
 
 
 def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
-    """Return the number of elements that closes a bucket; None for one bucket per buffer."""
+    """Return the number of elements that closes a bucket; None for one bucket per buffer.
+
+    The default depends on the elements that the same ranks exchange: several buckets leave while the backward runs.
+    """
     if not config.overlap_grad_reduce:
         return None
-    return config.bucket_size or default_bucket_size(sum(numels))
+    return config.bucket_size or max(_MIN_BUCKET_SIZE, min(_MAX_BUCKET_SIZE, sum(numels) // _NUM_BUCKETS))
 
 
 def _align(index: int, alignment: int) -> int:

@@ -20,9 +20,9 @@ from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.faults import At
 from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.optimizers import list_states
+from xrank.gradients.optimizers import OWNED, list_states
 from xrank.gradients.roles import local_of
-from xrank.gradients.shards import OwnedSlice, find_slice, list_owned_slices
+from xrank.gradients.shards import OwnedSlice, list_owned_slices
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import bind
 from xrank.layout.local_part import infer_shape
@@ -353,7 +353,7 @@ def _find_stepped(
     by_place = {(id(one.model), one.planned.name): name for name, one in slices.items()}
     found: dict[str, tuple[torch.nn.Parameter, Mapping[str, Any]]] = {}
     for parameter, group in ((one, its) for its in optimizer.param_groups for one in its["params"]):
-        own = find_slice(parameter)
+        own: OwnedSlice | None = getattr(parameter, OWNED, None)
         name = by_parameter.get(id(parameter)) if own is None else by_place.get((id(own.model), own.planned.name))
         if name is None or (own is None and slices[name].is_cut):
             raise At(name).usage_error(

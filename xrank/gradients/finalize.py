@@ -7,7 +7,7 @@ tp; the word table, then the position table; biases of routers; and the number o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -68,16 +68,29 @@ class LaterSync:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self._num_chunks = len(chunks)
-        self._parts = [part for number, chunk in enumerate(chunks) for part in _parts(number, chunk)]
+        self._parts: list[_LaterPart] = []
+        for number, chunk in enumerate(chunks):
+            is_several = isinstance(chunk.module, torch.nn.ModuleList)
+            for planned in chunk.plan.parameters:
+                gradient = chunk.main_grad(planned.name).view(-1)[slice(*planned.owned)]
+                inner_name = planned.name.partition(".")[2] if is_several else planned.name
+                for later in planned.later:
+                    self._parts.append(_LaterPart(number, planned.name, inner_name, gradient, later, chunk.wire))
         self.faults: list[GradientFault] = []
         """Faults that all ranks must receive before `run`."""
         self._copies: dict[str, list[_LaterPart]] = {}
         for part in self._parts:
             if part.later.kind == "conditional":
                 self._copies.setdefault(part.inner_name, []).append(part)
+        rank = chunks[0].plan.rank
         for first, *others in self._copies.values():
             self.faults += (
-                _shape_fault(first, other, chunks[0].plan.rank)
+                At(other.name, rank).fault(
+                    f"its shapes in chunks {first.chunk} and {other.chunk} of rank {rank} differ",
+                    "rename parameters that are not copies, or do not mark them over_pp",
+                    f"{other.gradient.numel()} elements",
+                    f"the {first.gradient.numel()} of {first.name}, whose copy it is",
+                )
                 for other in others
                 if other.gradient.shape != first.gradient.shape
             )
@@ -141,49 +154,38 @@ class LaterSync:
         return done
 
 
-def _parts(number: int, chunk: DistributedDataParallel) -> Iterator[_LaterPart]:
-    is_several = isinstance(chunk.module, torch.nn.ModuleList)
-    for planned in chunk.plan.parameters:
-        if not planned.later:
-            continue
-        gradient = chunk.main_grad(planned.name).view(-1)[slice(*planned.owned)]
-        inner_name = planned.name.partition(".")[2] if is_several else planned.name
-        for later in planned.later:
-            yield _LaterPart(number, planned.name, inner_name, gradient, later, chunk.wire)
-
-
-def _shape_fault(first: _LaterPart, other: _LaterPart, rank: int) -> GradientFault:
-    return At(other.name, rank).fault(
-        f"its shapes in chunks {first.chunk} and {other.chunk} of rank {rank} differ",
-        "rename parameters that are not copies, or do not mark them over_pp",
-        f"{other.gradient.numel()} elements",
-        f"the {first.gradient.numel()} of {first.name}, whose copy it is",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Router:
     name: str
-    module: torch.nn.Module
+    bias: torch.Tensor
+    counts: torch.Tensor
     rate: float | None
     is_frozen: bool
+    """Whether it has parameters, all of them frozen."""
 
 
 class RouterBiases:
-    """The routers of one rank in one step."""
+    """The routers of one rank in one step. Gradients do not move their biases, by which they pick idle experts.
+
+    megatron/core/transformer/moe/moe_utils.py:get_updated_expert_bias; after arXiv 2408.15664.
+    """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self._chunks = chunks
-        self._routers = [
-            _Router(f"{number}.{name}" if len(chunks) > 1 else name, module, _rate(module), _is_frozen(module))
-            for number, chunk in enumerate(chunks)
-            for name, module in chunk.module.named_modules()
-            if _find_tensor(module, "expert_bias") is not None
-            and _find_tensor(module, "local_tokens_per_expert") is not None
-        ]
-        rank = chunks[0].plan.rank
+        self._routers: list[_Router] = []
+        for number, chunk in enumerate(chunks):
+            for name, module in chunk.module.named_modules():
+                bias, counts = (getattr(module, key, None) for key in ("expert_bias", "local_tokens_per_expert"))
+                if isinstance(bias, torch.Tensor) and isinstance(counts, torch.Tensor):
+                    config, own = getattr(module, "config", None), [*module.parameters()]
+                    rate = getattr(
+                        config, "moe_router_bias_update_rate", getattr(module, "expert_bias_update_rate", None)
+                    )
+                    is_frozen = bool(own) and not any(parameter.requires_grad for parameter in own)
+                    full = f"{number}.{name}" if len(chunks) > 1 else name
+                    self._routers.append(_Router(full, bias, counts, None if rate is None else float(rate), is_frozen))
         self.faults = [
-            At(router.name, rank).fault(
+            At(router.name, chunks[0].plan.rank).fault(
                 "the rate at which its expert_bias moves is unknown",
                 "set config.moe_router_bias_update_rate or expert_bias_update_rate on the module; 1e-3 is Megatron's",
             )
@@ -195,7 +197,7 @@ class RouterBiases:
         """Move the biases, and reset the counts for the next step; on all ranks alike."""
         done = self._move() if self._routers else []
         for router in self._routers:
-            _counts(router.module).zero_()
+            router.counts.zero_()
         for chunk in self._chunks:
             for module in chunk.module.modules():
                 # Megatron resets this beside the counts, at the end of a step (finalize_model_grads.py).
@@ -210,46 +212,21 @@ class RouterBiases:
         axes = tuple(axis for axis in place.dense.axis_names if axis in {"tp", *place.data_axes(False)})
         ranks = first.plan.ranks_along(*axes)
         # Counts of frozen routers travel too: this rank does not know the frozen routers of other ranks.
-        total = torch.cat([_counts(router.module).flatten().to(first.wire.device) for router in self._routers])
+        total = torch.cat([router.counts.flatten().to(first.wire.device) for router in self._routers])
         done = []
         if len(ranks) > 1:
             first.wire.all_reduce(total, ranks, "sum").wait()
             axes = tuple(axis for axis in axes if place.dense.axis_length(axis) > 1)
             names = tuple(router.name for router in self._routers)
             done.append(Reduction("router", "sum", axes, ranks, names, total.numel()))
-        sizes = [_counts(router.module).numel() for router in self._routers]
-        for router, counts in zip(self._routers, torch.split(total, sizes), strict=True):
-            bias = _find_tensor(router.module, "expert_bias")
-            if router.is_frozen or router.rate is None or bias is None:
-                continue
-            counts = counts.view(bias.shape).to(bias.device)
-            mean = counts.sum(-1, keepdim=True) / counts.shape[-1]
-            # Only the sign of the difference counts, so that the step does not depend on the number of tokens.
-            bias.add_(torch.sign(mean - counts) * router.rate)
+        parts = torch.split(total, [router.counts.numel() for router in self._routers])
+        for router, counts in zip(self._routers, parts, strict=True):
+            if not router.is_frozen and router.rate is not None:
+                counts = counts.view(router.bias.shape).to(router.bias.device)
+                mean = counts.sum(-1, keepdim=True) / counts.shape[-1]
+                # Only the sign of the difference counts, so that the step does not depend on the number of tokens.
+                router.bias.add_(torch.sign(mean - counts) * router.rate)
         return done
-
-
-def _find_tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    found = getattr(module, name, None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _counts(module: torch.nn.Module) -> torch.Tensor:
-    counts = _find_tensor(module, "local_tokens_per_expert")
-    assert counts is not None
-    return counts
-
-
-def _rate(module: torch.nn.Module) -> float | None:
-    config = getattr(module, "config", None)
-    rate = getattr(config, "moe_router_bias_update_rate", getattr(module, "expert_bias_update_rate", None))
-    return None if rate is None else float(rate)
-
-
-def _is_frozen(module: torch.nn.Module) -> bool:
-    """Return whether a router has parameters, all of them frozen."""
-    own = [*module.parameters()]
-    return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 _Models: TypeAlias = DistributedDataParallel | Sequence[DistributedDataParallel]
@@ -286,7 +263,13 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
     chunks = _chunks(models)
     for chunk in chunks:
         if chunk.sync.is_finished:
-            raise _make_repeat_error(chunk)
+            name = chunk.plan.parameters[0].name if chunk.plan.parameters else None
+            raise At(name, chunk.plan.rank).error(
+                "gradients of this step were exchanged already",
+                "call zero_grad_buffer() at the start of every step, and finalize_model_grads alone at its end",
+                "finalize_model_grads after it, or after finish_grad_sync",
+                "finalize_model_grads once in a step: a second sum would count every replica twice",
+            )
     first = chunks[0]
     later, routers = LaterSync(chunks), RouterBiases(chunks)
     # These faults travel with the first chunk's flag: raised here, they would leave other ranks waiting.
@@ -326,16 +309,6 @@ def _chunks(models: _Models) -> list[DistributedDataParallel]:
                 want=f"{first.plan.views.main.grid!r} with {first.config!r}",
             )
     return chunks
-
-
-def _make_repeat_error(chunk: DistributedDataParallel) -> GradientError:
-    name = chunk.plan.parameters[0].name if chunk.plan.parameters else None
-    return At(name, chunk.plan.rank).error(
-        "gradients of this step were exchanged already",
-        "call zero_grad_buffer() at the start of every step, and finalize_model_grads alone at its end",
-        "finalize_model_grads after it, or after finish_grad_sync",
-        "finalize_model_grads once in a step: a second sum would count every replica twice",
-    )
 
 
 def _finish(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -57,7 +57,7 @@ def grad_norm(models: _Models, *, norm_type: float = 2.0) -> torch.Tensor:
     if not norm_type > 0:
         raise UsageError("norm_type is not a positive number", got=repr(norm_type), want="2, math.inf, or above 0")
     slices = list(list_owned_slices(models).values())
-    first = slices[0].model if slices else _first(models)
+    first = models if isinstance(models, DistributedDataParallel) else models[0]
     wire, ranks = first.wire, tuple(sorted(first.plan.views.main.ranks))
     powers = torch.zeros(len(slices), dtype=torch.float64, device=wire.device)
     for index, one in enumerate(slices):
@@ -109,10 +109,6 @@ def clip_grad_norm(
     for model in [models] if isinstance(models, DistributedDataParallel) else models:
         model.scale_gradients(factor)
     return norm
-
-
-def _first(models: _Models) -> DistributedDataParallel:
-    return models if isinstance(models, DistributedDataParallel) else models[0]
 
 
 def _power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:

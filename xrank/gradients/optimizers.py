@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -51,29 +51,7 @@ _SEEN: WeakSet[torch.optim.Optimizer] = WeakSet()
 _WATCH: list[Any] = []
 
 
-class PartOfParameter(Protocol):
-    """The attributes of an `OwnedSlice` that a check reads."""
-
-    @property
-    def name(self) -> str:
-        """Name of the parameter."""
-
-    @property
-    def is_part(self) -> bool:
-        """Whether other ranks hold other elements of the parameter."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
-
-    @property
-    def model(self) -> Any:
-        """The wrapped model."""
-
-
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, slices: Iterable[PartOfParameter], *, is_elementwise: bool = False
-) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, slices: Iterable[Any], *, is_elementwise: bool = False) -> None:
     """Check by an optimizer's class whether it can step these slices."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     unfit = next((kind for kind in kinds if kind in _UNFIT), None)

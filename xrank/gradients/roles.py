@@ -37,12 +37,12 @@ class ParameterCuts:
 def local_of(parameter: Any) -> Any:
     """Return this rank's part of a parameter: the local tensor of a DTensor, else the parameter itself."""
     # Not to_local(): it returns another object, whose .data can't be moved into a buffer for the parameter.
-    return parameter._local_tensor if _is_placed(parameter) else parameter
+    return parameter._local_tensor if hasattr(parameter, "device_mesh") else parameter
 
 
 def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
     """Return the axes that cut a parameter."""
-    if not _is_placed(parameter):
+    if not hasattr(parameter, "device_mesh"):
         return ParameterCuts()
     mesh = describe_mesh(parameter.device_mesh)
     sharded: list[str] = []
@@ -60,10 +60,6 @@ def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
             sharded += axes
     is_known = any(axis in ("tp", "etp") for axes in along for axis in axes)
     return ParameterCuts(tuple(sharded), tuple(partial), is_known, along)
-
-
-def _is_placed(parameter: Any) -> bool:
-    return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
 
 
 def _find_axes(name: str, mesh: DeviceMesh, axis: str, place: MeshPlace) -> tuple[str, ...]:

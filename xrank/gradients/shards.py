@@ -107,7 +107,12 @@ class ParameterShards:
         """Slices by name, in the order of the shards."""
         self.models = tuple(dict.fromkeys(one.model for one in self.slices.values()))
         """The models, each once."""
-        self._shards = {name: _shard(one) for name, one in self.slices.items()}
+        # Without a conversion `to` returns the parameter's own memory.
+        self._shards = {
+            name: torch.nn.Parameter(one.values().to(one.planned.grad_dtype)) for name, one in self.slices.items()
+        }
+        for name, shard in self._shards.items():
+            setattr(shard, OWNED, self.slices[name])
         for model in self.models:
             model.value_listeners.append(self.refresh)
 
@@ -238,16 +243,3 @@ class ParameterShards:
 
     def _run_after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         self.take_parameters()
-
-
-def find_slice(parameter: torch.Tensor) -> OwnedSlice | None:
-    """Return the slice of a shard; None for another tensor."""
-    found: OwnedSlice | None = getattr(parameter, OWNED, None)
-    return found
-
-
-def _shard(one: OwnedSlice) -> torch.nn.Parameter:
-    # Without a conversion `to` returns the parameter's own memory.
-    shard = torch.nn.Parameter(one.values().to(one.planned.grad_dtype))
-    setattr(shard, OWNED, one)
-    return shard
