@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from xrank.simulation.simulation import simulate
+from xrank.virtual.simulation.simulation import simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,8 @@ from xrank.conversion.export import export_model
 from xrank.layout import LayoutMap
 from xrank.layout.local_part import local_part
 from xrank.plan.holdings import compute_shapes
-from xrank.simulation.fitting import Sample, fit_rates
-from xrank.simulation.prediction import predict
-from xrank.simulation.simulation import simulate
+from xrank.virtual.simulation.rates import Sample, fit_rates, predict
+from xrank.virtual.simulation.simulation import simulate
 
 GRIDS = {"FSDP": "dp={n} tp=1", "FSDP x TP": "dp={half} tp=2", "TP, replicas": "ddp=2 tp={half}"}
 

@@ -14,8 +14,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from xrank.simulation.display import seconds_text, simulation_html
-from xrank.simulation.simulation import simulate
+from xrank.virtual.simulation.display import seconds_text, simulation_html
+from xrank.virtual.simulation.simulation import simulate
 from xrank.words import size_text
 
 LAYOUTS = """

@@ -72,7 +72,8 @@ print(json.dumps(failed))
 """
     # Torch's own import needs what is taken away, the others run or start devices as forked processes, and
     # integrations import their frameworks.
-    not_here = ("xrank.__main__", "xrank.testing.", "xrank.distribution.", "xrank.gradients.", "xrank.virtual.engines.")
+    not_here = ("xrank.__main__", "xrank.testing.", "xrank.distribution.", "xrank.gradients.")
+    not_here += ("xrank.virtual.processes", "xrank.virtual.shared_channels")
     not_here += ("xrank.integrations.", "xrank.refit.recording")
     names = [each for each in MODULES if not each.startswith(not_here)]
     assert json.loads(python(BECOME + code, name, json.dumps(names))) == {}

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from xrank.refit.publish import offer_weights
     from xrank.refit.receive import take_weights
     from xrank.refit.recording import record_layouts
-    from xrank.simulation.simulation import simulate
     from xrank.version import __version__
+    from xrank.virtual.simulation.simulation import simulate
     from xrank.workspace.nfs import NFSWorkspace
     from xrank.workspace.objects import ObjectWorkspace
     from xrank.workspace.shared_memory import SharedMemoryWorkspace
@@ -73,7 +73,7 @@ _HOMES = {
     "record_layouts": "refit.recording",
     "reshard_checkpoint": "conversion.reshard",
     "save_model": "conversion.export",
-    "simulate": "simulation.simulation",
+    "simulate": "virtual.simulation.simulation",
     "take_weights": "refit.receive",
     "verify_model": "conversion.verify",
 }

@@ -13,7 +13,7 @@ import pytest
 from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import leave
 from tests.pictures.test_html_page import Page
-from tests.simulation.made_layouts import llama
+from tests.virtual.simulation.made_layouts import llama
 
 PEAK = """
 import sys

@@ -28,7 +28,7 @@ from tests.readers.test_hf_shards import saved as save_hf_shards
 from tests.readers.test_megatron_dist import stacked as stacked_layers
 from tests.readers.test_weight_folders import write as write_folder
 from tests.recipes import made_checkpoints as families
-from tests.simulation.made_layouts import llama as llama_layout
+from tests.virtual.simulation.made_layouts import llama as llama_layout
 from xrank.testing.rank_pool import RankPool
 
 _TWO_RANKS = '[mesh]\ngrid = "r=2"\n\n[tensors]\n'

@@ -16,7 +16,7 @@ from xrank.pictures.page import colour, report_page
 from xrank.pictures.text_picture import Band, find_bands
 from xrank.plan.holdings import survey
 from xrank.plan.report import Report
-from xrank.virtual.pipelines.schedule import make_schedule
+from xrank.virtual.schedule import make_schedule
 
 
 class Shard:

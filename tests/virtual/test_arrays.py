@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.virtual.sample_arrays import NAMES, NUMPY_DTYPES, REDUCIBLE, made, of_kind, plain
 from xrank.errors import UsageError
 from xrank.virtual import arrays
-from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import ArraySpec
 
 SHAPES = [(), (0,), (5,), (3, 0, 2), (2, 3), (2, 3, 4)]
 UFUNCS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}

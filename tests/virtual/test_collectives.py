@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xrank.errors import UsageError
-from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import ArraySpec
 from xrank.virtual.collectives import (
     ALGORITHMS,
     ALWAYS_PUSH,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from xrank.virtual.engines.deferred_signals import DeferredSignals
+from xrank.virtual.processes import DeferredSignals
 
 
 def interrupt():

@@ -11,9 +11,9 @@ from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.costs.planning import plan
-from xrank.virtual.operations.feed_forward import FeedForward, FeedForwardSharding, FeedForwardShardingPolicy
-from xrank.virtual.operations.shards import shards_of
+from xrank.virtual.feed_forward import FeedForward, FeedForwardSharding, FeedForwardShardingPolicy
+from xrank.virtual.planning import plan
+from xrank.virtual.sharded_operation import shards_of
 from xrank.virtual.sharding import DimSharding, TensorSharding
 
 X, Y, P = 2, 4, 8

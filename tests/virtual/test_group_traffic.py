@@ -6,12 +6,10 @@ from time import process_time
 import pytest
 
 from xrank.errors import UsageError
-from xrank.virtual.array_spec import ArraySpec
-from xrank.virtual.collectives import ALGORITHMS, COLLECTIVES, ROOTED, SendSlot, course, step_specs
-from xrank.virtual.costs.group_traffic import group_traffic
-from xrank.virtual.costs.planning import plan
-from xrank.virtual.operations.matmul import MatMul, MatMulSharding
-from xrank.virtual.statistics import Traffic
+from xrank.virtual.arrays import ArraySpec
+from xrank.virtual.collectives import ALGORITHMS, COLLECTIVES, ROOTED, SendSlot, Traffic, course, step_specs
+from xrank.virtual.matmul import MatMul, MatMulSharding
+from xrank.virtual.planning import group_traffic, plan
 
 UNEVEN = {"all_scatter", "all_gather", "gather", "all_to_all"}
 

@@ -10,10 +10,9 @@ from tests.sampled import count_of
 from tests.virtual.random_programs import RandomOperation
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
-from xrank.virtual import ArraySpec, LinkModel, MatMul, MatMulSharding, Program
-from xrank.virtual.costs import link_model
-from xrank.virtual.costs.link_model import LinkSample
-from xrank.virtual.programs.program import Communicate, Compute, Receive, Return, Send, Take
+from xrank.virtual import ArraySpec, LinkModel, MatMul, MatMulSharding, Program, link_model
+from xrank.virtual.link_model import LinkSample
+from xrank.virtual.programs import Communicate, Compute, Receive, Return, Send, Take
 
 L, B = 0.25, 1000.0
 MODEL = LinkModel(L, B)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.choice import cheapest
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.costs.link_model import LinkModel
-from xrank.virtual.costs.planning import plan
-from xrank.virtual.operations.choice import cheapest
-from xrank.virtual.operations.feed_forward import FeedForward, FeedForwardSharding
-from xrank.virtual.operations.matmul import MatMul, MatMulSharding, MatMulShardingPolicy
-from xrank.virtual.operations.shards import shards_of
+from xrank.virtual.feed_forward import FeedForward, FeedForwardSharding
+from xrank.virtual.link_model import LinkModel
+from xrank.virtual.matmul import MatMul, MatMulSharding, MatMulShardingPolicy
+from xrank.virtual.planning import plan
+from xrank.virtual.sharded_operation import shards_of
 from xrank.virtual.sharding import DimSharding, TensorSharding
 
 X, Y, P = 2, 4, 8

@@ -15,12 +15,11 @@ from tests.virtual.whole_model import (
 )
 from xrank import dtypes
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.array_spec import ArraySpec
-from xrank.virtual.arrays import spec_of
-from xrank.virtual.pipelines.mlp import MLP
-from xrank.virtual.pipelines.optimizers import SGD, Adam
-from xrank.virtual.pipelines.pipeline import Pipeline
-from xrank.virtual.programs.kernels import find_kernel
+from xrank.virtual.arrays import ArraySpec, spec_of
+from xrank.virtual.kernels import find_kernel
+from xrank.virtual.mlp import MLP
+from xrank.virtual.optimizers import SGD, Adam
+from xrank.virtual.pipeline import Pipeline
 
 
 @pytest.fixture(autouse=True)

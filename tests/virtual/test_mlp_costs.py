@@ -6,12 +6,12 @@ import pytest
 
 from tests.virtual.whole_model import NUM_ROWS, SCHEDULES, WIDTHS, arguments, step
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.array_spec import ArraySpec
-from xrank.virtual.costs.link_model import LinkModel
-from xrank.virtual.pipelines.mlp import MLP
-from xrank.virtual.pipelines.optimizers import SGD
-from xrank.virtual.pipelines.pipeline import Pipeline
-from xrank.virtual.programs.registers import find_last_uses, list_outputs
+from xrank.virtual.arrays import ArraySpec
+from xrank.virtual.link_model import LinkModel
+from xrank.virtual.mlp import MLP
+from xrank.virtual.optimizers import SGD
+from xrank.virtual.pipeline import Pipeline
+from xrank.virtual.programs import find_last_uses, list_outputs
 
 
 def flops_of(widths, num_rows):

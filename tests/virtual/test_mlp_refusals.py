@@ -8,10 +8,10 @@ from tests.virtual.whole_model import arguments, check_gradients, step
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.costs.planning import plan
-from xrank.virtual.pipelines.mlp import MLP
-from xrank.virtual.pipelines.optimizers import SGD, Adam
-from xrank.virtual.pipelines.pipeline import Pipeline
+from xrank.virtual.mlp import MLP
+from xrank.virtual.optimizers import SGD, Adam
+from xrank.virtual.pipeline import Pipeline
+from xrank.virtual.planning import plan
 
 
 def check_refusal(error, match, activations, parameters, mlp=None):

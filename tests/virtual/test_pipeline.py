@@ -5,14 +5,13 @@ import pytest
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import ArraySpec
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.costs.planning import plan
 from xrank.virtual.mesh import Mesh
-from xrank.virtual.pipelines.pipeline import Pipeline, PipelineStage
-from xrank.virtual.pipelines.pipelined_operation import PipelinedOperation, StageProgram
-from xrank.virtual.pipelines.schedule import make_gpipe, make_schedule
-from xrank.virtual.programs.program import Send, Take
+from xrank.virtual.pipeline import Pipeline, PipelinedOperation, PipelineStage, StageProgram
+from xrank.virtual.planning import plan
+from xrank.virtual.programs import Send, Take
+from xrank.virtual.schedule import make_gpipe, make_schedule
 from xrank.virtual.sharding import TensorSharding
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]

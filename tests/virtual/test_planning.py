@@ -13,8 +13,18 @@ from tests.virtual.sample_arrays import of_kind, plain
 from xrank.errors import RankFailedError, UsageError
 from xrank.layout import DeviceMesh
 from xrank.virtual import ArraySpec, Mesh, Operation, Program, VirtualCluster, kernel, plan
-from xrank.virtual.programs.program import Communicate, Compute, Receive, Return, Send, Take
-from xrank.virtual.programs.registers import find_last_uses, list_inputs, list_outputs, peak_nbytes
+from xrank.virtual.programs import (
+    Communicate,
+    Compute,
+    Receive,
+    Return,
+    Send,
+    Take,
+    find_last_uses,
+    list_inputs,
+    list_outputs,
+    peak_nbytes,
+)
 
 meshes = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda shape: prod(shape) <= 9).flatmap(
     lambda shape: st.permutations(range(prod(shape))).map(lambda ranks: DeviceMesh(shape, "abc"[: len(shape)], ranks))

@@ -18,13 +18,10 @@ import torch
 from tests.virtual.remains import children, remains
 from xrank.errors import RankFailedError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual import VirtualCluster
-from xrank.virtual.array_spec import ArraySpec
-from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
-from xrank.virtual.channels import segment
-from xrank.virtual.channels.channel import HOST, make_heading
-from xrank.virtual.engines import process_engine
-from xrank.virtual.engines.engine import Job
+from xrank.virtual import VirtualCluster, processes
+from xrank.virtual.arrays import ArraySpec, bytes_of, from_bytes, kind_of, spec_of
+from xrank.virtual.channels import HOST, make_heading
+from xrank.virtual.engine import DeviceJob
 
 MESHES = [DeviceMesh((2, 3), ("x", "y")), DeviceMesh((2, 2, 2), ("a", "b", "c")), DeviceMesh((3,), ("x",), [7, 0, 4])]
 DTYPES = ["F32", "F64", "BF16", "F16", "I32", "U8", "BOOL", "F8_E4M3"]
@@ -129,7 +126,7 @@ def test_packets_come_in_order_and_returned_arrays_outlive_the_run():
             links.to_host.send(got, make_heading("return", call=number))
         return links.to_host.sent.messages
 
-    outcome = process_engine.run([Job(5, body, packets, 50), Job(2, body, packets, 50)], timeout_seconds=30)
+    outcome = processes.run([DeviceJob(5, body, packets, 50), DeviceJob(2, body, packets, 50)], timeout_seconds=30)
     assert outcome.results == (50, 50)
     for returned in outcome.returned:
         assert [array.shape for array in returned] == [(n, 1000) for n in range(50)]
@@ -409,14 +406,6 @@ def test_an_object_that_cannot_be_unpickled_is_named():
         VirtualCluster(2).run(lambda device: Stubborn() if device.index else 0)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
     assert caught.value.failures == (caught.value,)
-
-
-def test_processors_that_see_stores_out_of_order_are_refused(monkeypatch):
-    monkeypatch.setattr(segment, "STORES_ARE_ORDERED", False)
-    with pytest.raises(UsageError, match="may see a message on these processors before its bytes") as caught:
-        VirtualCluster(2).run(lambda device: device.index)
-    assert caught.value.next_step == 'give engine="in-process"'
-    assert VirtualCluster(2, engine="in-process").run(lambda device: device.index).outputs == [0, 1]
 
 
 def test_an_object_that_cannot_be_pickled_is_named():

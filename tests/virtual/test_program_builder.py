@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.builder import ProgramBuilder, Value, extend_cut, redistribute
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.costs.planning import plan
-from xrank.virtual.operations.sharded_operation import ShardedOperation
-from xrank.virtual.programs.program import Communicate, Compute
-from xrank.virtual.programs.program_builder import ProgramBuilder, Value
-from xrank.virtual.programs.redistribution import extend_cut, redistribute
+from xrank.virtual.planning import plan
+from xrank.virtual.programs import Communicate, Compute
+from xrank.virtual.sharded_operation import ShardedOperation
 from xrank.virtual.sharding import FULL, DimSharding, TensorSharding, as_sharding
 
 MESH = DeviceMesh((2, 4), ("x", "y"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xrank.errors import UsageError
-from xrank.virtual.pipelines.schedule import (
+from xrank.virtual.schedule import (
     SCHEDULES,
     Schedule,
     StageWork,

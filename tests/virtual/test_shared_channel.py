@@ -1,6 +1,7 @@
 """Channels of shared memory: arrays arrive unchanged; ownership and amount of their memory."""
 
 import errno
+import mmap
 import os
 import threading
 
@@ -8,15 +9,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.virtual.shared_ends import memory_of, shared_ends
-from tests.workspace.failing_os import FailingOs
+from tests.sampled import count_of
+from tests.virtual.shared_ends import shared_ends
 from xrank import dtypes
 from xrank.errors import NoSpaceError, UsageError
-from xrank.virtual.array_spec import ArraySpec
-from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
-from xrank.virtual.channels import segment as segment_module
-from xrank.virtual.channels.channel import HOST, make_heading
+from xrank.virtual import processes, shared_channels
+from xrank.virtual.arrays import ArraySpec, bytes_of, from_bytes, kind_of, spec_of
+from xrank.virtual.channels import HOST, make_heading
+from xrank.virtual.shared_channels import Arena, Wait
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (100_003,), (2, 33, 1025)]
 
@@ -33,7 +36,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_every_element_type_and_shape_comes_as_it_was(kind):
-    with shared_ends() as ((sender, receiver, host), _):
+    with shared_ends() as (sender, receiver, host):
         for dtype in dtypes.DTYPES:
             if dtypes.dtype(dtype).num_packed > 1:  # nothing computes with it
                 continue
@@ -62,7 +65,7 @@ def test_noncontiguous_views_arrive_contiguous():
         tensor.T, tensor[::2, ::3], tensor[:1].expand(50, 1000), tensor.clone().requires_grad_(), tensor[3, 4],
         torch.nn.Parameter(tensor), numbers.conj(), numbers.conj().imag, numbers[:2, :2].conj(), base[:0].T,
     ]  # fmt: skip
-    with shared_ends() as ((sender, receiver, _), _):
+    with shared_ends() as (sender, receiver, _):
         for _ in range(2):  # into fresh memory, then into used
             for array in arrays:
                 sender.to_device(1).send(array)
@@ -77,7 +80,7 @@ def test_noncontiguous_views_arrive_contiguous():
 def test_what_was_sent_may_be_changed_on_both_sides(size, kind):
     array = filled((size,), "I32", kind)
     before = bytes_of(array).tobytes()
-    with shared_ends(3) as ((sender, *receivers, _), _):
+    with shared_ends(3) as (sender, *receivers, _):
         for target in (1, 2):
             sender.to_device(target).send(array)
         array[:] = 7
@@ -89,8 +92,8 @@ def test_what_was_sent_may_be_changed_on_both_sides(size, kind):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_block_is_used_again_only_when_its_last_view_is_gone(kind):
-    with shared_ends() as ((sender, receiver, _), _):
+def test_memory_is_used_again_only_when_its_last_view_is_gone(kind):
+    with shared_ends() as (sender, receiver, _):
         out, into = sender.to_device(1), receiver.from_device(0)
         out.send(filled((1 << 20,), "F32", kind))
         kept = into.receive()[5:7]
@@ -102,6 +105,7 @@ def test_a_block_is_used_again_only_when_its_last_view_is_gone(kind):
         del kept
         where = set()
         for _ in range(5):
+            receiver.push_returned()
             out.send(filled((1 << 20,), "F32", kind))
             got = into.receive()
             where.add(bytes_of(got).ctypes.data)
@@ -111,60 +115,62 @@ def test_a_block_is_used_again_only_when_its_last_view_is_gone(kind):
 
 def test_memory_is_that_of_what_is_held_at_once():
     array = filled((1 << 22,), "U8", "numpy")
-    with shared_ends() as ((sender, receiver, host), segment):
-        empty = memory_of(segment)
+    with shared_ends() as (sender, receiver, host):
         for _ in range(40):
             sender.to_device(1).send(array)
             receiver.from_device(0).receive()
+            receiver.push_returned()
             sender.to_host.send(array)
             host.from_device(0).receive()
-        assert memory_of(segment) - empty < 1.1 * array.nbytes
+            host.push_returned()
+        assert sender.arena._warm == array.nbytes
         held = []
         for _ in range(4):
             sender.to_device(1).send(array)
             held.append(receiver.from_device(0).receive())
-        assert 3.9 * array.nbytes < memory_of(segment) - empty < 4.2 * array.nbytes
-        # Pieces of other sizes find monitor where those lay.
+        assert sender.arena._warm == 4 * array.nbytes
+        # Pieces of other sizes lie where those lay.
         held.clear()
+        receiver.push_returned()
         for size in (3 << 20, 5 << 20, 1 << 20, 7 << 20, 100_000):
             sender.to_device(1).send(np.zeros(size, np.uint8))
             held.append(receiver.from_device(0).receive())
-        assert memory_of(segment) - empty < 4.4 * array.nbytes
+        assert sender.arena._warm < 4.2 * array.nbytes
 
 
-def test_many_messages_wait_in_order_and_leave_no_memory_taken():
-    sizes = np.random.default_rng(5).integers(0, 1000, 10_000)
+def test_many_messages_come_in_order_and_leave_no_memory_taken():
+    """More than the pipe has room for wait in the sender."""
+    sizes = np.random.default_rng(5).integers(0, 1000, 5_000)
     sizes[::1000] = 50_000
-    with shared_ends() as ((sender, receiver, _), segment):
-        empty = memory_of(segment)
-        for round_ in range(2):
-            for number, size in enumerate(sizes):
-                sender.to_device(1).send(np.full(size, number + round_, np.int32))
-                if number % 100 == 0:
-                    sender.to_device(1).send_object((number, round_))
-            full = memory_of(segment)
-            for number, size in enumerate(sizes):
-                got = receiver.from_device(0).receive()
-                assert got.shape == (size,) and (got == number + round_).all()
-            assert [receiver.from_device(0).receive_object() for _ in range(100)] == [
-                (number, round_) for number in range(0, 10_000, 100)
-            ]
-            del got
-            sender.arena.take(1)
-            # The chunk that both are in, and the block just taken.
-            assert sender.arena.num_used == 2 + round_
-            assert full - empty < 1.5 * 4 * sizes.sum()
-        assert memory_of(segment) <= full + (1 << 20)
+    with shared_ends() as (sender, receiver, _):
+        for number, size in enumerate(sizes):
+            sender.to_device(1).send(np.full(size, number, np.int32))
+            if number % 100 == 0:
+                sender.to_device(1).send_object((number, "object"))
+        for number, size in enumerate(sizes):
+            while not receiver.from_device(0).arrays:
+                sender.exchange(0)
+                receiver.collect()
+            got = receiver.from_device(0).receive()
+            assert got.shape == (size,) and (got == number).all()
+        assert [receiver.from_device(0).receive_object() for _ in range(50)] == [
+            (number, "object") for number in range(0, 5_000, 100)
+        ]
+        del got
+        receiver.push_returned()
+        sender.collect()
+        assert sender.arena.taken == []
 
 
-def test_the_hosts_arrays_outlive_the_segment():
+def test_the_hosts_arrays_outlive_the_run():
     array = filled((1 << 20,), "BF16", "torch")
-    with shared_ends() as ((sender, _, host), _):
+    with shared_ends() as (sender, _, host):
         sender.to_host.send(array)
         sender.to_host.send_object({"t": array, "n": [filled((300, 400), "F64", "numpy")]})
         got, value = host.from_device(0).receive(), host.from_device(0).receive_object()
-        sender.arena.take(1)
-        assert sender.arena.num_used == 2
+        host.push_returned()
+        sender.collect()
+        assert sender.arena.taken == []
     assert same(got, array) and same(value["t"], array)
     assert same(value["n"][0], filled((300, 400), "F64", "numpy"))
 
@@ -179,7 +185,7 @@ def test_objects_bring_their_arrays_and_what_they_share():
         "words": ("a", 1, None), "scalar": np.float32(3), "empty": np.zeros((0, 3)), "function": same,
         "grad": torch.ones(2, requires_grad=True), "conj": torch.ones(2, dtype=torch.complex64).conj(),
     }  # fmt: skip
-    with shared_ends() as ((sender, receiver, host), _):
+    with shared_ends() as (sender, receiver, host):
         for _ in range(2):
             sender.to_device(1).send_object(value)
             sender.to_host.send_object(value)
@@ -195,14 +201,14 @@ def test_objects_bring_their_arrays_and_what_they_share():
 
 
 def test_a_message_of_something_else_is_refused_by_both_names():
-    with shared_ends() as ((sender, receiver, _), _):
+    with shared_ends() as (sender, receiver, _):
         sender.to_device(1).send(np.zeros(3), make_heading("all_reduce", reduction="sum", group=(0, 1), call=4))
         with pytest.raises(UsageError, match=r"device 1 expects broadcast .* device 0 sent it all_reduce sum .*call 4"):
             receiver.from_device(0).receive(make_heading("broadcast", root=0, group=(0, 1), call=4))
 
 
-def test_a_receiver_that_forks_never_frees_its_blocks():
-    with shared_ends() as ((sender, receiver, _), _):
+def test_a_receiver_that_forks_never_gives_back_what_it_has():
+    with shared_ends() as (sender, receiver, _):
         sender.to_device(1).send(filled((1 << 20,), "U8", "numpy"))
         got = receiver.from_device(0).receive()
         if (pid := os.fork()) == 0:
@@ -210,74 +216,124 @@ def test_a_receiver_that_forks_never_frees_its_blocks():
             os._exit(0)
         os.waitpid(pid, 0)
         del got  # the child might have it still
-        place = None
         for _ in range(3):
             sender.to_device(1).send(np.ones(1 << 20, np.uint8))
-            array = receiver.from_device(0).receive()
-            assert place in (None, array.ctypes.data)
-            place = array.ctypes.data
-            del array
-        assert sender.arena.num_used == 3  # the ring's, that of before, and the last
+            receiver.from_device(0).receive()
+            receiver.push_returned()
+        sender.collect()
+        assert sender.arena.taken == [(0, 1 << 20)]
 
 
-def test_a_receiver_that_waits_is_woken_and_seen(monkeypatch):
-    """The receiver sleeps in poll; the board shows its wait until the message has come."""
-    with shared_ends() as ((sender, receiver, _), _):
+def test_the_host_is_told_of_a_wait_and_of_its_end():
+    with shared_ends() as (sender, receiver, host):
         got = []
         heading = make_heading("send", call=9)
         thread = threading.Thread(target=lambda: got.append(receiver.from_device(0).receive(heading)))
         thread.start()
-        while (wait := sender.board.read(1)) is None:
-            pass
-        assert (wait.source, wait.num_taken, wait.heading) == (0, 0, heading) and wait.turn == 1
+        wait = host.from_device(1).receive_object()
+        assert (wait.source, wait.num_taken, wait.message) == (0, 0, str(heading))
         sender.to_device(1).send(np.arange(3), heading)
         thread.join()
-        assert got[0].tolist() == [0, 1, 2] and sender.board.read(1) is None
+        assert got[0].tolist() == [0, 1, 2] and host.from_device(1).receive_object() is None
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EFAULT, errno.ENOMEM])
 def test_memory_that_is_full_is_an_error_and_no_signal(monkeypatch, number):
-    with shared_ends() as ((sender, receiver, _), _):
+    with shared_ends() as (sender, receiver, _):
         sender.to_device(1).send(np.zeros(5))
-        monkeypatch.setattr(segment_module, "os", FailingOs("pwrite", number))
-        with pytest.raises(NoSpaceError, match="the shared memory is full") as caught:
-            sender.to_device(1).send(np.zeros(1 << 20))
-        assert caught.value.needed_nbytes == 8 << 20
-        with pytest.raises(NoSpaceError):
-            monkeypatch.setattr(segment_module, "os", FailingOs("pwrite", number))
-            sender.to_device(1).send_object(np.zeros(1 << 20))
-        sender.arena.take(1)
-        assert sender.arena.num_used == 2  # the ring's, and this
+        memory = sender.arena._memory
+        sender.arena._memory = FullMemory(number)
+        for send in (sender.to_device(1).send, sender.to_device(1).send_object):
+            with pytest.raises(NoSpaceError, match="the shared memory is full") as caught:
+                send(np.zeros(1 << 20))
+            assert 8 << 20 <= caught.value.needed_nbytes < 9 << 20
+        assert sender.arena.taken == []
         # The next one goes well, where there is memory again.
+        sender.arena._memory = memory
         sender.to_device(1).send(np.ones(1 << 20))
         assert receiver.from_device(0).receive().shape == (5,)
         assert (receiver.from_device(0).receive() == 1).all()
 
 
-def test_more_than_all_memory_is_refused_before_a_byte_is_copied(monkeypatch):
-    monkeypatch.setattr(segment_module, "_MAX_NBYTES", 0)  # the smallest arenas: 64 MiB
-    with shared_ends() as ((sender, _, _), segment):
-        before = memory_of(segment)
-        with pytest.raises(NoSpaceError):
-            sender.to_device(1).send(np.broadcast_to(np.zeros(1), (9 << 20,)))
-        assert memory_of(segment) == before
+class FullMemory:
+    """Has addresses, and no pages for them."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def __len__(self):
+        return 1 << 40
+
+    def madvise(self, *_):
+        raise OSError(self._number, "no pages")
 
 
 def test_a_limit_on_addresses_makes_arenas_smaller(monkeypatch):
-    monkeypatch.setattr(segment_module, "_map", FailingMap(segment_module._map))
-    with shared_ends() as ((sender, receiver, _), segment):
-        assert 64 << 20 <= segment.arena_nbytes <= 128 << 20
+    monkeypatch.setattr(shared_channels, "mmap", FewAddresses())
+    with shared_ends() as (sender, receiver, _):
+        assert 64 << 20 <= len(sender.arena._memory) <= 512 << 20
         sender.to_device(1).send(np.ones(1 << 20))
         assert receiver.from_device(0).receive().sum() == 1 << 20
+        with pytest.raises(NoSpaceError):
+            sender.to_device(1).send(np.broadcast_to(np.zeros(1), (65 << 20,)))
 
 
-class FailingMap:
+class FewAddresses:
     """Maps no more than half a gigabyte."""
 
-    def __init__(self, works):
-        self._works = works
+    def __getattr__(self, name):
+        return getattr(mmap, name)
 
-    def __call__(self, fd, nbytes):
+    def mmap(self, fd, nbytes, **options):
         if nbytes > 512 << 20:
             raise OSError(errno.ENOMEM, "no addresses")
-        return self._works(fd, nbytes)
+        return mmap.mmap(fd, nbytes, **options)
+
+
+STEPS = st.lists(st.one_of(st.integers(0, 300_000), st.floats(0, 1, exclude_max=True)), max_size=60)
+
+
+@settings(max_examples=count_of(60))
+@given(STEPS)
+def test_no_byte_has_two_users_and_no_room_is_lost(steps):
+    """Whole numbers take a place of that size; a fraction gives back one of those that are in use."""
+    arena = Arena(mmap.mmap(-1, 64 << 20))
+    places, most, held = [], 0, 0
+    for step in steps:
+        if isinstance(step, float):
+            if places:
+                start, room = places.pop(int(step * len(places)))
+                arena.give_back(start)
+                held -= room
+            continue
+        start, room = arena.take(step), max(64, -(-step // 64) * 64)
+        assert start % 64 == 0
+        assert all(start + room <= other or other + its <= start for other, its in places)
+        places.append((start, room))
+        held += room
+        most = max(most, held)
+        assert held <= arena._warm
+    for start, _ in places:
+        arena.give_back(start)
+    assert arena.take(most) == 0 and len(arena.taken) == 1
+
+
+@pytest.mark.parametrize(
+    ("running", "told", "found"),
+    [
+        ({0, 1, 2}, {1: Wait(0, "", 0, 0, {}), 2: Wait(1, "", 0, 0, {})}, []),  # for a device that works
+        ({1, 2}, {1: Wait(0, "", 0, 0, {}), 2: Wait(1, "", 0, 0, {})}, [1, 2]),  # for one that has ended
+        ({0, 1}, {0: Wait(1, "", 0, 0, {}), 1: Wait(0, "", 0, 0, {})}, [0, 1]),
+        ({0, 1}, {0: Wait(1, "", 0, 0, {}), 1: Wait(0, "", 0, 2, {0: 1})}, []),  # a message is under way
+        ({0, 1}, {0: Wait(1, "", 0, 1, {1: 2}), 1: Wait(0, "", 0, 2, {0: 1})}, [0, 1]),
+        ({0, 1}, {0: Wait(HOST, "", 0, 1, {}), 1: Wait(0, "", 0, 0, {})}, [0, 1]),  # the host sends no more
+        ({0, 1}, {0: Wait(HOST, "", 0, 0, {}), 1: Wait(0, "", 0, 0, {})}, []),  # but what it sent will come
+    ],
+)
+def test_a_deadlock_is_one_only_if_no_message_is_under_way(running, told, found):
+    with shared_ends(3) as (*_, links):
+        links.to_device(0).send(np.zeros(3))
+        host = processes._Host(links, [], 1.0, 0.0)
+        host._running, host._waits = running, told
+        host._finished = {device: processes.DeviceResult(None, {}, {}) for device in {0, 1, 2} - running}
+        assert sorted(host._find_deadlock()) == found

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from xrank.virtual.engines import stacks
-from xrank.virtual.engines.stacks import StackRequest, collect_stacks, state_of
+from xrank.virtual import processes
+from xrank.virtual.processes import StackRequest, collect_stacks, state_of
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def ends(writing, ready):
 
 
 def test_stacks_come_whole_at_once(monkeypatch):
-    monkeypatch.setattr(stacks, "_PATIENCE_SECONDS", (40.0, 40.0))
+    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", (40.0, 40.0))
     with process(stands_here) as one, process(has_a_thread_that_hears_nothing) as other:
         begun = time.monotonic()
         for _ in range(3):
@@ -124,25 +124,25 @@ def test_a_running_process_gets_more_time():
 
 def test_output_just_after_a_look_is_read(monkeypatch):
     """As on a machine that halts when the host has found the pipe empty, for longer than the host has patience."""
-    readable = stacks._readable
+    readable = processes._readable
 
     def readable_before_it_spoke(descriptors, seconds):
         found = readable(descriptors, seconds)
         os.kill(one.pid, signal.SIGUSR2)
         while state_of(one.pid) == "R":
             pass
-        monkeypatch.setattr(stacks, "_readable", readable)
+        monkeypatch.setattr(processes, "_readable", readable)
         return found
 
-    monkeypatch.setattr(stacks, "_readable", readable_before_it_spoke)
-    monkeypatch.setattr(stacks, "_PATIENCE_SECONDS", (0.0, 50.0))
+    monkeypatch.setattr(processes, "_readable", readable_before_it_spoke)
+    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", (0.0, 50.0))
     with process(runs_and_then_sleeps) as one:
         assert "in runs_and_then_sleeps" in collect_stacks([one])[0]
 
 
 @pytest.mark.parametrize("body", [block_signal, ends])
 def test_a_process_that_cannot_answer_is_not_awaited(body, monkeypatch):
-    monkeypatch.setattr(stacks, "_PATIENCE_SECONDS", (0.1, 50.0))
+    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", (0.1, 50.0))
     with process(body) as one:
         while state_of(one.pid) == "R":
             pass

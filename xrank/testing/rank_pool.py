@@ -25,7 +25,7 @@ from xrank.errors import RankFailedError, RankTimeoutError, UsageError, require_
 from xrank.system import require_linux
 from xrank.testing.rank_starter import RankStarter
 from xrank.testing.rank_worker import Failure, Task
-from xrank.virtual.engines.stacks import StackRequest, collect_stacks
+from xrank.virtual.processes import StackRequest, collect_stacks
 from xrank.words import ranks_text
 
 MAX_RANKS = 8

@@ -10,28 +10,25 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
-    from xrank.virtual.array_spec import ArraySpec
-    from xrank.virtual.channels.channel import VirtualChannel
+    from xrank.virtual.arrays import ArraySpec
+    from xrank.virtual.channels import VirtualChannel
+    from xrank.virtual.choice import cheapest
     from xrank.virtual.cluster import Run, VirtualCluster
-    from xrank.virtual.costs.link_model import LinkModel
-    from xrank.virtual.costs.planning import plan
+    from xrank.virtual.collectives import Statistics
     from xrank.virtual.device import VirtualDevice
+    from xrank.virtual.feed_forward import FeedForward, FeedForwardSharding, FeedForwardShardingPolicy
+    from xrank.virtual.kernels import kernel
+    from xrank.virtual.link_model import LinkModel
+    from xrank.virtual.matmul import MatMul, MatMulSharding, MatMulShardingPolicy
     from xrank.virtual.mesh import Mesh, MeshIndex
-    from xrank.virtual.operations.choice import cheapest
-    from xrank.virtual.operations.feed_forward import FeedForward, FeedForwardSharding, FeedForwardShardingPolicy
-    from xrank.virtual.operations.matmul import MatMul, MatMulSharding, MatMulShardingPolicy
-    from xrank.virtual.operations.sharded_operation import ShardedOperation
-    from xrank.virtual.operations.shards import join_shards, shards_of
-    from xrank.virtual.pipelines.mlp import MLP
-    from xrank.virtual.pipelines.optimizers import SGD, Adam
-    from xrank.virtual.pipelines.pipeline import Pipeline, PipelineStage
-    from xrank.virtual.pipelines.pipelined_operation import PipelinedOperation, StageProgram
-    from xrank.virtual.pipelines.schedule import Schedule
-    from xrank.virtual.programs.kernels import kernel
-    from xrank.virtual.programs.operation import Operation
-    from xrank.virtual.programs.program import Program
+    from xrank.virtual.mlp import MLP
+    from xrank.virtual.optimizers import SGD, Adam
+    from xrank.virtual.pipeline import Pipeline, PipelinedOperation, PipelineStage, StageProgram
+    from xrank.virtual.planning import plan
+    from xrank.virtual.programs import Operation, Program
+    from xrank.virtual.schedule import Schedule
+    from xrank.virtual.sharded_operation import ShardedOperation, join_shards, shards_of
     from xrank.virtual.sharding import DimSharding, TensorSharding
-    from xrank.virtual.statistics import Statistics
 
 __all__ = [
     "MLP",
@@ -70,39 +67,39 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Adam": "pipelines.optimizers",
-    "ArraySpec": "array_spec",
+    "Adam": "optimizers",
+    "ArraySpec": "arrays",
     "DimSharding": "sharding",
-    "FeedForward": "operations.feed_forward",
-    "FeedForwardSharding": "operations.feed_forward",
-    "FeedForwardShardingPolicy": "operations.feed_forward",
-    "LinkModel": "costs.link_model",
-    "MLP": "pipelines.mlp",
-    "MatMul": "operations.matmul",
-    "MatMulSharding": "operations.matmul",
-    "MatMulShardingPolicy": "operations.matmul",
+    "FeedForward": "feed_forward",
+    "FeedForwardSharding": "feed_forward",
+    "FeedForwardShardingPolicy": "feed_forward",
+    "LinkModel": "link_model",
+    "MLP": "mlp",
+    "MatMul": "matmul",
+    "MatMulSharding": "matmul",
+    "MatMulShardingPolicy": "matmul",
     "Mesh": "mesh",
     "MeshIndex": "mesh",
-    "Operation": "programs.operation",
-    "Pipeline": "pipelines.pipeline",
-    "PipelineStage": "pipelines.pipeline",
-    "PipelinedOperation": "pipelines.pipelined_operation",
-    "Program": "programs.program",
+    "Operation": "programs",
+    "Pipeline": "pipeline",
+    "PipelineStage": "pipeline",
+    "PipelinedOperation": "pipeline",
+    "Program": "programs",
     "Run": "cluster",
-    "SGD": "pipelines.optimizers",
-    "Schedule": "pipelines.schedule",
-    "ShardedOperation": "operations.sharded_operation",
-    "StageProgram": "pipelines.pipelined_operation",
-    "Statistics": "statistics",
+    "SGD": "optimizers",
+    "Schedule": "schedule",
+    "ShardedOperation": "sharded_operation",
+    "StageProgram": "pipeline",
+    "Statistics": "collectives",
     "TensorSharding": "sharding",
-    "VirtualChannel": "channels.channel",
+    "VirtualChannel": "channels",
     "VirtualCluster": "cluster",
     "VirtualDevice": "device",
-    "cheapest": "operations.choice",
-    "join_shards": "operations.shards",
-    "kernel": "programs.kernels",
-    "plan": "costs.planning",
-    "shards_of": "operations.shards",
+    "cheapest": "choice",
+    "join_shards": "sharded_operation",
+    "kernel": "kernels",
+    "plan": "planning",
+    "shards_of": "sharded_operation",
 }
 
 __getattr__, __dir__ = defer_imports(__name__, _HOMES)

@@ -1,12 +1,10 @@
-"""Array functions that work alike on numpy arrays and torch tensors; the only module that knows the differences.
-
-A result has the kind of its input. Torch is imported only after the caller has created a tensor.
-"""
+"""Array functions that work alike on numpy arrays and torch tensors; the only module that knows the differences."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -16,10 +14,28 @@ import numpy as np
 from xrank import dtypes
 from xrank.errors import UsageError
 from xrank.ranks.memory import has_memory, kind_without_elements, row_major_bytes
-from xrank.virtual.array_spec import ArraySpec
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """A shape and an element type.
+
+    Args:
+        shape: the length of each dim.
+        dtype: an element type's name as in a safetensors header: ``"BF16"``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the elements."""
+        return prod(self.shape) * dtypes.dtype(self.dtype).nbytes
+
 
 Array: TypeAlias = Any
 """A numpy array or a torch tensor in main memory."""

@@ -1,7 +1,4 @@
-"""The virtual cluster: a mesh of devices on this machine that runs an operation or a function on every device.
-
-An engine (`xrank.virtual.engines.engine`) gives each device a process or a thread, and the channels between them.
-"""
+"""The interpreter: executes a program on a virtual device."""
 
 from __future__ import annotations
 
@@ -16,17 +13,132 @@ from typing import Any
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.system import require_linux
-from xrank.virtual.arrays import Array, spec_of
-from xrank.virtual.channels.channel import HOST, ChannelStatistics, Links
-from xrank.virtual.collectives import check_algorithm
-from xrank.virtual.costs.planning import compile_programs
+from xrank.virtual.arrays import Array, concatenate, nbytes_of, spec_of, split_evenly
+from xrank.virtual.channels import HOST, ChannelStatistics, Links
+from xrank.virtual.collectives import DeviceStatistics, Statistics, check_algorithm
 from xrank.virtual.device import VirtualDevice
-from xrank.virtual.engines.engine import Counts, Engine, EngineOutcome, Job
-from xrank.virtual.interpreter import interpret
+from xrank.virtual.engine import Counts, DeviceJob, Engine, EngineOutcome
+from xrank.virtual.kernels import find_kernel
 from xrank.virtual.mesh import MeshLike, as_device_mesh
-from xrank.virtual.programs.operation import Operation
-from xrank.virtual.programs.program import Program, Receive, Return
-from xrank.virtual.statistics import DeviceStatistics, Statistics
+from xrank.virtual.planning import compile_programs
+from xrank.virtual.programs import (
+    Communicate,
+    Compute,
+    Operation,
+    Program,
+    Receive,
+    Return,
+    Send,
+    Take,
+    find_last_uses,
+    list_inputs,
+    list_outputs,
+)
+
+
+def interpret(program: Program, device: VirtualDevice) -> None:
+    """Run a program to its end.
+
+    A register is freed after the last instruction that reads it, or at once if none does. The device's peak counts
+    the inputs and the outputs of an instruction together.
+
+    Raises:
+        UsageError: a kernel's output differs from the program's spec, or another device calls something else.
+    """
+    registers: dict[str, Array] = {}
+    free_after = find_last_uses(program)
+    for instruction, unused in zip(program.instructions, free_after, strict=True):
+        inputs = [registers[name] for name in list_inputs(instruction)]
+        outputs = _do(instruction, inputs, device)
+        for (name, spec), array in zip(list_outputs(instruction), outputs, strict=True):
+            if spec_of(array) != spec:
+                raise UsageError(
+                    f"device {device.index}: {_title(instruction)} returns {name!r} with another shape or element type",
+                    tensor=name,
+                    rank=device.index,
+                    got=f"{spec_of(array).dtype} {spec_of(array).shape}",
+                    want=f"{spec.dtype} {spec.shape}",
+                )
+            registers[name] = array
+        # Counted before unused registers are freed: inputs and outputs coexist.
+        device.count_held(sum(map(nbytes_of, registers.values())))
+        for name in unused:
+            del registers[name]
+
+
+def _do(instruction: Any, inputs: Sequence[Array], device: VirtualDevice) -> Sequence[Array]:
+    """Execute an instruction and return the arrays for the registers that it writes."""
+    match instruction:
+        case Receive():
+            return (device.receive_from_host(),)
+        case Return():
+            device.send_to_host(inputs[0])
+            return ()
+        case Send():
+            device.send(inputs[0], instruction.device)
+            return ()
+        case Take():
+            return (device.receive(instruction.device),)
+        case Compute():
+            device.count_flops(instruction.flops)
+            result = find_kernel(instruction.kernel)(*inputs, **dict(instruction.options))
+            outputs = result if isinstance(result, tuple) else (result,)
+            if len(outputs) != len(instruction.outputs):
+                raise UsageError(
+                    f"device {device.index}: the kernel {instruction.kernel!r} returns {len(outputs)} arrays",
+                    rank=device.index,
+                    got=str(len(outputs)),
+                    want=f"{len(instruction.outputs)}: {', '.join(instruction.outputs)}",
+                )
+            return outputs
+        case Communicate():
+            result = _communicate(instruction, inputs[0] if inputs else None, device)
+            return (result,) if instruction.output else ()
+    raise AssertionError(instruction)
+
+
+def _communicate(instruction: Communicate, array: Array | None, device: VirtualDevice) -> Array | None:
+    group, dim = instruction.group, instruction.dim
+    cut = 0 if dim is None else dim
+    match instruction.collective:
+        case "all_scatter":
+            return concatenate(device.all_scatter(array, group=group), cut)
+        case "all_gather":
+            return device.all_gather(array, group=group, dim=cut)
+        case "all_reduce":
+            return device.all_reduce(array, group=group, reduction=instruction.reduction or "sum")
+        case "reduce_scatter":
+            return device.reduce_scatter(array, group=group, dim=cut, reduction=instruction.reduction or "sum")
+        case "broadcast":
+            return device.broadcast(array, _root(instruction), group=group)
+        case "gather":
+            return device.gather(array, _root(instruction), group=group, dim=cut)
+        case "scatter":
+            return device.scatter(array, _root(instruction), group=group, dim=cut)
+        case "all_to_all":
+            return concatenate(device.all_to_all(split_evenly(array, len(group), cut), group=group), cut)
+    raise UsageError(
+        f"unknown collective {instruction.collective!r}",
+        rank=device.index,
+        next_step="compile the program with one of the collectives of xrank.virtual",
+    )
+
+
+def _root(instruction: Communicate) -> int:
+    if instruction.root is None:
+        raise UsageError(f"{instruction.collective} has no root", want="a device of its group")
+    return instruction.root
+
+
+def _title(instruction: Any) -> str:
+    match instruction:
+        case Compute():
+            return f"the kernel {instruction.kernel!r}"
+        case Communicate():
+            return instruction.collective
+        case _:
+            return f"its {type(instruction).__name__.lower()}"
+
 
 ENGINES = ("processes", "in-process")
 
@@ -143,19 +255,19 @@ class VirtualCluster:
 
     def _engine(self) -> Engine:
         if self.engine == "in-process":
-            from xrank.virtual.engines import in_process
+            from xrank.virtual import threads
 
-            return in_process.run
+            return threads.run
         require_linux('VirtualCluster(engine="processes")')
-        from xrank.virtual.engines import process_engine
+        from xrank.virtual import processes
 
-        return process_engine.run
+        return processes.run
 
-    def _make_function_jobs(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Job]:
+    def _make_function_jobs(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[DeviceJob]:
         # A forked process has its own copies.
         copied = self.engine == "in-process"
         return [
-            Job(device, partial(self._call, device, function, _copy_arguments(args) if copied else args))
+            DeviceJob(device, partial(self._call, device, function, _copy_arguments(args) if copied else args))
             for device in self.mesh.ranks
         ]
 
@@ -168,7 +280,7 @@ class VirtualCluster:
 
     def _make_program_jobs(
         self, operation: Operation, activations: Sequence[Array], parameters: Sequence[Array]
-    ) -> tuple[list[Job], list[tuple[str, ...]]]:
+    ) -> tuple[list[DeviceJob], list[tuple[str, ...]]]:
         """Return the jobs of an operation, and the names of each device's outputs."""
         specs = [tuple(map(spec_of, arrays)) for arrays in (activations, parameters)]
         programs = compile_programs(operation, self.mesh, specs[0], specs[1])
@@ -176,9 +288,8 @@ class VirtualCluster:
         for program in programs:
             packets = operation.packets(self.mesh, program.device, activations, parameters)
             returned = tuple(i.name for i in program.instructions if isinstance(i, Return))
-            jobs.append(
-                Job(program.device, partial(self._interpret, program), _order_packets(program, packets), len(returned))
-            )
+            ordered = _order_packets(program, packets)
+            jobs.append(DeviceJob(program.device, partial(self._interpret, program), ordered, len(returned)))
             names.append(returned)
         return jobs, names
 

@@ -1,0 +1,413 @@
+"""Program builders: write the programs of all devices of a mesh at once, as steps on sharded values.
+
+A `Value` is one tensor, distributed over the devices by a sharding. Each step appends one instruction with local sizes
+to every device's program and returns the resulting value. Module ``redistribution`` changes the sharding of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal, TypeAlias
+
+from xrank.errors import LayoutError
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.notation import SplitKind
+from xrank.virtual.arrays import ArraySpec
+from xrank.virtual.programs import Communicate, Compute, Instruction, Program, Receive, Return
+from xrank.virtual.sharding import DimSharding, TensorSharding, bounds_of, canonical
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""(start, stop) of a device's shard in each dim."""
+
+Form: TypeAlias = Literal["nn", "nt", "tn"]
+"""Form of a product: nn is (..., k) by (k, n); nt is (..., n) by (k, n) transposed; tn is (..., k) transposed by
+(..., n), which contracts all dims but the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor distributed over all devices of a mesh by one sharding, in a register of one name."""
+
+    register: str
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    sharding: TensorSharding
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Axes along which the devices have addends."""
+        return self.sharding.sums
+
+
+class ProgramBuilder:
+    """Writes the programs of the devices of a mesh.
+
+    Args:
+        mesh: the mesh; a submesh (`DeviceMesh.submesh`) keeps the devices' numbers, so each pipeline stage can have its
+            own builder.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.instructions: dict[int, list[Instruction]] = {device: [] for device in mesh.ranks}
+        """Instructions by device, in mesh order; callers may append further ones."""
+        self.redistributed: dict[tuple[Value, TensorSharding], Value] = {}
+        """Cache of `redistribute`: a value used twice is gathered once."""
+        self._coordinates = [mesh.coordinate(device) for device in mesh.ranks]
+        self._groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+        self._bounds: dict[tuple[DimSharding, int], list[tuple[int, int]]] = {}
+        self._count = 0
+
+    def programs(self) -> tuple[Program, ...]:
+        """Return the programs in mesh order."""
+        return tuple(Program(device, tuple(instructions)) for device, instructions in self.instructions.items())
+
+    def register(self, name: str) -> str:
+        """Return an unused register name."""
+        self._count += 1
+        return f"{name}.{self._count}"
+
+    def canonical(self, shape: Sequence[int], sharding: TensorSharding) -> TensorSharding:
+        """Return the normal form of a sharding for this shape; shardings with equal forms need no redistribution."""
+        sharding.check(self.mesh, shape)
+        dims = tuple(canonical(dim, size, self.mesh) for dim, size in zip(sharding.dims, shape, strict=True))
+        lengths = zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+        return TensorSharding(dims, tuple(axis for axis, length in lengths if length > 1 and axis in sharding.sums))
+
+    def ranges(self, shape: Sequence[int], dims: Sequence[DimSharding]) -> list[Ranges]:
+        """Return each device's ranges, in mesh order."""
+        if not shape:
+            return [()] * len(self._coordinates)
+        return list(zip(*map(self._bounds_of, dims, shape), strict=True))
+
+    def specs(self, value: Value) -> list[ArraySpec]:
+        """Return the spec of each device's shard, in mesh order."""
+        return [local_spec(ranges, value.dtype) for ranges in self.ranges(value.shape, value.sharding.dims)]
+
+    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return each device's group along these axes, with members ordered as the axes cut."""
+        key = tuple(axes)
+        if key not in self._groups:
+            self.mesh.check_axes(key)
+            place = dict(zip(self.mesh.ranks, self._coordinates, strict=True))
+            group_of: dict[int, tuple[int, ...]] = {}
+            for members in self.mesh.groups(*key):
+                # In the order of the cuts, not of the mesh: a gather joins the shards in the group's order.
+                group = tuple(sorted(members, key=lambda device: [place[device][axis] for axis in key]))
+                group_of.update(dict.fromkeys(group, group))
+            self._groups[key] = [group_of[device] for device in self.mesh.ranks]
+        return self._groups[key]
+
+    def receive(self, packet: str, shape: Sequence[int], dtype: str, sharding: TensorSharding) -> Value:
+        """Receive a tensor from the host: each device gets its shard, as a packet of this name."""
+        value = Value(packet, tuple(shape), dtype, self.canonical(shape, sharding))
+        for own, spec in zip(self.instructions.values(), self.specs(value), strict=True):
+            own.append(Receive(packet, spec))
+        return value
+
+    def give(self, value: Value, name: str) -> None:
+        """Send every device's shard to the host."""
+        for own, spec in zip(self.instructions.values(), self.specs(value), strict=True):
+            own.append(Return(value.register, name, spec))
+
+    def compute(
+        self,
+        kernel: str,
+        inputs: Sequence[Value],
+        shape: Sequence[int],
+        sharding: TensorSharding,
+        *,
+        dtype: str | None = None,
+        options: Callable[[int], dict[str, Any]] | None = None,
+        flops: Callable[[int], int] | None = None,
+    ) -> Value:
+        """Call a kernel with one output on the devices' shards of the inputs.
+
+        Args:
+            kernel: name of the kernel.
+            inputs: the kernel's inputs.
+            shape: global shape of the output.
+            sharding: sharding of the output; the caller must ensure that the kernel produces it.
+            dtype: element type of the output; None means that of the first input.
+            options: returns the kernel's keyword arguments for the device at a place in mesh order.
+            flops: returns the flops for the device at a place in mesh order.
+        """
+        sharding = self.canonical(shape, sharding)
+        value = Value(self.register(kernel), tuple(shape), dtype or inputs[0].dtype, sharding)
+        names = tuple(each.register for each in inputs)
+        for place, (own, spec) in enumerate(zip(self.instructions.values(), self.specs(value), strict=True)):
+            keywords = () if options is None else tuple(options(place).items())
+            cost = 0 if flops is None else flops(place)
+            own.append(Compute(kernel, names, (value.register,), (spec,), cost, keywords))
+        return value
+
+    def matmul(self, left: Value, right: Value, form: Form = "nn") -> Value:
+        """Multiply shards that match locally; axes that cut the contracted dims become sums.
+
+        Raises:
+            LayoutError: the sizes or element types do not fit, or an axis cuts both rows and columns.
+        """
+        rows, left_inner = (slice(0, -1), slice(-1, None)) if form != "tn" else (slice(-1, None), slice(0, -1))
+        right_inner, columns = {"nn": (slice(0, 1), 1), "nt": (slice(1, 2), 0), "tn": (slice(0, -1), -1)}[form]
+        if left.dtype != right.dtype or left.shape[left_inner] != right.shape[right_inner]:
+            raise LayoutError(
+                f"a product of {_describe(left)} and {_describe(right)} does not fit",
+                got=f"{left.shape[left_inner]} and {right.shape[right_inner]} in {left.dtype} and {right.dtype}",
+                want="equal sizes of the contracted dims, in one element type",
+            )
+        inner = left.sharding.dims[left_inner]
+        if inner != right.sharding.dims[right_inner]:
+            raise LayoutError(
+                f"a product of {_describe(left)} and {_describe(right)} is not local: it contracts differing cuts",
+                got=f"{left.sharding} and {right.sharding}",
+                want="equal cuts",
+            )
+        # A device with a part of the contracted dims has an addend of the product.
+        summed = (*(axis for dim in inner for axis in dim.axes), *left.sums, *right.sums)
+        dims = (*left.sharding.dims[rows], right.sharding.dims[columns])
+        shape = (*left.shape[rows], right.shape[columns])
+        left_specs, right_specs = self.specs(left), self.specs(right)
+
+        def flops(place: int) -> int:
+            return 2 * prod(left_specs[place].shape) * right_specs[place].shape[columns]
+
+        return self.compute(
+            "matmul", (left, right), shape, TensorSharding(dims, summed), options=lambda _: {"form": form}, flops=flops
+        )
+
+    def slice(self, value: Value, dim: int, axis: str, kind: SplitKind) -> Value:
+        """Keep each device's range of a dim that an axis cuts further; needs no communication.
+
+        Args:
+            value: the value to cut.
+            dim: the dim to cut.
+            axis: the axis; the devices along it have equal data.
+            kind: the rule for sizes that do not divide evenly.
+        """
+        target = _with_dim(value.sharding, dim, DimSharding((*value.sharding[dim].axes, axis), kind))
+        before = self.ranges(value.shape, value.sharding.dims)
+        after = self.ranges(value.shape, target.dims)
+
+        def options(place: int) -> dict[str, Any]:
+            low = before[place][dim][0]
+            return {"dim": dim, "start": after[place][dim][0] - low, "stop": after[place][dim][1] - low}
+
+        return self.compute("slice", (value,), value.shape, target, options=options)
+
+    def all_reduce(self, value: Value, axes: Sequence[str], reduction: str = "sum") -> Value:
+        """Sum the addends along these axes."""
+        left = tuple(axis for axis in value.sums if axis not in axes)
+        target = TensorSharding(value.sharding.dims, left)
+        return self.communicate("all_reduce", value, target, axes, reduction=reduction)
+
+    def reduce_scatter(self, value: Value, dim: int, axis: str, kind: SplitKind) -> Value:
+        """Sum the addends along an axis and keep each device's range of a dim, which the axis cuts further."""
+        left = TensorSharding(value.sharding.dims, tuple(each for each in value.sums if each != axis))
+        target = _with_dim(left, dim, DimSharding((*left[dim].axes, axis), kind))
+        return self.communicate("reduce_scatter", value, target, (axis,), dim=dim, reduction="sum")
+
+    def all_gather(self, value: Value, dim: int, count: int) -> Value:
+        """Join the shards of a dim, so that only its first `count` axes still cut it."""
+        own = value.sharding[dim]
+        target = _with_dim(value.sharding, dim, own.upto(count))
+        return self.communicate("all_gather", value, target, own.axes[count:], dim=dim)
+
+    def all_gather_blocks(self, value: Value, counts: Sequence[int]) -> Value:
+        """Join the shards of several dims in one collective: members send flat blocks and assemble them locally.
+
+        Args:
+            value: the value to gather.
+            counts: for each dim, how many of its cutting axes remain.
+        """
+        axes = tuple(axis for dim, count in zip(value.sharding.dims, counts, strict=True) for axis in dim.axes[count:])
+        target = TensorSharding(
+            tuple(dim.upto(count) for dim, count in zip(value.sharding.dims, counts, strict=True)), value.sums
+        )
+        result = Value(self.register("tile"), value.shape, value.dtype, self.canonical(value.shape, target))
+        flat, gathered = self.register("flatten"), self.register("all_gather")
+        blocks = dict(zip(self.mesh.ranks, self.ranges(value.shape, value.sharding.dims), strict=True))
+        wholes = self.ranges(value.shape, target.dims)
+        tilings: dict[int, _Tiling] = {}
+        for (device, own), group, whole in zip(self.instructions.items(), self.groups(axes), wholes, strict=True):
+            # The members share one tuple and one tiling: the group may be a whole mesh of thousands of devices.
+            if id(group) not in tilings:
+                tilings[id(group)] = _plan_tiling([blocks[member] for member in group], whole, value.dtype)
+            known = tilings[id(group)]
+            own.append(Compute("flatten", (value.register,), (flat,), (known.given[group.index(device)],)))
+            own.append(Communicate("all_gather", group, flat, gathered, known.given, known.joined, dim=0, axes=axes))
+            own.append(Compute("tile", (gathered,), (result.register,), (known.whole,), 0, known.options))
+        return result
+
+    def communicate(
+        self,
+        collective: str,
+        value: Value,
+        target: TensorSharding,
+        axes: Sequence[str],
+        *,
+        dim: int | None = None,
+        reduction: str | None = None,
+    ) -> Value:
+        """Append a collective of each group along these axes; it changes the value's sharding to the target."""
+        result = Value(self.register(collective), value.shape, value.dtype, self.canonical(value.shape, target))
+        before = dict(zip(self.mesh.ranks, self.specs(value), strict=True))
+        given: dict[int, tuple[ArraySpec, ...]] = {}
+        for own, group, spec in zip(self.instructions.values(), self.groups(axes), self.specs(result), strict=True):
+            # `groups` returns one tuple for all members, and keeps it: its id is a key that costs nothing to hash.
+            if id(group) not in given:
+                given[id(group)] = tuple(before[member] for member in group)
+            specs = given[id(group)]
+            own.append(
+                Communicate(
+                    collective, group, value.register, result.register, specs, spec, dim, reduction, axes=tuple(axes)
+                )
+            )
+        return result
+
+    def _bounds_of(self, dim: DimSharding, size: int) -> list[tuple[int, int]]:
+        """Return each device's (start, stop) of one dim."""
+        key = (dim, size)
+        if key not in self._bounds:
+            found: dict[tuple[int, ...], tuple[int, int]] = {}
+            places = [tuple(at[axis] for axis in dim.axes) for at in self._coordinates]
+            for place, at in zip(places, self._coordinates, strict=True):
+                # Devices at equal places along the cutting axes have equal bounds; such places are few.
+                if place not in found:
+                    found[place] = bounds_of(dim, size, self.mesh, at)
+            self._bounds[key] = [found[place] for place in places]
+        return self._bounds[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """The part of a multi-dim all-gather that is equal for all members of a group."""
+
+    given: tuple[ArraySpec, ...]
+    """Specs of all members' flat blocks."""
+    joined: ArraySpec
+    """Spec of the concatenated blocks."""
+    whole: ArraySpec
+    options: tuple[tuple[str, Any], ...]
+    """Options of the kernel "tile", which assembles the blocks."""
+
+
+def _plan_tiling(blocks: Sequence[Ranges], whole: Ranges, dtype: str) -> _Tiling:
+    shapes = tuple(local_spec(block, dtype).shape for block in blocks)
+    given = tuple(ArraySpec((prod(shape),), dtype) for shape in shapes)
+    starts = tuple(tuple(low - first for (low, _), (first, _) in zip(block, whole, strict=True)) for block in blocks)
+    spec = local_spec(whole, dtype)
+    options = (("shape", spec.shape), ("starts", starts), ("shapes", shapes))
+    return _Tiling(given, ArraySpec((sum(map(prod, shapes)),), dtype), spec, options)
+
+
+@lru_cache(maxsize=65536)
+def local_spec(ranges: Ranges, dtype: str) -> ArraySpec:
+    """Return the spec of a shard."""
+    return ArraySpec(tuple(high - low for low, high in ranges), dtype)
+
+
+def _with_dim(sharding: TensorSharding, dim: int, to: DimSharding) -> TensorSharding:
+    """Replace the cut of one dim."""
+    return TensorSharding((*sharding.dims[:dim], to, *sharding.dims[dim + 1 :]), sharding.sums)
+
+
+def _describe(value: Value) -> str:
+    return f"a tensor of shape {value.shape} cut as {value.sharding}"
+
+
+def redistribute(builder: ProgramBuilder, value: Value, sharding: TensorSharding) -> Value:
+    """Return the value with another sharding; computed once per value and sharding.
+
+    The order of steps: cut dims where devices have equal data (free), or by a reduce-scatter where an axis sums;
+    all-reduce the remaining sums; gather shards (several dims in one collective); cut the remaining dims.
+
+    Raises:
+        LayoutError: the sharding requires addends of a tensor that is not a sum.
+    """
+    target = builder.canonical(value.shape, sharding)
+    key = (value, target)
+    if key not in builder.redistributed:
+        builder.redistributed[key] = _redistribute(builder, value, target)
+    return builder.redistributed[key]
+
+
+def _redistribute(builder: ProgramBuilder, value: Value, target: TensorSharding) -> Value:
+    more = [axis for axis in target.sums if axis not in value.sums]
+    if more:
+        raise LayoutError(
+            f"a whole tensor has no addends along {more[0]!r}",
+            got=str(value.sharding),
+            want=str(target),
+            next_step="leave the axis out of the sum, or cut the contracted dim by it",
+        )
+    for dim in range(len(value.shape)):
+        value = _cut(builder, value, dim, target)
+    rest = tuple(axis for axis in value.sums if axis not in target.sums)
+    if rest:
+        value = builder.all_reduce(value, rest)
+    # Cutting comes before gathering because it makes the gathered blocks smaller.
+    counts = [common_axes(builder, value, dim, target[dim]) for dim in range(len(value.shape))]
+    gathered = [dim for dim, count in enumerate(counts) if count < len(value.sharding[dim].axes)]
+    if len(gathered) == 1:
+        value = builder.all_gather(value, gathered[0], counts[gathered[0]])
+    elif gathered:
+        value = builder.all_gather_blocks(value, counts)
+    for dim in range(len(value.shape)):
+        value = _cut(builder, value, dim, target)
+    return value
+
+
+def common_axes(builder: ProgramBuilder, value: Value, dim: int, wanted: DimSharding) -> int:
+    """Return the number of leading axes by which a value's dim and the wanted sharding are cut alike."""
+    own, size = value.sharding[dim], value.shape[dim]
+    count = min(len(own.axes), len(wanted.axes))
+    # It ends at 0 at the latest: a cut by no axes is equal to any other.
+    while canonical(own.upto(count), size, builder.mesh) != canonical(wanted.upto(count), size, builder.mesh):
+        count -= 1
+    return count
+
+
+def extend_cut(
+    builder: ProgramBuilder, size: int, own: DimSharding, wanted: DimSharding, taken: set[str]
+) -> DimSharding:
+    """Extend a dim's cut by further axes of the wanted cut, up to the first taken axis, and add them to `taken`.
+
+    Returns the dim's own cut if the wanted one does not begin with it.
+    """
+    own, wanted = canonical(own, size, builder.mesh), canonical(wanted, size, builder.mesh)
+    count = len(own.axes)
+    if canonical(wanted.upto(count), size, builder.mesh) != own:
+        return own
+    while count < len(wanted.axes) and wanted.axes[count] not in taken:
+        taken.add(wanted.axes[count])
+        count += 1
+    return canonical(wanted.upto(count), size, builder.mesh)
+
+
+def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding) -> Value:
+    """Cut a dim by the target's axes as far as possible without a gather."""
+    wanted = target[dim]
+    if common_axes(builder, value, dim, wanted) < len(value.sharding[dim].axes):
+        return value
+    for axis in wanted.axes[len(value.sharding[dim].axes) :]:
+        if axis in value.sums:
+            # A reduce-scatter cuts as array_split; other cuts are all-reduced first and cut afterwards.
+            if not _is_even(builder, value, dim, wanted):
+                return value
+            value = builder.reduce_scatter(value, dim, axis, wanted.kind)
+        # The axis still cuts another dim; a gather has to free it first.
+        elif axis in value.sharding.axes:
+            return value
+        else:
+            value = builder.slice(value, dim, axis, wanted.kind)
+    return value
+
+
+def _is_even(builder: ProgramBuilder, value: Value, dim: int, wanted: DimSharding) -> bool:
+    """Return whether a reduce-scatter cuts a dim as wanted: evenly, or as `numpy.array_split` does."""
+    count = len(value.sharding[dim].axes) + 1
+    return canonical(wanted.upto(count), value.shape[dim], builder.mesh).kind != "/~"

@@ -1,1 +1,0 @@
-"""Channels: message headings, and the shared memory that carries messages and arrays between processes."""

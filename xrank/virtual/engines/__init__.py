@@ -1,1 +1,0 @@
-"""Engines: devices as threads or processes, and the host that starts them, monitors them and reports failures."""

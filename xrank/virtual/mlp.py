@@ -1,0 +1,456 @@
+"""One stage of an MLP's pipeline: its packets, its layers forward and backward, and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrank import dtypes
+from xrank.errors import LayoutError, UsageError
+from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.arrays import Array, ArraySpec, check_one_kind, concatenate, split_lengths
+from xrank.virtual.builder import ProgramBuilder, Value, redistribute
+from xrank.virtual.optimizers import SGD, Optimizer, state_dtype
+from xrank.virtual.pipeline import Pipeline, PipelinedOperation, StageProgram
+from xrank.virtual.programs import Return
+from xrank.virtual.sharding import TensorSharding
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Properties of a step that all its stages share."""
+
+    pipeline: Pipeline
+    optimizer: Optimizer | None
+    num_layers: int
+    relu_last: bool
+    specs: Mapping[str, ArraySpec]
+    """Specs of the arguments: ``"inputs"``, ``"targets"``, ``"weight.0"``, ``"bias.0"``, ``"mean.weight.0"``, ..."""
+
+    def layers(self, stage: int, chunk: int) -> range:
+        """Return the layers of a stage's chunk."""
+        part = chunk * self.pipeline.num_stages + stage
+        lengths = split_lengths(self.num_layers, self.pipeline.schedule.num_parts)
+        return range(sum(lengths[:part]), sum(lengths[: part + 1]))
+
+    def rows(self, run: int) -> range:
+        """Return the rows of a run."""
+        lengths = split_lengths(self.specs["inputs"].shape[0], self.pipeline.num_runs)
+        return range(sum(lengths[:run]), sum(lengths[: run + 1]))
+
+    def has_relu(self, layer: int) -> bool:
+        """Return whether relu follows a layer."""
+        return self.relu_last or layer < self.num_layers - 1
+
+    def cut(self, rows: bool = False, columns: bool = False) -> TensorSharding:
+        """Return the sharding of two dims, rows over `dp` and columns over `tp`."""
+        return TensorSharding((self.pipeline.dp if rows else None, self.pipeline.tp if columns else None))
+
+    def parameter_sharding(self, name: str) -> TensorSharding:
+        """Return the sharding of a parameter, or of one of its states, by name."""
+        if name.rpartition("weight.")[1]:
+            return self.cut(columns=True)
+        return TensorSharding((self.pipeline.tp,) if name.rpartition("bias.")[1] else ())
+
+    def parameters(self, stage: int) -> Iterator[str]:
+        """Yield the names of the parameters of a stage."""
+        for chunk in range(self.pipeline.schedule.num_chunks):
+            for layer in self.layers(stage, chunk):
+                yield f"weight.{layer}"
+                yield f"bias.{layer}"
+
+    def packets(self, stage: int) -> Iterator[Packet]:
+        """Yield the host's packets for a stage, in the order of their first use."""
+        for name in self.parameters(stage):
+            yield Packet(name, name, None, self.parameter_sharding(name))
+        for run in range(self.pipeline.num_runs):
+            if stage == 0:
+                yield Packet(f"inputs.{run}", "inputs", self.rows(run), self.cut(rows=True))
+            if stage == self.pipeline.num_stages - 1:
+                yield Packet(f"targets.{run}", "targets", self.rows(run), self.cut(rows=True, columns=True))
+        for state in self.optimizer.states if self.optimizer else ():
+            for name in self.parameters(stage):
+                if (kept := f"{state}.{name}") in self.specs:
+                    yield Packet(kept, kept, None, self.parameter_sharding(kept))
+        if "steps" in self.specs:
+            yield Packet("steps", "steps", None, TensorSharding(()))
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """An array that the host sends to the devices of a stage; each device receives its shard."""
+
+    name: str
+    argument: str
+    """Name of the array that the packet is cut from."""
+    rows: range | None
+    """Rows of the array in the packet; None means all."""
+    sharding: TensorSharding
+
+
+class MLPStage(StageProgram):
+    """Writes the program of one stage.
+
+    Args:
+        setting: properties of the step.
+        stage: index of the stage.
+        builder: program builder of the stage's devices.
+    """
+
+    def __init__(self, setting: Setting, stage: int, builder: ProgramBuilder) -> None:
+        self._setting = setting
+        self._stage = stage
+        self._builder = builder
+        self._packets = {packet.name: packet for packet in setting.packets(stage)}
+        self._parameters: dict[str, Value] = {}
+        self._gradients: dict[str, Value] = {}
+        self._kept: dict[tuple[int, int], tuple[Value, Value]] = {}
+        """Inputs and outputs of a layer that its backward needs, by run and layer."""
+        self._output_gradients: dict[int, Value] = {}
+        self._losses: dict[int, Value] = {}
+
+    def begin(self) -> None:
+        """Receive the parameters."""
+        for name in self._setting.parameters(self._stage):
+            self._parameters[name] = self._receive(name)
+
+    def forward(self, run: int, chunk: int, given: Value | None) -> Value | None:
+        """Write the chunk's layers; after the last layer also the loss and its gradient."""
+        setting, builder = self._setting, self._builder
+        x = self._receive(f"inputs.{run}") if given is None else given
+        for layer in setting.layers(self._stage, chunk):
+            # A weight is cut by columns, so its product needs all columns of the input: an all-gather over `tp`.
+            x = redistribute(builder, x, setting.cut(rows=True))
+            product = builder.matmul(x, self._parameters[f"weight.{layer}"])
+            inputs = (product, self._parameters[f"bias.{layer}"])
+            y = builder.compute("add_last", inputs, product.shape, product.sharding)
+            if setting.has_relu(layer):
+                y = builder.compute("relu", (y,), y.shape, y.sharding)
+            self._kept[run, layer] = x, y
+            x = y
+        if layer < setting.num_layers - 1:
+            return x
+        target = self._receive(f"targets.{run}")
+        size = {"size": setting.specs["targets"].shape[0] * setting.specs["targets"].shape[1]}
+        # Each device has the loss of its rows and columns.
+        sums = TensorSharding((), sums=(setting.pipeline.dp, setting.pipeline.tp))
+        self._losses[run] = builder.compute("squared_error", (x, target), (), sums, options=lambda _: size)
+        self._output_gradients[run] = builder.compute(
+            "squared_error_gradient", (x, target), x.shape, x.sharding, options=lambda _: size
+        )
+        return None
+
+    def backward(self, run: int, chunk: int, given: Value | None) -> Value | None:
+        """Write the gradients of the chunk's layers, added to those of earlier runs."""
+        setting, builder = self._setting, self._builder
+        dy = self._output_gradients.pop(run) if given is None else given
+        for layer in reversed(setting.layers(self._stage, chunk)):
+            x, y = self._kept.pop((run, layer))
+            if setting.has_relu(layer):
+                # relu's output is positive where its input is, so the output suffices and the input need not be kept.
+                dy = builder.compute("relu_backward", (y, dy), dy.shape, dy.sharding)
+            self._add(f"weight.{layer}", builder.matmul(x, dy, "tn"))
+            sums = TensorSharding((dy.sharding[1],), sums=(setting.pipeline.dp,))
+            self._add(f"bias.{layer}", builder.compute("column_sum", (dy,), dy.shape[1:], sums))
+            dx = builder.matmul(dy, self._parameters[f"weight.{layer}"], "nt")
+            # The layer below needs only its own columns: a reduce-scatter sends half the bytes of an all-reduce.
+            dy = redistribute(builder, dx, setting.cut(rows=True, columns=layer > 0))
+        if layer > 0:
+            return dy
+        self._give(dy, f"input_gradients.{run}")
+        return None
+
+    def end(self) -> None:
+        """Sum gradients and losses over the devices, write the optimizer step, and return the results."""
+        setting, builder = self._setting, self._builder
+        if self._losses:
+            losses = tuple(self._losses[run] for run in range(setting.pipeline.num_runs))
+            stacked = TensorSharding((None,), losses[0].sums)
+            losses_of_device = builder.compute("stack", losses, (len(losses),), stacked)
+            self._give(redistribute(builder, losses_of_device, TensorSharding.replicated(1)), "losses")
+        for name in self._setting.parameters(self._stage):
+            gradient = self._gradients[name]
+            self._gradients[name] = redistribute(builder, gradient, gradient.sharding.without_sums())
+            self._give(self._gradients[name], f"gradient.{name}")
+        if setting.optimizer is None:
+            return
+        count = None
+        if setting.optimizer.counts_steps:
+            like = next(iter(self._gradients.values()))
+            before = (self._receive("steps"),) if "steps" in self._packets else ()
+            count = builder.compute("count", (like, *before), (), TensorSharding(()), dtype="I64")
+            if self._stage == 0:
+                self._give(count, "steps")
+        for name in self._setting.parameters(self._stage):
+            kept = [f"{state}.{name}" for state in setting.optimizer.states]
+            states = [self._receive(state) for state in kept if state in self._packets]
+            new = setting.optimizer.step(builder, self._parameters[name], self._gradients[name], states, count)
+            for value, result_name in zip(new, (name, *kept), strict=True):
+                self._give(value, result_name)
+
+    def _receive(self, name: str) -> Value:
+        packet = self._packets[name]
+        spec = self._setting.specs[packet.argument]
+        shape = spec.shape if packet.rows is None else (len(packet.rows), *spec.shape[1:])
+        return self._builder.receive(name, shape, spec.dtype, packet.sharding)
+
+    def _add(self, name: str, gradient: Value) -> None:
+        """Add one run's gradient to a parameter's sum."""
+        before = self._gradients.get(name)
+        if before is not None:
+            gradient = self._builder.compute("add", (before, gradient), gradient.shape, gradient.sharding)
+        self._gradients[name] = gradient
+
+    def _give(self, value: Value, name: str) -> None:
+        """Return a value to the host; of devices with equal data, only the first returns it."""
+        builder = self._builder
+        free = [axis for axis in builder.mesh.axis_names if axis not in value.sharding.axes]
+        for device, spec in zip(builder.mesh.ranks, builder.specs(value), strict=True):
+            at = builder.mesh.coordinate(device)
+            if not any(at[axis] for axis in free):
+                builder.instructions[device].append(Return(value.register, name, spec))
+
+
+@dataclass(frozen=True, slots=True)
+class MLPResult:
+    """The joined results of a step, in arrays of the same kind as the arguments."""
+
+    losses: Array
+    """Loss of each run; their sum is the mean squared error of the batch."""
+    input_gradients: Array
+    """Gradients with respect to the inputs of the whole batch."""
+    gradients: tuple[Array, ...]
+    """Gradients with respect to the parameters, in their order."""
+    parameters: tuple[Array, ...]
+    """Parameters after the step; empty without an optimizer."""
+    states: tuple[Array, ...]
+    """Optimizer states after the step."""
+
+    @property
+    def loss(self) -> float:
+        """The mean squared error of the batch, before the step."""
+        return float(self.losses.sum())
+
+    @property
+    def next_parameters(self) -> tuple[Array, ...]:
+        """Parameters of the next step: ``run(mlp, activations=..., parameters=result.next_parameters)``."""
+        return self.parameters + self.states
+
+
+class MLP(PipelinedOperation):
+    """Dense layers with relu between them, mean squared error, all gradients, and an optimizer step.
+
+    A layer is ``x @ weight + bias``. The parts of the model (`Schedule.num_parts`) divide the layers as evenly as
+    `numpy.array_split`; so do the runs divide a batch's rows, `dp` the rows of each run, and `tp` the columns of every
+    weight and bias.
+
+    The activations of a step are inputs and targets. Its parameters are the weight and bias of every layer in turn;
+    after the first step the optimizer's states follow: those of each parameter, by the names of `Optimizer.states`,
+    then the number of steps if the optimizer counts them. `result` joins the devices' outputs.
+
+    Communication of a run over `tp`: the inputs of every layer except the first are all-gathered and their gradients
+    reduce-scattered (as many bytes as one all-reduce, in a ring); the gradients of the first layer's inputs are
+    all-reduced. Between stages, each device sends its columns. After the last cycle, the gradients summed over the runs
+    are all-reduced over `dp`, and the losses over both axes. Of devices with equal results, only the first returns
+    them. Flops count the products: 2 for each row and weight in the forward, 4 in the backward.
+
+    Args:
+        pipeline: the stages and their schedule.
+        learning_rate: shorthand for an `SGD` without momentum.
+        optimizer: the optimizer; without it and a learning rate, the parameters do not change.
+        num_layers: number of layers.
+        relu_last: whether relu also follows the last layer.
+
+    Raises:
+        LayoutError: there are fewer layers than parts of the model.
+        UsageError: both a learning rate and an optimizer are given.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        learning_rate: float | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        num_layers: int = 4,
+        relu_last: bool = False,
+    ) -> None:
+        super().__init__(pipeline)
+        if learning_rate is not None and optimizer is not None:
+            raise UsageError(
+                "an MLP has one learning rate", got=f"learning_rate={learning_rate} and {optimizer}", want="either"
+            )
+        schedule = pipeline.schedule
+        if not isinstance(num_layers, int):
+            raise UsageError("the number of layers must be an integer", got=repr(num_layers), want="an integer")
+        if num_layers < schedule.num_parts:
+            raise LayoutError(
+                f"{num_layers} layers cannot be divided over {schedule.num_parts} parts of a model",
+                got=f"{num_layers} layers",
+                want=f"a layer or more for each of {schedule.num_stages} stages x {schedule.num_chunks} chunks",
+                next_step="take fewer stages or chunks, or more layers",
+            )
+        self.optimizer = SGD(learning_rate) if learning_rate is not None else optimizer
+        self.num_layers = num_layers
+        self.relu_last = relu_last
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the layers' parameters: ``"weight.0"``, ``"bias.0"``, ``"weight.1"``, ..."""
+        return tuple(f"{what}.{layer}" for layer in range(self.num_layers) for what in ("weight", "bias"))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the optimizer's arrays: ``"mean.weight.0"``, ..., ``"steps"``."""
+        if self.optimizer is None:
+            return ()
+        each = tuple(f"{state}.{name}" for state in self.optimizer.states for name in self.parameter_names)
+        return (*each, "steps") if self.optimizer.counts_steps else each
+
+    def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
+        """Check that the arguments fit each other and that every device has some work.
+
+        Raises:
+            LayoutError: a shape or an element type does not fit; a batch has too few rows, a layer too few columns.
+            UsageError: the number of arguments is wrong.
+        """
+        specs = self._name_arguments(activations, parameters)
+        inputs = specs["inputs"]
+        if len(inputs.shape) != 2 or not dtypes.dtype(inputs.dtype).is_float:
+            raise _misfit("inputs", inputs, "rows of floating point numbers")
+        width, num_shares = inputs.shape[1], self.pipeline.stage_meshes[0].axis_length(self.pipeline.tp)
+        for layer in range(self.num_layers):
+            weight = specs[f"weight.{layer}"]
+            if len(weight.shape) != 2 or weight != ArraySpec((width, weight.shape[1]), inputs.dtype):
+                raise _misfit(f"weight.{layer}", weight, f"({width}, ...) {inputs.dtype}")
+            width = weight.shape[1]
+            if width < num_shares:
+                raise _misfit(
+                    f"weight.{layer}",
+                    weight,
+                    f"{num_shares} columns or more, one for each place of {self.pipeline.tp!r}",
+                )
+            self._check_like(specs, f"bias.{layer}", ArraySpec((width,), inputs.dtype))
+        self._check_like(specs, "targets", ArraySpec((inputs.shape[0], width), inputs.dtype))
+        for name in self.state_names:
+            _, _, parameter = name.partition(".")
+            like = specs.get(parameter, ArraySpec((), "I64"))
+            self._check_like(specs, name, ArraySpec(like.shape, state_dtype(like.dtype)))
+        num_replicas = self.pipeline.stage_meshes[0].axis_length(self.pipeline.dp)
+        if inputs.shape[0] < self.pipeline.num_runs * num_replicas:
+            raise LayoutError(
+                f"a batch of {inputs.shape[0]} rows has no rows for some of {self.pipeline.num_runs} runs"
+                f" x {num_replicas} replicas",
+                tensor="inputs",
+                got=f"{inputs.shape[0]} rows",
+                want=f"{self.pipeline.num_runs * num_replicas} rows or more",
+                next_step="take fewer runs, or a larger batch",
+            )
+
+    def stage_program(
+        self, stage: int, builder: ProgramBuilder, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
+    ) -> StageProgram:
+        """Return the writer of one stage's program."""
+        return MLPStage(self._make_setting(self._name_arguments(activations, parameters)), stage, builder)
+
+    def packets(
+        self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
+    ) -> dict[str, Array]:
+        """Return a device's shards of the arguments of its stage.
+
+        Raises:
+            UsageError: some arguments are numpy arrays and some are tensors.
+        """
+        arrays = self._name_arguments(activations, parameters)
+        check_one_kind(arrays)
+        # Without element types: packets depend on shapes alone.
+        setting = self._make_setting({name: ArraySpec(tuple(array.shape)) for name, array in arrays.items()})
+        stage = self.pipeline.stage_of(device)
+        devices = self.pipeline.stage_meshes[stage]
+        packets: dict[str, Array] = {}
+        for packet in setting.packets(stage):
+            array = arrays[packet.argument]
+            if packet.rows is not None:
+                array = array[packet.rows.start : packet.rows.stop]
+            cuts = packet.sharding.slices(devices, devices.coordinate(device), tuple(array.shape))
+            packets[packet.name] = array[tuple(slice(low, high) for low, high in cuts)] if cuts else array
+        return packets
+
+    def result(self, outputs: Sequence[Any]) -> MLPResult:
+        """Join the outputs of a run.
+
+        Args:
+            outputs: output of each device, in mesh order (`Run.outputs`).
+
+        Raises:
+            UsageError: the outputs are not from this operation.
+        """
+        if len(outputs) != self.pipeline.mesh.size:
+            raise UsageError(
+                "an MLP's result needs all devices' outputs",
+                got=f"{len(outputs)} outputs",
+                want=f"{self.pipeline.mesh.size}, as Run.outputs has them",
+            )
+        pieces: dict[str, list[Array]] = {}
+        found = dict(zip(self.pipeline.mesh.ranks, outputs, strict=True))
+        for devices in self.pipeline.stage_meshes:
+            for device in devices.ranks:
+                for name, array in _to_mapping(found[device]).items():
+                    pieces.setdefault(name, []).append(array)
+
+        def whole(name: str) -> Array:
+            """Join weights along columns, other pieces along their first dim; return a single piece unchanged."""
+            parts = pieces.get(name)
+            if parts is None:
+                raise UsageError(
+                    f"no device returned {name!r}: these are not outputs of this MLP",
+                    tensor=name,
+                    got=str(list(pieces)[:16]),
+                    want="Run.outputs of its own run",
+                )
+            return parts[0] if len(parts) == 1 else concatenate(parts, 1 if "weight." in name else 0)
+
+        learns = self.optimizer is not None
+        return MLPResult(
+            losses=whole("losses"),
+            input_gradients=concatenate([whole(f"input_gradients.{run}") for run in range(self.pipeline.num_runs)], 0),
+            gradients=tuple(whole(f"gradient.{name}") for name in self.parameter_names),
+            parameters=tuple(whole(name) for name in self.parameter_names) if learns else (),
+            states=tuple(whole(name) for name in self.state_names),
+        )
+
+    def _name_arguments(self, activations: Sequence[Any], parameters: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments, or their specs, by name."""
+        if len(activations) != 2:
+            raise UsageError(
+                "the activations of an MLP are inputs and targets", got=f"{len(activations)} arrays", want="2 arrays"
+            )
+        first, later = self.parameter_names, self.parameter_names + self.state_names
+        if len(parameters) not in (len(first), len(later)):
+            raise UsageError(
+                f"the parameters of an MLP of {self.num_layers} layers are the weight and bias of each"
+                + (", and after a step the optimizer's states" if self.state_names else ""),
+                got=f"{len(parameters)} arrays",
+                want=" or ".join(str(len(names)) for names in dict.fromkeys((first, later))) + " arrays",
+            )
+        names = later if len(parameters) == len(later) else first
+        return {"inputs": activations[0], "targets": activations[1], **dict(zip(names, parameters, strict=True))}
+
+    def _make_setting(self, specs: Mapping[str, ArraySpec]) -> Setting:
+        return Setting(self.pipeline, self.optimizer, self.num_layers, self.relu_last, specs)
+
+    def _check_like(self, specs: Mapping[str, ArraySpec], name: str, want: ArraySpec) -> None:
+        if specs.get(name, want) != want:
+            raise _misfit(name, specs[name], f"{want.shape} {want.dtype}")
+
+
+def _misfit(name: str, spec: ArraySpec, want: str) -> LayoutError:
+    return LayoutError(f"{name} does not fit the MLP", tensor=name, got=f"{spec.shape} {spec.dtype}", want=want)
+
+
+def _to_mapping(output: Any) -> Mapping[str, Array]:
+    """Return a device's output as a dict; a device with a single output returns it bare, and only one kind can be."""
+    if output is None or isinstance(output, Mapping):
+        return output or {}
+    return {"input_gradients.0": output}

@@ -1,1 +1,0 @@
-"""Operations over sharded tensors: products, feed-forward layers, and the choice among their shardings."""

@@ -1,0 +1,445 @@
+"""Pipelines: the devices of a mesh as stages of a model, and each stage's view of the schedule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from xrank.errors import LayoutError, UsageError
+from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.arrays import ArraySpec
+from xrank.virtual.builder import ProgramBuilder, Value
+from xrank.virtual.mesh import MeshLike, as_device_mesh
+from xrank.virtual.programs import Operation, Program, Send, Take
+from xrank.virtual.schedule import Direction, Schedule, StageWork, make_schedule
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Pipeline:
+    """A mesh whose devices are grouped into the stages of a model.
+
+    If the mesh has any of the axes `pp`, `dp` and `tp`, the stages lie along `pp`, and a stage's devices divide a
+    batch's rows along `dp` and the columns of weights along `tp`; a missing axis counts as length 1. Otherwise every
+    device is a stage, in mesh order.
+
+    Args:
+        mesh: a mesh, its shape, or the number of devices.
+        num_runs: R, the number of runs (micro-batches) per batch.
+        num_stages: S; None means that of the mesh.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, or a `Schedule`.
+        num_chunks: v, the number of the model's chunks per stage; only for ``"interleaved"``.
+        pp: name of the axis of stages.
+        dp: name of the axis that divides rows.
+        tp: name of the axis that divides columns.
+
+    Raises:
+        LayoutError: the mesh has another number of stages, or a further axis.
+        UsageError: the schedule is impossible, or its counts differ.
+
+    >>> pipeline = Pipeline(4, num_runs=8, schedule="1f1b")
+    >>> pipeline.num_cycles, pipeline.stage_of(3)
+    (22, 3)
+    """
+
+    mesh: DeviceMesh
+    num_runs: int
+    num_stages: int
+    schedule: Schedule
+    pp: str
+    dp: str
+    tp: str
+    stage_meshes: tuple[DeviceMesh, ...] = field(repr=False, compare=False)
+    """Devices of each stage, along the axes `dp` and `tp`; devices at equal places of two stages communicate."""
+
+    def __init__(
+        self,
+        mesh: MeshLike,
+        num_runs: int,
+        num_stages: int | None = None,
+        *,
+        schedule: str | Schedule = "gpipe",
+        num_chunks: int = 1,
+        pp: str = "pp",
+        dp: str = "dp",
+        tp: str = "tp",
+    ) -> None:
+        mesh = as_device_mesh(mesh)
+        stage_meshes = _stage_meshes(mesh, pp, dp, tp)
+        if num_stages is None:
+            num_stages = len(stage_meshes)
+        if num_stages != len(stage_meshes):
+            raise LayoutError(
+                f"the mesh {mesh.grid!r} does not have {num_stages} stages",
+                got=f"{len(stage_meshes)} stages",
+                want=f"{num_stages} stages",
+                next_step=f"make {pp} as long, or give a mesh of that many devices without {pp}, {dp} and {tp}",
+            )
+        if isinstance(schedule, str):
+            schedule = make_schedule(schedule, num_runs, num_stages, num_chunks)
+        if (schedule.num_runs, schedule.num_stages) != (num_runs, num_stages):
+            raise UsageError(
+                f"the schedule {schedule.name!r} is for another pipeline",
+                got=f"{schedule.num_runs} runs over {schedule.num_stages} stages",
+                want=f"{num_runs} runs over {num_stages} stages",
+            )
+        values = (mesh, num_runs, num_stages, schedule, pp, dp, tp, stage_meshes)
+        for name, value in zip(Pipeline.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    def __iter__(self) -> Iterator[PipelineStage]:
+        return iter(self.stages)
+
+    @property
+    def num_cycles(self) -> int:
+        """Number of cycles per batch, from the first forward to the last backward."""
+        return self.schedule.num_cycles
+
+    @property
+    def stages(self) -> tuple[PipelineStage, ...]:
+        """A new `PipelineStage` for each stage, before its first cycle."""
+        return tuple(PipelineStage(self, index) for index in range(self.num_stages))
+
+    def stage_of(self, device: int) -> int:
+        """Return the stage of a device.
+
+        Raises:
+            LayoutError: the mesh has no such device.
+        """
+        self.mesh.coordinate(device)
+        return next(index for index, mesh in enumerate(self.stage_meshes) if device in mesh)
+
+    def stage(self, device: int) -> PipelineStage:
+        """Return a new `PipelineStage` for a device's stage, before its first cycle.
+
+        Raises:
+            LayoutError: the mesh has no such device.
+        """
+        return PipelineStage(self, self.stage_of(device), device)
+
+
+class PipelineStage:
+    """The position of one stage in the cycles of a batch; each cycle is one ``with`` block.
+
+        stage = pipeline.stage(device.index)
+        for _ in range(pipeline.num_cycles):
+            with stage:
+                if stage.forward:
+                    ...
+
+    Each device has its own stage object and counts its own cycles. Properties that depend on the cycle raise a
+    RuntimeError outside of the block.
+
+    Args:
+        pipeline: the pipeline.
+        index: index of the stage.
+        device: one of the stage's devices; None means the first.
+    """
+
+    def __init__(self, pipeline: Pipeline, index: int, device: int | None = None) -> None:
+        if not 0 <= index < pipeline.num_stages:
+            raise UsageError(
+                f"the pipeline has no stage {index}", got=f"stage {index}", want=f"0 to {pipeline.num_stages - 1}"
+            )
+        self.pipeline = pipeline
+        self.index = index
+        self.device = pipeline.stage_meshes[index].ranks[0] if device is None else device
+        self.cycle = 0
+        """Number of the current block's cycle, or of the next one between blocks."""
+        self._inside = False
+        self._works = {work.cycle: work for work in pipeline.schedule.stages[index]}
+
+    def __enter__(self) -> Self:
+        if self._inside:
+            raise RuntimeError(f"stage {self.index} is in cycle {self.cycle} already: use one block per cycle")
+        if self.cycle == self.pipeline.num_cycles:
+            raise UsageError(
+                f"stage {self.index} has finished all cycles",
+                got=f"cycle {self.cycle}",
+                want=f"{self.pipeline.num_cycles} cycles",
+                next_step="create a new stage for a new batch",
+            )
+        self._inside = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside = False
+        self.cycle += 1
+
+    def __add__(self, offset: int) -> PipelineStage:
+        """Return the stage `offset` places further on, with the device there that this device sends to."""
+        index = self.index + offset
+        if not 0 <= index < self.pipeline.num_stages:
+            raise UsageError(
+                f"the pipeline has no stage {offset:+d} from stage {self.index}",
+                got=f"stage {index}",
+                want=f"0 to {self.pipeline.num_stages - 1}",
+            )
+        place = self.pipeline.stage_meshes[self.index].ranks.index(self.device)
+        return PipelineStage(self.pipeline, index, self.pipeline.stage_meshes[index].ranks[place])
+
+    def __sub__(self, offset: int) -> PipelineStage:
+        return self + -offset
+
+    def __repr__(self) -> str:
+        return f"<PipelineStage {self.index} of {self.pipeline.num_stages}, device {self.device}, cycle {self.cycle}>"
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this is the first stage of the model."""
+        return self.index == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this is the last stage of the model."""
+        return self.index == self.pipeline.num_stages - 1
+
+    @property
+    def work(self) -> StageWork | None:
+        """The scheduled work of this cycle; None in an idle cycle."""
+        self._check_inside()
+        return self._works.get(self.cycle)
+
+    @property
+    def forward(self) -> bool:
+        """Whether this cycle is a forward."""
+        return self.work is not None and self.work.direction == "forward"
+
+    @property
+    def backward(self) -> bool:
+        """Whether this cycle is a backward."""
+        return self.work is not None and self.work.direction == "backward"
+
+    @property
+    def idle(self) -> bool:
+        """Whether this cycle has no work."""
+        return self.work is None
+
+    @property
+    def current_run(self) -> int:
+        """The micro-batch of this cycle; raises a ValueError in an idle cycle."""
+        return self._busy("run").run
+
+    @property
+    def current_chunk(self) -> int:
+        """The stage's chunk in this cycle; raises a ValueError in an idle cycle."""
+        return self._busy("chunk").chunk
+
+    @property
+    def first_cycle(self) -> bool:
+        """Whether this is the first cycle of the batch."""
+        self._check_inside()
+        return self.cycle == 0
+
+    @property
+    def last_cycle(self) -> bool:
+        """Whether this is the last cycle of the batch."""
+        self._check_inside()
+        return self.cycle == self.pipeline.num_cycles - 1
+
+    def _check_inside(self) -> None:
+        if not self._inside:
+            raise RuntimeError(f"stage {self.index} is between two cycles: ask inside of the block (with stage: ...)")
+
+    def _busy(self, what: str) -> StageWork:
+        work = self.work
+        if work is None:
+            raise UsageError(
+                f"stage {self.index} is idle in cycle {self.cycle} and has no {what}",
+                got="an idle cycle",
+                want="a forward or a backward",
+                next_step="check stage.idle first",
+            )
+        return work
+
+
+def _stage_meshes(mesh: DeviceMesh, pp: str, dp: str, tp: str) -> tuple[DeviceMesh, ...]:
+    """Return the devices of each stage, along `dp` and `tp`."""
+    if len({pp, dp, tp}) < 3:
+        raise LayoutError("axes of a pipeline must differ", got=f"pp={pp}, dp={dp}, tp={tp}", want="three names")
+    if not {pp, dp, tp} & set(mesh.axis_names):
+        return tuple(DeviceMesh((1, 1), (dp, tp), (rank,)) for rank in mesh.ranks)
+    lengths = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    for axis, length in lengths.items():
+        if axis not in (pp, dp, tp) and length > 1:
+            raise LayoutError(
+                f"the axis {axis!r} of the mesh {mesh.grid!r} has no role in a pipeline",
+                got=f"{axis}={length}",
+                want=f"the axes {pp}, {dp} and {tp}, or others of length 1",
+                next_step="name the axes: Pipeline(..., pp=, dp=, tp=)",
+            )
+    # Axes without a role have the one place 0; of the three, those that the mesh lacks are left out below.
+    at = dict.fromkeys(mesh.axis_names, 0)
+    return tuple(
+        DeviceMesh(
+            (lengths.get(dp, 1), lengths.get(tp, 1)),
+            (dp, tp),
+            [
+                mesh.rank_at(
+                    {axis: place for axis, place in {**at, pp: stage, dp: row, tp: column}.items() if axis in at}
+                )
+                for row in range(lengths.get(dp, 1))
+                for column in range(lengths.get(tp, 1))
+            ],
+        )
+        for stage in range(lengths.get(pp, 1))
+    )
+
+
+_Message: TypeAlias = tuple[Direction, int, int]
+"""Direction, run, and the part of the model that receives the message."""
+
+
+class StageProgram(ABC):
+    """Writes the program of one stage with its builder.
+
+    Call order: `begin` once; `forward` and `backward` in schedule order, each once for every run and chunk; `end` once.
+    """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Write the instructions before the first cycle, which receive the parameters."""
+
+    @abstractmethod
+    def forward(self, run: int, chunk: int, given: Value | None) -> Value | None:
+        """Write a forward; return the input of the model's next part (None after the last part).
+
+        Args:
+            run: the micro-batch.
+            chunk: the stage's chunk.
+            given: the value from the previous part; None for the first part.
+        """
+
+    @abstractmethod
+    def backward(self, run: int, chunk: int, given: Value | None) -> Value | None:
+        """Write a backward; return the gradient for the previous part (None before the first part).
+
+        Args:
+            run: the micro-batch.
+            chunk: the stage's chunk.
+            given: the value from the next part; None for the last part.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Write the instructions after the last cycle, which send results to the host."""
+
+
+class PipelinedOperation(Operation):
+    """An operation that the stages of a pipeline execute together; a subclass defines the program of one stage.
+
+    Each stage is written as one program for all its devices (`stage_program`). Every device of a stage sends the
+    returned value to the device at the same place of the next stage.
+
+    Args:
+        pipeline: the stages and their schedule.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        given: object = pipeline
+        if not isinstance(given, Pipeline):
+            name = type(self).__qualname__
+            raise UsageError(f"{name} takes a Pipeline", got=repr(given), want=f"{name}(Pipeline(mesh, num_runs))")
+        self.pipeline = pipeline
+
+    @abstractmethod
+    def stage_program(
+        self, stage: int, builder: ProgramBuilder, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
+    ) -> StageProgram:
+        """Return the writer of one stage's program."""
+
+    @abstractmethod
+    def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
+        """Check the arguments before anything is written.
+
+        Raises:
+            LayoutError: sizes do not fit each other or the pipeline.
+            UsageError: the operation takes other arguments.
+        """
+
+    def compile(
+        self, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
+    ) -> tuple[Program, ...]:
+        """Return the programs of all devices.
+
+        Raises:
+            LayoutError: as in `check`, or the pipeline has another mesh.
+            UsageError: as in `check`.
+        """
+        if mesh != self.pipeline.mesh:
+            raise LayoutError(
+                "the pipeline has another mesh than the cluster",
+                got=f"{self.pipeline.mesh.grid!r} of {self.pipeline.mesh.size} devices",
+                want=f"{mesh.grid!r} of {mesh.size} devices",
+                next_step="use one DeviceMesh for both",
+            )
+        self.check(activations, parameters)
+        schedule = self.pipeline.schedule
+        builders = [ProgramBuilder(devices) for devices in self.pipeline.stage_meshes]
+        stages = [self.stage_program(stage, builder, activations, parameters) for stage, builder in enumerate(builders)]
+        mail = _Mail(builders, self.pipeline)
+        for program in stages:
+            program.begin()
+        # In schedule order, a value is sent before any stage receives it.
+        for stage, work in schedule.iterate_works():
+            mail.pass_on(stage, work, stages[stage])
+        for program in stages:
+            program.end()
+        programs = {program.device: program for builder in builders for program in builder.programs()}
+        return tuple(programs[device] for device in mesh.ranks)
+
+
+class _Mail:
+    """Messages in transit between stages while their programs are written, cycle by cycle."""
+
+    def __init__(self, builders: Sequence[ProgramBuilder], pipeline: Pipeline) -> None:
+        self._builders = builders
+        self._num_parts = pipeline.schedule.num_parts
+        named = pipeline.pp in pipeline.mesh.axis_names
+        self._axes = (pipeline.pp,) if named else pipeline.mesh.axis_names
+        self._sent: dict[tuple[int, int], deque[tuple[_Message, Value]]] = {}
+        """Messages by (sender, receiver) stage, in sending order."""
+        self._arrived: dict[_Message, Value] = {}
+
+    def pass_on(self, stage: int, work: StageWork, program: StageProgram) -> None:
+        """Write one work: receive its input, execute it, send its result."""
+        step = 1 if work.direction == "forward" else -1
+        part = work.chunk * len(self._builders) + stage
+        source, target = part - step, part + step
+        given = self._take(source, stage, (work.direction, work.run, part)) if 0 <= source < self._num_parts else None
+        do = program.forward if work.direction == "forward" else program.backward
+        value = do(work.run, work.chunk, given)
+        if 0 <= target < self._num_parts:
+            assert value is not None, f"part {part} of the model returned nothing for part {target}"
+            self._send(stage, target % len(self._builders), (work.direction, work.run, target), value)
+
+    def _send(self, stage: int, target: int, message: _Message, value: Value) -> None:
+        # In a pipeline of one stage the next chunk finds the value in its register.
+        if stage == target:
+            self._arrived[message] = value
+            return
+        sender = self._builders[stage]
+        devices = self._builders[target].mesh.ranks
+        for own, device, spec in zip(sender.instructions.values(), devices, sender.specs(value), strict=True):
+            own.append(Send(value.register, device, spec, self._axes))
+        self._sent.setdefault((stage, target), deque()).append((message, value))
+
+    def _take(self, source: int, stage: int, message: _Message) -> Value:
+        """Receive messages from a stage, in sending order, until this one has arrived."""
+        source %= len(self._builders)
+        taker = self._builders[stage]
+        devices = self._builders[source].mesh.ranks
+        while message not in self._arrived:
+            # A channel delivers in sending order, so messages for later works may have to be received first.
+            found, value = self._sent[source, stage].popleft()
+            direction, run, part = found
+            taken = Value(taker.register(f"{direction}.{run}.{part}"), value.shape, value.dtype, value.sharding)
+            for own, device, spec in zip(taker.instructions.values(), devices, taker.specs(taken), strict=True):
+                own.append(Take(taken.register, device, spec, self._axes))
+            self._arrived[found] = taken
+        return self._arrived.pop(message)

@@ -1,1 +1,0 @@
-"""Pipelines: schedules, stages, and a multi-layer perceptron trained by them."""

@@ -1,1 +1,0 @@
-"""Programs as data: instructions and registers, the program builder, and the kernels that programs call by name."""

@@ -1,0 +1,336 @@
+"""ConversionTraffic of a plan as data: the bytes that each rank reads, exchanges and writes, per round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xrank import dtypes
+from xrank.layout.nest_table import IntArray, NestTable
+from xrank.plan.casts import SMALLEST_DENSITY
+from xrank.plan.division import Division, Round
+from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
+from xrank.plan.replicas import find_twins
+from xrank.plan.source import NO_CHECKSUM
+from xrank.plan.windows import WINDOW_NBYTES
+
+FROM_FILES = -1
+"""Value of `Flow.giver` for reads from files instead of a rank's memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """Groups of reads; row i is by one rank from one place."""
+
+    taker: IntArray
+    """The reading rank."""
+    giver: IntArray
+    """The rank whose memory is read, possibly the reading one, or `FROM_FILES`."""
+    nbytes: IntArray
+    messages: IntArray
+    """Number of reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankExchange:
+    """Reads from other ranks' memory; row i is a unique pair of ranks, sorted by taker, then giver."""
+
+    taker: IntArray
+    giver: IntArray
+    nbytes: IntArray
+    messages: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundTraffic:
+    """ConversionTraffic of one round, after which the ranks wait for the slowest; arrays are indexed by rank."""
+
+    written_nbytes: IntArray
+    read_nbytes: IntArray
+    """Bytes read from files."""
+    reads: IntArray
+    """Number of read calls on files."""
+    own_nbytes: IntArray
+    """Bytes read from the rank's own memory."""
+    exchange: RankExchange
+
+    @property
+    def taken_nbytes(self) -> IntArray:
+        """Bytes that each rank reads from others' memory."""
+        return self._sum_by_rank(self.exchange.taker, self.exchange.nbytes)
+
+    @property
+    def given_nbytes(self) -> IntArray:
+        """Bytes that others read from each rank's memory."""
+        return self._sum_by_rank(self.exchange.giver, self.exchange.nbytes)
+
+    @property
+    def messages(self) -> IntArray:
+        """Number of reads of each rank from others' memory."""
+        return self._sum_by_rank(self.exchange.taker, self.exchange.messages)
+
+    def _sum_by_rank(self, rank: IntArray, amount: IntArray) -> IntArray:
+        found = np.zeros_like(self.written_nbytes)
+        np.add.at(found, rank, amount)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConversionTraffic:
+    """ConversionTraffic of a whole conversion."""
+
+    rounds: tuple[RoundTraffic, ...]
+    compared_nbytes: IntArray
+    """Bytes of its own memory that each rank digests before the first round, to compare replicas."""
+    is_each_read: bool
+    """Whether each read was traced; otherwise messages, and bytes read between wanted ones, are estimated."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of working ranks."""
+        return len(self.compared_nbytes)
+
+    def total(self, name: str) -> IntArray:
+        """Return the sum of an array of `RoundTraffic` over all rounds, by rank."""
+        return sum((getattr(one, name) for one in self.rounds), np.zeros_like(self.compared_nbytes))
+
+
+def count_written_nbytes(plan: Plan, one: Round) -> IntArray:
+    """Count the bytes that each rank writes in a round."""
+    found = np.zeros(len(one.shares), np.int64)
+    for rank, share in enumerate(one.shares):
+        for index, ranges in share.items():
+            end = plan.files[index].output.nbytes
+            found[rank] += sum(min(r.stop * WINDOW_NBYTES, end) - r.start * WINDOW_NBYTES for r in ranges)
+    return found
+
+
+def build_round(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic:
+    """Build a round from the bytes written by each rank and all reads."""
+    num_ranks = len(written_nbytes)
+    none = np.zeros(0, np.int64)
+    parts = [(flow.taker, flow.giver, flow.nbytes, flow.messages) for flow in flows]
+    taker, giver, nbytes, messages = (np.concatenate([none, *c]) for c in zip(*(parts or [(none,) * 4]), strict=True))
+
+    def sums(chosen: IntArray, amount: IntArray) -> IntArray:
+        found = np.zeros(num_ranks, np.int64)
+        np.add.at(found, taker[chosen], amount[chosen])
+        return found
+
+    files, own = np.flatnonzero(giver == FROM_FILES), np.flatnonzero(giver == taker)
+    others = np.flatnonzero((giver != FROM_FILES) & (giver != taker))
+    # Sum the flows of each (taker, giver) pair: sort by a combined key, then reduce runs of equal keys.
+    keys = taker[others] * num_ranks + giver[others]
+    order = np.argsort(keys, kind="stable")
+    keys, others = keys[order], others[order]
+    firsts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
+    both = [np.add.reduceat(each[others], firsts) if len(firsts) else none for each in (nbytes, messages)]
+    return RoundTraffic(
+        written_nbytes,
+        sums(files, nbytes),
+        sums(files, messages),
+        sums(own, nbytes),
+        RankExchange(keys[firsts] // num_ranks, keys[firsts] % num_ranks, *both),
+    )
+
+
+_MAX_PAIRS = 1 << 21
+"""Approximate number of (window, piece) pairs computed at once, to bound memory."""
+
+
+def num_places(plan: Plan) -> int:
+    """Estimate the number of (window, piece) pairs, which is the cost of tracing each read."""
+    found = 0
+    for tensor in plan.tensors:
+        width = dtypes.dtype(tensor.output.dtype).nbytes
+        for copies in (tensor.copies, tensor.replicas):
+            reach = (copies.nests.y_ends - copies.nests.y) * width
+            found += int((reach // WINDOW_NBYTES + 1).sum())
+    return found
+
+
+def count_rounds(
+    plan: Plan, division: Division, holder: IntArray | None, staging_nbytes: int
+) -> tuple[RoundTraffic, ...]:
+    """Count the traffic of a division's ranks per round; arguments as for `trace_rounds`."""
+    rest = [] if holder is not None else list(_count_rest(plan, division, staging_nbytes))
+    rounds = []
+    for number, one in enumerate(division.rounds):
+        flows = [flow for at, flow in rest if at == number]
+        for index in one.files:
+            runs = _Runs(one, index)
+            for tensor in plan.files[index].tensors:
+                if holder is None:
+                    flows += _count_from_files(tensor, runs, staging_nbytes)
+                else:
+                    flows += _count_from_memory(tensor, runs, holder, staging_nbytes)
+        rounds.append(build_round(count_written_nbytes(plan, one), flows))
+    return tuple(rounds)
+
+
+def count_compared_nbytes(plan: Plan, holder: IntArray, num_ranks: int) -> IntArray:
+    """Count the bytes that each rank digests of its own memory to compare replicas."""
+    found = np.zeros(num_ranks, np.int64)
+    for tensor in plan.tensors:
+        if not len(tensor.replicas):
+            continue
+        width = dtypes.dtype(tensor.source_dtype).nbytes
+        twin = find_twins(tensor)
+        rows = np.flatnonzero(twin >= 0)
+        rows = rows[tensor.replicas.record[rows] != tensor.copies.record[twin[rows]]]  # the same memory is equal
+        first = np.zeros(len(tensor.copies), np.bool_)
+        first[twin[rows]] = True
+        for copies, chosen in ((tensor.replicas, rows), (tensor.copies, np.flatnonzero(first))):
+            np.add.at(found, holder[copies.record[chosen]], copies.nests.sizes[chosen] * width)
+    return found
+
+
+def elements_below(nests: NestTable, rows: IntArray, address: IntArray) -> IntArray:
+    """Count the elements of each row below the paired y address; rows may repeat."""
+    loops = nests.loops[rows][:, :, [0, 2]]
+    order = np.argsort(-loops[:, :, 1], axis=1, kind="stable")  # falling stride; single iterations come last
+    loops = np.take_along_axis(loops, order[:, :, None], axis=1)
+    left = address - nests.y[rows]
+    is_below = left > 0
+    found = np.zeros(len(rows), np.int64)
+    for column in range(loops.shape[1]):
+        # Like digits of a number: each stride, from the largest, contributes its full repetitions below the address.
+        count, stride = loops[:, column, 0], np.maximum(loops[:, column, 1], 1)
+        whole = np.minimum((left - 1) // stride, count - 1)
+        found += whole * loops[:, column + 1 :, 0].prod(axis=1)
+        left = left - whole * stride
+    return np.where(is_below, found + 1, 0)
+
+
+def compute_read_overhead(nests: NestTable, staging_elements: int) -> npt.NDArray[np.float64]:
+    """Return, for each nest, the elements read per wanted element, by the rule of `xrank.plan.casts`."""
+    loops = nests.loops[:, :, :2]
+    order = np.argsort(np.where(loops[:, :, 0] > 1, loops[:, :, 1], 0), axis=1, kind="stable")  # inner loops first
+    loops = np.take_along_axis(loops, order[:, :, None], axis=1)
+    span, wanted = np.ones(len(nests), np.int64), np.ones(len(nests), np.int64)
+    goes_on = np.ones(len(nests), np.bool_)
+    for column in range(loops.shape[1]):
+        count, stride = loops[:, column, 0], np.maximum(loops[:, column, 1], 1)
+        fits = np.minimum(count, np.maximum(staging_elements - span, 0) // stride + 1)
+        whole = (fits - 1) * stride + span
+        joins = goes_on & (whole <= SMALLEST_DENSITY * wanted * fits)
+        # A loop joins the span while reading its gaps costs less than separate reads, as the executor decides.
+        span, wanted = np.where(joins, whole, span), np.where(joins, wanted * fits, wanted)
+        goes_on = joins & (fits == count)
+    return span / wanted
+
+
+class _Runs:
+    """A file's windows as runs of adjacent windows of one rank, in ascending order."""
+
+    def __init__(self, one: Round, index: int) -> None:
+        found = sorted(
+            (each.start, each.stop, rank) for rank, share in enumerate(one.shares) for each in share.get(index, ())
+        )
+        self.start, self.stop, self.maker = np.array(found, np.int64).reshape(-1, 3).T
+
+
+def _pairs(tensor: TensorPlan, copies: Copies, runs: _Runs) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:
+    """Yield arrays (piece, run, elements, messages) of all overlaps of pieces and runs, in several batches."""
+    output = tensor.output
+    width = dtypes.dtype(output.dtype).nbytes
+    first = (output.offset + copies.nests.y * width) // WINDOW_NBYTES
+    last = (output.offset + copies.nests.y_ends * width - 1) // WINDOW_NBYTES
+    low, high = np.searchsorted(runs.stop, first, "right"), np.searchsorted(runs.start, last, "right")
+    counts = np.maximum(high - low, 0)
+    ends = np.cumsum(counts)
+    reach = copies.nests.y_ends - copies.nests.y
+    # Probability that a window edge cuts a row: 0 for a dense piece, otherwise its density.
+    cut = np.where(reach == copies.nests.sizes, 0.0, copies.nests.sizes / np.maximum(reach, 1))
+    begin = 0
+    while begin < len(copies):
+        # Batches bound the memory of the pair arrays.
+        end = max(begin + 1, int(np.searchsorted(ends, (ends[begin - 1] if begin else 0) + _MAX_PAIRS, "right")))
+        chosen = np.arange(begin, end)
+        piece = np.repeat(chosen, counts[chosen])
+        run = low[piece] + np.arange(len(piece)) - np.repeat(np.cumsum(counts[chosen]) - counts[chosen], counts[chosen])
+        begin = end
+        edges = [
+            np.clip((edge[run] * WINDOW_NBYTES - output.offset) // width, 0, output.num_elements)
+            for edge in (runs.start, runs.stop)
+        ]
+        elements = elements_below(copies.nests, piece, edges[1]) - elements_below(copies.nests, piece, edges[0])
+        windows = np.minimum(runs.stop[run], last[piece] + 1) - np.maximum(runs.start[run], first[piece])
+        # A window reads its whole rows at once, but each row that its edges cut separately.
+        messages = windows + np.round(2 * cut[piece] * (windows - 1)).astype(np.int64)
+        some = elements > 0
+        yield piece[some], run[some], elements[some], np.minimum(messages, elements)[some]
+
+
+def _count_from_files(tensor: TensorPlan, runs: _Runs, staging_nbytes: int) -> Iterator[Flow]:
+    width = dtypes.dtype(tensor.source_dtype).nbytes
+    for copies in (tensor.copies, tensor.replicas):
+        along = compute_read_overhead(copies.nests, staging_nbytes // width)
+        for piece, run, elements, messages in _pairs(tensor, copies, runs):
+            nbytes = (elements * along[piece]).astype(np.int64) * width
+            yield Flow(runs.maker[run], np.full(len(run), FROM_FILES, np.int64), nbytes, messages)
+
+
+def _count_from_memory(tensor: TensorPlan, runs: _Runs, holder: IntArray, staging_nbytes: int) -> Iterator[Flow]:
+    """Yield the reads from memory: a rank's own replica if it has one; replicas without a twin only for comparison."""
+    width = dtypes.dtype(tensor.source_dtype).nbytes
+    num_ranks = int(max(holder.max(initial=0), runs.maker.max(initial=0))) + 1
+    twin = find_twins(tensor) if len(tensor.replicas) else np.zeros(0, np.int64)
+    has_twin = np.flatnonzero(twin >= 0)
+    # Sorted keys (piece, rank) of replicas: one search finds the ranks that have their own.
+    own = np.sort(twin[has_twin] * num_ranks + holder[tensor.replicas.record[has_twin]])
+    along = compute_read_overhead(tensor.copies.nests, staging_nbytes // width)
+    for piece, run, elements, messages in _pairs(tensor, tensor.copies, runs):
+        maker, keys = runs.maker[run], piece * num_ranks + runs.maker[run]
+        at = np.minimum(np.searchsorted(own, keys), max(len(own) - 1, 0))
+        is_own = own[at] == keys if len(own) else np.zeros(len(keys), np.bool_)
+        giver = np.where(is_own, maker, holder[tensor.copies.record[piece]])
+        yield Flow(maker, giver, (elements * along[piece]).astype(np.int64) * width, messages)
+    rest = np.flatnonzero(twin < 0)
+    if len(rest):
+        replicas = tensor.replicas
+        left = Copies(replicas.rank[rest], replicas.record[rest], replicas.nests.take(rest))
+        for piece, run, elements, messages in _pairs(tensor, left, runs):
+            yield Flow(runs.maker[run], holder[left.record[piece]], elements * width, messages)
+
+
+def _count_rest(plan: Plan, division: Division, staging_nbytes: int) -> Iterator[tuple[int, Flow]]:
+    """Yield (round, reads) of bytes that no copy needs, mostly padding, in records with checksums."""
+    records = plan.source.records
+    is_alone = all(len(one.shares) == 1 for one in division.rounds)
+    done = records.crc32 == NO_CHECKSUM
+    wanted = np.zeros(len(records), np.int64)
+    for number, one in enumerate(division.rounds):
+        for index in one.files:
+            touched = _add_wanted(plan.files[index], wanted, staging_nbytes)
+            if is_alone:  # it finishes each file alone, so later files may read the same bytes again
+                yield number, _flow_of_rest(touched & ~done, wanted, records.nbytes, np.zeros_like(wanted))
+                done |= touched
+        if not is_alone:
+            # If several ranks read a record, none of them knows the remaining bytes, so the first rank reads them.
+            taker = np.where(division.left_open, 0, division.first_rank)
+            yield number, _flow_of_rest(~done & (division.last_round == number), wanted, records.nbytes, taker)
+
+
+def _add_wanted(file: FilePlan, wanted: IntArray, staging_nbytes: int) -> npt.NDArray[np.bool_]:
+    """Add, by record, the bytes that a file's reads checksum; return which records the file reads.
+
+    Reads across gaps are not checksummed.
+    """
+    touched = np.zeros(len(wanted), np.bool_)
+    for tensor in file.tensors:
+        width = dtypes.dtype(tensor.source_dtype).nbytes
+        for copies in (tensor.copies, tensor.replicas):
+            is_dense = compute_read_overhead(copies.nests, staging_nbytes // width) == 1
+            np.add.at(wanted, copies.record[is_dense], copies.nests.sizes[is_dense] * width)
+            touched[copies.record] = True
+    return touched
+
+
+def _flow_of_rest(chosen: npt.NDArray[np.bool_], wanted: IntArray, nbytes: IntArray, taker: IntArray) -> Flow:
+    rows = np.flatnonzero(chosen & (nbytes > wanted))
+    ones = np.ones(len(rows), np.int64)
+    return Flow(taker[rows], FROM_FILES * ones, nbytes[rows] - wanted[rows], ones)
