@@ -151,7 +151,7 @@ class Call(NamedTuple):
     """One gather: its number, the user's call, and the deadline for the other ranks."""
 
     number: int
-    """Number among the calls of the circle; 0 before it is counted."""
+    """Number among the calls of the group; 0 before it is counted."""
     function: str
     key: str | None
     place: tuple[str, int]
@@ -174,8 +174,8 @@ class GatherExchange:
         meeting: number of the meeting that made the group.
     """
 
-    def __init__(self, circle: RankGroup, messages: MessageWorkspace, meeting: int = 0) -> None:
-        self.circle = circle
+    def __init__(self, group: RankGroup, messages: MessageWorkspace, meeting: int = 0) -> None:
+        self.group = group
         self.meeting = meeting
         self._messages = messages
         self.is_leaving = False
@@ -190,7 +190,7 @@ class GatherExchange:
         """Count a call, and begin it."""
         self.num_calls += 1
         call = self._calls[self.num_calls] = Call(self.num_calls, function, key, place, deadline)
-        self.circle.begin(call.number)
+        self.group.begin(call.number)
         return call
 
     @property
@@ -205,12 +205,12 @@ class GatherExchange:
     def check(self, call: Call) -> None:
         """Raise if a rank is known to have failed, possibly in an earlier call. This asks no other process."""
         self._raise_failure()
-        self.circle.check(call.number)
+        self.group.check(call.number)
 
     def look(self, call: Call) -> None:
         """Look for ranks that ended meanwhile, then raise as `check` does."""
         self._raise_failure()
-        self.circle.look(call.number)
+        self.group.look(call.number)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -221,7 +221,7 @@ class GatherExchange:
     def send(self, call: Call, value: object) -> None:
         """Publish a value where the first rank can read it, and notify the first rank."""
         header, tensors = split_value(value)
-        max_nbytes = self.circle.wire.max_payload_nbytes
+        max_nbytes = self.group.wire.max_payload_nbytes
         is_inline = is_small(header, tensors, max_nbytes)
         # Published before the message is sent: a receipt promises that the value can be read.
         receipt = b"" if is_inline else self._publish(header, tensors)
@@ -234,8 +234,8 @@ class GatherExchange:
             receipt=receipt,
             is_json=not max_nbytes,
         )
-        self.circle.send(self.circle.first, message, call.number)
-        self.circle.arrive(call.number)
+        self.group.send(self.group.first, message, call.number)
+        self.group.arrive(call.number)
 
     def _publish(self, header: str, tensors: list[torch.Tensor]) -> bytes:
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -252,12 +252,12 @@ class GatherExchange:
             RankFailedError, RankTimeoutError: a rank failed, or did not arrive in time.
         """
         values: dict[int, Any] = {}
-        for rank in self.circle.others:
+        for rank in self.group.others:
             if (rank, call.number) in self._early:
                 values[rank] = self._value(call, rank, self._early.pop((rank, call.number)))
-        pending = set(self.circle.others) - values.keys()
+        pending = set(self.group.others) - values.keys()
         while pending:
-            rank, message = self.circle.receive(pending, call.number, call.deadline)
+            rank, message = self.group.receive(pending, call.number, call.deadline)
             received = WriterMessage.from_message(message, rank)
             # A writer with early_exit may be one call ahead: keep its message until its turn.
             if received.call > call.number:
@@ -265,8 +265,8 @@ class GatherExchange:
                 continue
             values[rank] = self._value(call, rank, received)
             pending.discard(rank)
-        self.circle.arrive(call.number)
-        parts = [own, *(values[rank] for rank in self.circle.others)]
+        self.group.arrive(call.number)
+        parts = [own, *(values[rank] for rank in self.group.others)]
         if call.key is None:
             self._check_classes(call, parts)
         return parts
@@ -275,7 +275,7 @@ class GatherExchange:
         """Check that configs without a key are of one class: with several classes, a rank may be a layer behind."""
         if len({type(part) for part in parts}) == 1:
             return
-        ranks = zip(self.circle.ranks, parts, strict=True)
+        ranks = zip(self.group.ranks, parts, strict=True)
         classes = {type(part): rank for rank, part in ranks if is_data_class(type(part))}
         if len(classes) > 1:
             (one, rank), (other, other_rank) = list(classes.items())[:2]
@@ -291,7 +291,7 @@ class GatherExchange:
         function, key, place, tree, rows = received.description
         if received.call != call.number or function != call.function or key != call.key:
             made = str(Call(received.call, function, key, place, call.deadline))
-            what = f"rank {rank} is at another gather than rank {self.circle.rank}"
+            what = f"rank {rank} is at another gather than rank {self.group.rank}"
             next_step = "all ranks in `ranks` must make the same gathers in the same order"
             raise ContradictionError(what, rank=rank, got=made, want=str(call), next_step=next_step)
         if not received.receipt:
@@ -314,7 +314,7 @@ class GatherExchange:
 
         # The summand keeps the deadline above 0, as none of the call's time may be left.
         patience = Deadline(min(self._messages.patience_seconds, call.deadline.remaining_seconds) + 0.001)
-        if not self.circle.await_sight(is_seen, call.number, patience):
+        if not self.group.await_sight(is_seen, call.number, patience):
             raise unseen[-1]
         return fetched[0]
 
@@ -328,45 +328,45 @@ class GatherExchange:
             RankTimeoutError: a body has not ended `timeout_seconds` after the first rank's body.
         """
         self._raise_failure()
-        self.circle.end_body()
+        self.group.end_body()
         self.is_leaving = True
-        if self.circle.rank == self.circle.first:
-            if self.circle.find_open_bodies():
+        if self.group.rank == self.group.first:
+            if self.group.find_open_bodies():
                 # Bodies get the timeout anew: they may take as long as the ranks' arrival may.
-                self.circle.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
-            self.circle.release()
+                self.group.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
+            self.group.release()
         elif early_exit:
-            self.circle.await_arrival(self.circle.first, call.number, call.deadline)
+            self.group.await_arrival(self.group.first, call.number, call.deadline)
         else:
-            self.circle.await_bodies(call.number, call.deadline)
+            self.group.await_bodies(call.number, call.deadline)
         # Not earlier: the first rank arrives, and ends its body, only after it has fetched all values.
         if (receipt := self._receipts.pop(call.number, None)) is not None:
             self._messages.retire(receipt)
         self.is_leaving = False
         self._calls.pop(call.number, None)
-        self.circle.leave(call.number)
+        self.group.leave(call.number)
 
     def fail(self, call: Call, error: BaseException) -> bool:
         """Send the other ranks the reason why this rank ends the call. A rank that follows a failure names that one.
 
         Return whether the others make this call elsewhere: they failed in an earlier one, which this rank left early.
         """
-        is_behind = self._failure is None and self.circle.has_failed_before()
+        is_behind = self._failure is None and self.group.has_failed_before()
         self.is_leaving = False
         self._calls.pop(call.number, None)
-        self.fail_next(FailureRecord.from_error(error, self.circle.rank, str(call), call.number))
+        self.fail_next(FailureRecord.from_error(error, self.group.rank, str(call), call.number))
         return is_behind
 
     def fail_next(self, record: FailureRecord) -> None:
         """Send the other ranks a failure of this one; the first stays. The calls that this rank is in fail as well."""
         if self._failure is None:
-            self.circle.fail(record)
+            self.group.fail(record)
             self._failure = record
 
     def __del__(self) -> None:
         self.close()  # its process group is gone
 
     def close(self) -> None:
-        """Close the circle and the workspace."""
-        self.circle.close()
+        """Close the group and the workspace."""
+        self.group.close()
         self._messages.close()

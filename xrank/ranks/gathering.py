@@ -147,10 +147,10 @@ class Gather(AbstractContextManager[list[Any]]):
         call_uncompiled(self._leave, error)
 
     @property
-    def circle(self) -> RankGroup:
+    def group(self) -> RankGroup:
         """The ranks that have met, in the body of a gather of several."""
         assert self._open is not None
-        return self._open.exchange.circle
+        return self._open.exchange.group
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         opened = getattr(self, "_open", None)
@@ -306,7 +306,7 @@ class _Open(NamedTuple):
         session.close(self.path, self.exchange)
         if is_behind:
             # The others failed in an earlier call, and wait for this rank at the next meeting: their call fails, too.
-            session.refuse(FailureRecord.from_error(error, self.exchange.circle.rank, str(call)).anew().to_error())
+            session.refuse(FailureRecord.from_error(error, self.exchange.group.rank, str(call)).anew().to_error())
         self.group.note(error, session.ranks, str(call))
 
 

@@ -98,7 +98,7 @@ class RankGroup:
         """The rank that gathers."""
         self.others = tuple(r for r in self.ranks if r != rank)
         self.check_around: Callable[[], None] = lambda: None
-        """Raises if a gather failed whose body contains those of this circle; every wait calls it."""
+        """Raises if a gather failed whose body contains those of this group; every wait calls it."""
         self.begin_long_wait: Callable[[int, Awaits], LongWait | None] = lambda call, awaits: None
         """Returns the look-out of a long wait in a call."""
         self._last = 0

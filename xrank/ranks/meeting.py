@@ -282,7 +282,7 @@ class Meeting:
 _TICK_SECONDS = 0.02
 _ENDED = "it ended, or gave up, before all had come"
 _PEERS_PER_MESSAGE = 100
-"""The roster of a large circle does not fit into one message."""
+"""The roster of a large group does not fit into one message."""
 _SPIN_SECONDS = 200e-6
 _GRACE_SECONDS = 2.0
 """Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
@@ -334,13 +334,13 @@ class _Host:
                 self._gather_guests(listener)
             meeting.check_threads(self.threads)
             board, bells = self._start()
-            circle = _circle(meeting, board, bells, self.links, self.peers, self.secret)
+            group = _make_group(meeting, board, bells, self.links, self.peers, self.secret)
             undo.pop_all()
             listener.close()
             for guest in self.guests:
                 guest.close()
             meeting.store.remove(meeting.name)
-            return circle
+            return group
 
     def _gather_guests(self, listener: socket.socket) -> None:
         """Accept connections for a moment; raise if a rank has failed or gone."""
@@ -462,7 +462,7 @@ def _join(meeting: Meeting) -> RankGroup:
         with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` raises
             link.send(Message({**meeting.describe(), "nonce": announced["nonce"]}))
         peers, board, bells, secret = _roster(meeting, link, host)
-        return _circle(meeting, board, bells, {host.rank: link}, peers, secret)
+        return _make_group(meeting, board, bells, {host.rank: link}, peers, secret)
     except RanksApartError:
         link.close()
         raise
@@ -512,7 +512,7 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
                 peers[peer.rank] = peer
 
 
-def _circle(
+def _make_group(
     meeting: Meeting,
     board: Board,
     bells: Bells,

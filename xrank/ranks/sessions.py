@@ -55,7 +55,7 @@ class Session:
                 if (exchange := self.exchanges.get(path)) is None:
                     exchange = self._meet(path, deadline, describe())
                 else:
-                    exchange.circle.check(exchange.num_calls + 1)
+                    exchange.group.check(exchange.num_calls + 1)
             except RankFailedError as error:
                 self._gathers.check_around(self)  # a gather around this one that failed fails it, too
                 if exchange is None:
@@ -84,11 +84,11 @@ class Session:
             self._waits_in = way
             self._is_meeting = True
         try:
-            circle = _meet_through(path, meeting)
+            group = _meet_through(path, meeting)
             with self._turn:
                 self._is_meeting = False
-                messages = self._make_messages(path, circle)
-                exchange = self.exchanges[path] = GatherExchange(circle, messages, number)
+                messages = self._make_messages(path, group)
+                exchange = self.exchanges[path] = GatherExchange(group, messages, number)
                 if self.pending is not None:  # it came after the last look
                     exchange.fail_next(self.pending)
                     self.pending = None
@@ -99,8 +99,8 @@ class Session:
         finally:
             self._waits_in = None
             meeting.leave()
-        circle.check_around = self._gathers.check_around
-        circle.begin_long_wait = lambda call, awaits: self._begin_wait(
+        group.check_around = self._gathers.check_around
+        group.begin_long_wait = lambda call, awaits: self._begin_wait(
             number, call, way, exchange.describe(call), awaits
         )
         return exchange
@@ -352,7 +352,7 @@ class GroupGathers:
         return session is None or session.owes(wait, _open.gathers)
 
     def note(self, error: BaseException, ranks: tuple[int, ...], call: str) -> None:
-        """Note that an error has failed a call of these ranks; in other circles it then fails none."""
+        """Note that an error has failed a call of these ranks; in other groups it then fails none."""
         _note(self.membership, error, name_of_ranks(ranks), call)
 
     def fail_party(self, wait: Wait, error: BaseException, call: str) -> None:
@@ -370,7 +370,7 @@ class GroupGathers:
             session.fail_next(record)
 
     def close(self) -> None:
-        """Leave all circles. A second call does nothing."""
+        """Leave all groups. A second call does nothing."""
         for session in self._sessions.values():
             for exchange in session.exchanges.values():
                 exchange.close()
@@ -543,6 +543,6 @@ def report_at_large(group: Any, error: BaseException, call: str) -> None:
 
 
 def forget(group: Any) -> None:
-    """Leave the circles of a group that will not be used again."""
+    """Leave the groups of a group that will not be used again."""
     if (found := _groups.pop(group, None)) is not None:
         found.close()

@@ -1,14 +1,13 @@
 """A team of several ranks: each failure is named on all, and the first rank decides for all.
 
-All of it happens in the body of one gather of `xrank.gather`: if a rank raises, exits or stays away, all other ranks
-name it. Ranks send their values to the first rank by gathers within that body; the first rank answers through
-the team's store.
+All of it happens in the body of one gather: if a rank raises, exits or stays away, all other ranks name it. Ranks send
+their values to the first rank by gathers within that body; the first rank answers through the team's store.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Lock
 from time import monotonic, sleep
@@ -38,7 +37,7 @@ _PART_LENGTH = 1 << 20
 
 
 class SharedTeam(Team):
-    """Several ranks that share one conversion.
+    """Several ranks that share one conversion; see `Team`.
 
     Args:
         group: the store of the ranks.
@@ -62,23 +61,23 @@ class SharedTeam(Team):
         timeout_seconds: float,
     ) -> None:
         super().__init__(ranks, rank, num_here=num_here, is_one_host=is_one_host)
-        self._group, self._directory = group, directory
+        self._group, self._store, self._directory = group, group.store, directory
         self._timeout_seconds = timeout_seconds
         self._entries: list[str] = []
         self._is_committed = False
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run the body on all ranks, as `Team.together`."""
+        """Run the body on all ranks."""
         known_dead: set[int] = set()
         try:
             with (gather := self._gather("all of it", None)):
-                self.secret, self.needs_ports = gather.circle.secret, not gather.circle.is_one_network
+                self.secret, self.needs_ports = gather.group.secret, not gather.group.is_one_network
                 if self.needs_ports:
-                    self.addresses = used_addresses(self._group.store.host, environment.environ())
+                    self.addresses = used_addresses(self._store.host, environment.environ())
                 yield
             for name in self._entries:  # after a failure some ranks may still have to read them
-                self._group.store.remove(name)
+                self._store.remove(name)
         except XrankError as error:
             failures = getattr(error, "failures", ()) or (error,)
             # Rank 0 need not wait for their reports at the end.
@@ -99,10 +98,11 @@ class SharedTeam(Team):
         describe: Callable[[Made], Any],
         decide: Callable[[Made, Sequence[Any]], Decision],
     ) -> tuple[Made, Decision]:
-        """Make a value and a decision with all ranks, as `Team.agree`."""
+        """Make a value and a decision with all ranks."""
         made: list[Made] = []
         failure: XrankError | None = None
         message: dict[str, Any] = {"failure": None}
+        answer: dict[str, Any] = {}
         try:
             made.append(make())
             message["description"] = describe(made[0])
@@ -110,35 +110,50 @@ class SharedTeam(Team):
             failure = error
             # A failed rank still sends its part: the others learn the reason now, instead of its absence later.
             message["failure"] = FailureRecord.from_error(error, self.rank, what).to_text()
-
-        def decide_for_all(parts: Sequence[dict[str, Any]]) -> Decision:
-            _check_records(part["failure"] for part in parts)
-            return decide(made[0], [part["description"] for part in parts])
-
         try:
-            decision = self._decide(what, message, decide_for_all)
-        except XrankError:
-            # If this rank failed as well, its own error is more specific than another's.
-            if failure is None:
+            with self.collect(what, message) as parts:
+                if self.is_first:
+                    try:
+                        for text in (part["failure"] for part in parts if part["failure"] is not None):
+                            raise FailureRecord.from_text(text).to_error()
+                        answer = {"made": decide(made[0], [part["description"] for part in parts])}
+                    except XrankError as error:
+                        answer = {"error": self._describe_error(error, what)}
+                    self._send(what, json.dumps(answer))
+                else:
+                    answer = json.loads(self._receive(what))
+        except XrankError as error:
+            # A rank that read the answer first may have raised its error already: all ranks have the same one. If this
+            # rank failed as well, its own error is more specific than another's.
+            if failure is None and not (isinstance(error, RankFailedError) and "error" in answer):
                 raise
         if failure is not None:
             raise failure
-        return made[0], decision
+        if (content := answer.get("error")) is not None:
+            if "record" in content:
+                raise FailureRecord.from_text(content["record"]).to_error()
+            raise XrankError.from_record(content)
+        return made[0], answer["made"]
+
+    def _describe_error(self, error: XrankError, what: str) -> dict[str, Any]:
+        if isinstance(error, RankFailedError):  # it has more fields than others
+            return {"record": FailureRecord.from_error(error, self.rank, what).to_text()}
+        return error.to_record()
 
     def broadcast(self, what: str, text: str | None = None) -> str:
-        """Send a text from the first rank, as `Team.broadcast`."""
+        """Send a text from the first rank."""
         return self._receive(what) if text is None else self._send(what, text)
 
     def collect(self, what: str, value: object) -> AbstractContextManager[list[Any]]:
-        """Yield the values of all ranks on the first, as `Team.collect`."""
+        """Yield the values of all ranks on the first."""
         return self._gather(what, value, early_exit=True)
 
     def check_failures(self) -> None:
-        """Raise if another rank has failed, as `Team.check_failures`."""
+        """Raise if another rank has failed."""
         failure_check()()
 
     def make_failure_check(self) -> Callable[[], bool]:
-        """Return a check for other threads, as `Team.make_failure_check`."""
+        """Return a check for other threads."""
         check, last_look = failure_check(), [monotonic()]
 
         def look() -> bool:
@@ -153,7 +168,7 @@ class SharedTeam(Team):
         return look
 
     def make_background(self) -> Team:
-        """Return the same ranks as a team for another thread, as `Team.make_background`."""
+        """Return the same ranks as a team for another thread."""
         return SharedTeam(
             self._group.make_background(self.rank, max(max(self.ranks) + 1, find_world(self._group).size)),
             self.ranks,
@@ -165,7 +180,7 @@ class SharedTeam(Team):
         )
 
     def mark_committed(self) -> None:
-        """Record that the output is in place, as `Team.mark_committed`."""
+        """Record that the output is in place."""
         self._is_committed = True
 
     def _gather(self, key: str, value: object, *, early_exit: bool = False) -> Gather:
@@ -181,77 +196,34 @@ class SharedTeam(Team):
             place="xrank",
         )
 
-    def _decide(self, what: str, value: object, decide: Callable[[list[Any]], Any]) -> Any:
-        """Return on every rank the first rank's decision about the values of all, or raise its error everywhere."""
-        answer: dict[str, Any] = {}
-        try:
-            with self.collect(what, value) as parts:
-                if self.is_first:
-                    try:
-                        answer = {"made": decide(parts)}
-                    except XrankError as error:
-                        answer = {"error": _describe_error(error, self.rank, what)}
-                    self._send(what, json.dumps(answer))
-                else:
-                    answer = json.loads(self._receive(what))
-        except RankFailedError:
-            # A rank that read the answer first may have raised its error already: all ranks have the same one.
-            if "error" not in answer:
-                raise
-        if "error" in answer:
-            raise _read_error(answer["error"])
-        return answer["made"]
-
     def _send(self, what: str, text: str) -> str:
         parts = [text[start : start + _PART_LENGTH] for start in range(0, len(text), _PART_LENGTH)]
         entries = {f"told/{what}/{number}": part for number, part in enumerate(parts)}
         # The number of parts comes last: a rank that sees it can read all parts.
         for name, value in {**entries, f"told/{what}": str(len(parts))}.items():
             self._entries.append(name)
-            self._group.store.put(name, value)
+            self._store.put(name, value)
         return text
 
     def _receive(self, what: str) -> str:
-        store = self._group.store
-        while (count := store.peek(f"told/{what}")) is None:
+        while (count := self._store.peek(f"told/{what}")) is None:
             try:
                 self.check_failures()
             except RankFailedError:
                 # The first rank may have sent the text just before it failed.
-                if (count := store.peek(f"told/{what}")) is None:
+                if (count := self._store.peek(f"told/{what}")) is None:
                     raise
                 break
             sleep(_PAUSE_SECONDS)
-        return "".join(store.peek(f"told/{what}/{number}") or "" for number in range(int(count)))
+        return "".join(self._store.peek(f"told/{what}/{number}") or "" for number in range(int(count)))
 
     def _part(self, known_dead: set[int]) -> None:
         """Report this rank's end to rank 0; on rank 0, which owns the store, wait for the others' reports."""
         with suppress(RankFailedError):
             if not self.is_first:
-                self._group.store.put(f"left/{self.rank}", "1")
+                self._store.put(f"left/{self.rank}", "1")
                 return
             end = monotonic() + _FAREWELL_SECONDS
             for rank in range(1, self.size):
-                while rank not in known_dead and self._group.store.peek(f"left/{rank}") is None and monotonic() < end:
+                while rank not in known_dead and self._store.peek(f"left/{rank}") is None and monotonic() < end:
                     sleep(_PAUSE_SECONDS)
-
-
-def _check_records(records: Iterable[str | None]) -> None:
-    """Raise the first failure that a rank reported."""
-    for text in records:
-        if text is not None:
-            raise FailureRecord.from_text(text).to_error()
-
-
-def _describe_error(error: XrankError, rank: int, what: str) -> dict[str, Any]:
-    """Return an error in a form that JSON can hold."""
-    if isinstance(error, RankFailedError):  # it has more fields than others
-        return {"record": FailureRecord.from_error(error, rank, what).to_text()}
-    return error.to_record()
-
-
-def _read_error(content: dict[str, Any]) -> XrankError:
-    """Return the error that `_describe_error` described."""
-    if "record" in content:
-        return FailureRecord.from_text(content["record"]).to_error()
-    return XrankError.from_record(content)
