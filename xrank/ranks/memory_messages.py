@@ -11,7 +11,8 @@ import socket
 import stat
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -129,20 +130,20 @@ def open_place(place: MemoryPlace, *, writable: bool = False) -> int | None:
         fd = os.open(place.path, access | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None  # the process ended, the descriptor was closed, or the pid now belongs to another user
-    try:
-        seals = _SIZE_SEALS if writable else _SEALS
-        if (
+    import fcntl
+
+    seals, is_right = _SIZE_SEALS if writable else _SEALS, False
+    with suppress(OSError):  # EINVAL: not a file in memory
+        is_right = (
             # Once more: between stat and open the writer may have closed the descriptor and reused its number.
             _matches(os.fstat(fd), place)
-            and _has_seals(fd, seals)
-            and _read_link_name(fd) == f"/memfd:{_MARK}{place.nonce}"
-        ):
-            fd, opened = -1, fd
-            return opened
-        return None
-    finally:
-        if fd >= 0:
-            os.close(fd)
+            and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
+            and os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)") == f"/memfd:{_MARK}{place.nonce}"
+        )
+    if is_right:
+        return fd
+    os.close(fd)
+    return None
 
 
 def _matches(status: os.stat_result, place: MemoryPlace) -> bool:
@@ -151,19 +152,6 @@ def _matches(status: os.stat_result, place: MemoryPlace) -> bool:
         and (status.st_dev, status.st_ino, status.st_size) == (place.device, place.inode, place.nbytes)
         and status.st_uid == os.geteuid()
     )
-
-
-def _has_seals(fd: int, seals: int) -> bool:
-    import fcntl
-
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
-    except OSError:
-        return False  # EINVAL: not a file in memory
-
-
-def _read_link_name(fd: int) -> str:
-    return os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
 
 
 def _make_place_error(text: str, rank: int) -> CorruptError:
@@ -454,10 +442,14 @@ class MemoryMessages:
         for nonce in attached.keys() - kept:
             del attached[nonce]
         arena = attached.get(place.nonce)
-        if arena is None:
-            arena = attached[place.nonce] = _attach(place, rank)
-        if not arena.holds(number):
-            raise _missing_error(place, rank)
+        if arena is None and (arena := AttachedArena.open(place)) is None:
+            place.check_reachable(rank)
+        if arena is None or not arena.holds(number):
+            what = f"the message of rank {rank} left its memory, or this process may not open it"
+            next_step = f"check that rank {rank} (pid {place.pid}) still runs, as the same user and dumpable"
+            next_step += "; else give workspace_path"
+            raise IncompleteError(what, rank=rank, host=place.host, file=place.path, next_step=next_step)
+        attached[place.nonce] = arena
         try:
             table = array("q", arena.read(at, 8 * length))
             parts = list(zip(table[::2], table[1::2], strict=True))
@@ -479,17 +471,12 @@ class MemoryMessages:
 
     def close(self) -> None:
         """Release all messages and the mappings of other ranks' arenas. Fetched messages stay valid."""
-        for arena in self._arenas:
-            arena.close()
-        self._forget()
+        self.release(Arena.close)
 
-    def release(self) -> None:
-        """Release, in this process only, the memory that it shares with the process that forked it."""
+    def release(self, release: Callable[[Arena], None]) -> None:
+        """Release all memory, each arena by `release`."""
         for arena in self._arenas:
-            arena.release()
-        self._forget()
-
-    def _forget(self) -> None:
+            release(arena)
         self._arenas.clear()
         self._attached.clear()
         self._leases.clear()
@@ -501,7 +488,7 @@ _living: weakref.WeakSet[MemoryMessages] = weakref.WeakSet()
 def _release_in_child() -> None:
     # Otherwise a forked process (a data loader) would keep memory that its parent releases, and end its messages.
     for messages in _living:
-        messages.release()
+        messages.release(Arena.release)
 
 
 after_fork_in_child(_release_in_child)
@@ -511,25 +498,6 @@ after_fork_in_child(_release_in_child)
 def _parse_place(text: str, rank: int) -> MemoryPlace:
     """Return the place in a receipt; cached, because a writer has few arenas."""
     return MemoryPlace.from_json(text, rank)
-
-
-def _attach(place: MemoryPlace, rank: int) -> AttachedArena:
-    arena = AttachedArena.open(place)
-    if arena is None:
-        place.check_reachable(rank)
-        raise _missing_error(place, rank)
-    return arena
-
-
-def _missing_error(place: MemoryPlace, rank: int) -> IncompleteError:
-    return IncompleteError(
-        f"the message of rank {rank} left its memory, or this process may not open it",
-        rank=rank,
-        host=place.host,
-        file=place.path,
-        next_step=f"check that rank {rank} (pid {place.pid}) still runs, as the same user and dumpable; "
-        "else give workspace_path",
-    )
 
 
 def _make_receipt_error(rank: int, got: str) -> XrankError:

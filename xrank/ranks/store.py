@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -177,6 +178,14 @@ class LaunchedRanks:
         """End this rank's part of the work."""
         if is_first:
             self._on_end()
+
+
+def group_place() -> tuple[int, int] | None:
+    """Return rank and world size of torch.distributed, or None if it is not initialised."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:

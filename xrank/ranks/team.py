@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from xrank import environment
 from xrank.environment import Launch
 from xrank.errors import AGAIN, ContradictionError, UsageError, XrankError, option
+from xrank.ranks.store import group_place
 from xrank.stores.url import is_url
 from xrank.system import after_fork_in_child
 
@@ -114,21 +114,13 @@ def check_alike(ranks: Sequence[int]) -> Callable[[object, Sequence[Mapping[str,
 
     def check(_: object, calls: Sequence[Mapping[str, str | None]]) -> None:
         for rank, call in zip(ranks, calls, strict=True):
-            _check_call(ranks[0], calls[0], rank, call)
+            for name, want in calls[0].items():
+                if (got := call.get(name)) != want:
+                    verb = "calls" if name == "call" else f"has {name}"
+                    what, next_step = f"rank {rank} {verb} {got}, rank {ranks[0]} {want}", f"let all ranks {AGAIN}"
+                    raise UsageError(what, rank=rank, next_step=f"{next_step}, with the same options")
 
     return check
-
-
-def _check_call(first: int, wanted: Mapping[str, str | None], rank: int, call: Mapping[str, str | None]) -> None:
-    for name, want in wanted.items():
-        got = call.get(name)
-        if got != want:
-            verb = "calls" if name == "call" else f"has {name}"
-            what, next_step = (
-                f"rank {rank} {verb} {got}, rank {first} {want}",
-                f"let all ranks {AGAIN}, with the same options",
-            )
-            raise UsageError(what, rank=rank, got=got, want=want, next_step=next_step)
 
 
 def value_text(value: Any) -> str:
@@ -221,7 +213,7 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str
         call: name of the function that the user called.
         joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialised.
     """
-    if _is_initialised():
+    if group_place() is not None:
         from xrank.ranks.gathering import find_place  # one process does not need these modules
         from xrank.ranks.registration import register
         from xrank.ranks.sessions import WorkWatch
@@ -272,15 +264,7 @@ def _message_folder(place: str) -> str | None:
 
 def find_world() -> tuple[int, int]:
     """Return this process's rank in the world of torch.distributed, and the world's size; (0, 1) without one."""
-    if not _is_initialised():
-        return 0, 1
-    distributed: Any = sys.modules["torch.distributed"]
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def _is_initialised() -> bool:
-    distributed: Any = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return group_place() or (0, 1)
 
 
 _logger = logging.getLogger(__name__)
@@ -309,27 +293,17 @@ class BackgroundWork(Future[Made], Generic[Made]):
         return f"<{self.name} in the background: {state}>"
 
 
-class _Last:
-    """The last piece of work of this process."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self.work: BackgroundWork[Any] | None = None
-
-
-_last = _Last()
-after_fork_in_child(_last.forget)  # the child has neither the thread nor the other ranks
+_last: list[BackgroundWork[Any]] = []
+"""The last piece of work of this process."""
+after_fork_in_child(_last.clear)  # the child has neither the thread nor the other ranks
 
 
 def run_in_background(name: str, work: Callable[[], Made]) -> Future[Made]:
     """Start work in a thread of its own, and return at once. The last work must have ended: `await_background`."""
-    assert _last.work is None or _last.work.done()
+    assert all(last.done() for last in _last)
     made: BackgroundWork[Made] = BackgroundWork(name)
     made.set_running_or_notify_cancel()
-
-    _last.work = made
+    _last[:] = [made]
     threading.Thread(target=_run, args=(made, work), name=f"xrank: {name}", daemon=False).start()
     return made
 
@@ -350,23 +324,17 @@ def _run(made: BackgroundWork[Made], work: Callable[[], Made]) -> None:
 
 def await_background(name: str) -> None:
     """Wait until the last work in the background has ended; `name` waits."""
-    work = _last.work
-    if work is None or work.done():
-        return
-    _logger.info("%s waits for the end of %s", name, work.name)
-    Future.exception(work)  # its own limits end it; not a reading by the caller
+    for work in _last:
+        if not work.done():
+            _logger.info("%s waits for the end of %s", name, work.name)
+            Future.exception(work)  # its own limits end it; not a reading by the caller
 
 
 def raise_background_failure() -> None:
     """Raise the failure of the last work in the background, if no caller has read it. A second call does nothing."""
-    work = _last.work
-    if work is None or work.is_read or not work.done():
-        return
-    failure = work.exception()
-    if isinstance(failure, XrankError):
-        raise failure
-    if failure is not None:
-        raise XrankError(
-            f"{work.name} failed in the background: {type(failure).__name__}: {failure}",
-            next_step="look at its cause, then repeat this call",
-        ) from failure
+    for work in _last:
+        if not work.is_read and work.done() and (failure := work.exception()) is not None:
+            if isinstance(failure, XrankError):
+                raise failure
+            what = f"{work.name} failed in the background: {type(failure).__name__}: {failure}"
+            raise XrankError(what, next_step="look at its cause, then repeat this call") from failure

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -40,18 +40,13 @@ def pause_collection() -> Iterator[None]:
 
 SAME_VERSION = "let all ranks use the same version of xrank, and of the classes that they send"
 
-_MISSING = object()
-
 
 def is_data_class(kind: type) -> bool:
     """Return whether instances of a class can be sent: a dataclass or pydantic model that is not also a container."""
     new: object = kind.__new__
-    return new is object.__new__ and (dataclasses.is_dataclass(kind) or _is_pydantic(kind))
-
-
-def _is_pydantic(kind: type) -> bool:
     model = getattr(sys.modules.get("pydantic"), "BaseModel", None)
-    return isinstance(model, type) and issubclass(kind, model)
+    is_pydantic = isinstance(model, type) and issubclass(kind, model)
+    return new is object.__new__ and (dataclasses.is_dataclass(kind) or is_pydantic)
 
 
 def name_of(kind: type, where: str) -> str:
@@ -62,35 +57,17 @@ def name_of(kind: type, where: str) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def find_class(name: str) -> type:
-    """Return the data class of this name, among those of imported modules."""
-    found = _find(name)
-    if isinstance(found, type) and is_data_class(found):
-        return found
-    raise _wrong_kind(name, found)
-
-
-def find_enum(name: str) -> type[enum.Enum]:
-    """Return the enum of this name; errors as in `find_class`."""
-    found = _find(name)
-    if isinstance(found, type) and issubclass(found, enum.Enum):
-        return found
-    raise _wrong_kind(name, found)
-
-
-def _find(name: str) -> object:
+def find_class(name: str, *, is_enum: bool = False) -> Any:
+    """Return the data class, or the enum, of this name, among those of imported modules."""
     module, _, qualified = name.partition(":")
     found = _look_up(module, qualified)
     if found is None:
         what = f"{qualified} of module {module} was sent, and this process does not have it"
         raise UsageError(what, got=name, next_step=f"import {module} on the first rank before the gather")
-    return found
-
-
-def _wrong_kind(name: str, found: object) -> UnsafeError:
-    return UnsafeError(
-        f"{name} was sent as a class of data, and is not one", got=repr(found)[:100], next_step=SAME_VERSION
-    )
+    if isinstance(found, type) and (issubclass(found, enum.Enum) if is_enum else is_data_class(found)):
+        return found
+    what = f"{name} was sent as a class of data, and is not one"
+    raise UnsafeError(what, got=repr(found)[:100], next_step=SAME_VERSION)
 
 
 def _look_up(module: str, qualified: str) -> Any:
@@ -112,15 +89,12 @@ def read_attributes(value: object, where: str) -> tuple[dict[str, Any], list[str
     stored.pop("__orig_class__", None)
     for name in stored:
         if not _is_free_name(name):
-            want, step = (
-                "text without leading and trailing double underscores",
-                "send its value beside this one, under another name",
-            )
-            raise UsageError(f"{where} has the attribute {name!r}", want=want, next_step=step)
+            what, want = f"{where} has the attribute {name!r}", "text without leading and trailing double underscores"
+            raise UsageError(what, want=want, next_step="send its value beside this one, under another name")
     for name, slot in _slots(kind).items():
         # Not getattr: a slot may be hidden by a property, and an unset one would call __getattr__.
-        if (item := _read_slot(slot, value)) is not _MISSING:
-            stored[name] = item
+        with suppress(AttributeError):
+            stored[name] = slot.__get__(value)
     declared = _declared_names(kind)
     return stored, [name for name in stored if name not in declared]
 
@@ -141,10 +115,8 @@ def make_instance(name: str, attributes: Mapping[str, Any], undeclared: Sequence
         or not (item in slots or (has_dict and _is_free_name(item)))
     ]
     if strange:
-        got = ", ".join(sorted(map(str, strange)))
-        raise UnsafeError(
-            f"{name} has no field {got}", got=got[:100], want=", ".join(sorted(declared)), next_step=SAME_VERSION
-        )
+        what = f"{name} has no field {', '.join(sorted(map(str, strange)))}"
+        raise UnsafeError(what, want=", ".join(sorted(declared)), next_step=SAME_VERSION)
     made: Any = object.__new__(kind)
     stored = _instance_dict(made)
     for attribute, item in attributes.items():
@@ -169,13 +141,6 @@ def _slots(kind: type) -> dict[str, MemberDescriptorType]:
     for base in reversed(kind.__mro__):
         found |= {name: item for name, item in vars(base).items() if isinstance(item, MemberDescriptorType)}
     return found
-
-
-def _read_slot(slot: MemberDescriptorType, value: object) -> Any:
-    try:
-        return slot.__get__(value)
-    except AttributeError:
-        return _MISSING
 
 
 def _declared_names(kind: type) -> set[str]:
@@ -315,7 +280,7 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         case "s":
             return _numpy_scalar(tree[1], tree[2])
         case "e":
-            return find_enum(tree[1]).__members__[tree[2]]
+            return find_class(tree[1], is_enum=True).__members__[tree[2]]
         case "c":
             attributes = {name: _unpack(item, tensors) for name, item in tree[2]}
             return make_instance(tree[1], attributes, tree[3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from xrank import environment
 from xrank.errors import UsageError
+from xrank.ranks.store import group_place
 from xrank.ranks.wire import MessageWorkspace as MessageWorkspace
 
 if TYPE_CHECKING:
@@ -145,14 +145,6 @@ def check_rank(target_rank: object) -> int:
 
 def _find_run_id() -> str | None:
     return environment.read_run_id(environment.environ()) or _group_run_id()
-
-
-def group_place() -> tuple[int, int] | None:
-    """Return rank and world size of torch.distributed, or None if it is not initialised."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _group_run_id() -> str | None:

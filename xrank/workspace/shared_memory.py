@@ -16,9 +16,9 @@ from xrank import environment
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.ranks.memory import NO_MEMORY, make_no_memory_error
 from xrank.ranks.memory_messages import MemoryFile, MemoryMessages, MemoryPlace, open_place
-from xrank.ranks.store import LocalStore, Store, find_store
+from xrank.ranks.store import LocalStore, Store, find_store, group_place
 from xrank.system import after_fork_in_child, require_linux
-from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, group_place
+from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity
 from xrank.workspace.states import make_state_archive, read_run_id, read_state
 
 if TYPE_CHECKING:
