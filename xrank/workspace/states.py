@@ -30,9 +30,7 @@ from xrank.formats.rank_state import (
     CONFIG,
     RECORD,
     WEIGHT,
-    MeshRecord,
     RankRecord,
-    TensorRecord,
     read_saved_state,
     record_of,
     state_error,
@@ -51,21 +49,6 @@ if TYPE_CHECKING:
     import torch
 
     from xrank.layout.layout_map import LayoutMap
-
-
-@dataclass(frozen=True, slots=True)
-class StateContent:
-    """Tensors ready for torch.save, and the records of their places."""
-
-    weights: dict[str, torch.Tensor]
-    """Plain, detached, contiguous CPU tensors, each with a storage of its own size; tied names share one object."""
-    meshes: tuple[MeshRecord, ...]
-    tensors: dict[str, TensorRecord]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors; tied tensors count once."""
-        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.weights.values()}.values())
 
 
 def plain_config(config: object, what: str = "config") -> dict[str, Any]:
@@ -134,14 +117,11 @@ def _check_integer(value: int, where: str) -> None:
         raise UsageError(f"{where} is an integer of {value.bit_length():,} bits", want=want)
 
 
-def state_content(weights: object, layouts: LayoutMap | None, rank: int) -> StateContent:
-    """Return what a state holds of these tensors, as `locate_tensors`, after all checks."""
-    located = locate_tensors(weights, layouts, rank)
-    return StateContent(dict(_plain_tensors(located.local)), located.meshes, located.records)
-
-
 def _plain_tensors(held: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors as torch.save gets them; names of the same view share one object."""
+    """Yield the tensors as torch.save gets them: plain and contiguous on the CPU, in storages of their own size.
+
+    Names of the same view share one object.
+    """
     made: dict[Hashable, torch.Tensor] = {}
     storages: set[int] = set()
     dtypes: dict[int, torch.dtype] = {}
@@ -229,7 +209,9 @@ def make_state_archive(
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step is {step!r}", want="the training step, an integer of 0 or more, or None")
     config = plain_config(config_json)
-    content = state_content(weights, layouts, identity.rank)
+    located = locate_tensors(weights, layouts, identity.rank)  # all checks come before any copy
+    plain = dict(_plain_tensors(located.local))
+    nbytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in plain.values()}.values())
     record = RankRecord(
         run_id=identity.run_id,
         attempt=identity.attempt,
@@ -237,10 +219,10 @@ def make_state_archive(
         rank=identity.rank,
         world_size=identity.world_size,
         host=socket.gethostname(),
-        meshes=content.meshes,
-        tensors=content.tensors,
+        meshes=located.meshes,
+        tensors=located.records,
     )
-    return StateArchive({CONFIG: config, WEIGHT: content.weights, RECORD: record.to_json()}, content.nbytes)
+    return StateArchive({CONFIG: config, WEIGHT: plain, RECORD: record.to_json()}, nbytes)
 
 
 class _Sink:
