@@ -1,1 +1,12 @@
-"""Rendezvous, waiting, death detection and failure reports of ranks. No other package waits for a rank."""
+"""One group of ranks: they meet, agree, fail, and exchange bytes through the memory of a host or over sockets.
+
+Live gathers, shared conversions, refit and gradients use it; no other package waits for a rank.
+
+    store, registration            ranks find each other by the store of a process group or of a launcher
+    meeting, wire                  they become a `RankGroup` (group): on one host by host_wire, else by store_wire
+    processes, waits               why a rank does not come: its end, its failure, or ranks that wait for each other
+    exchange, sessions, gathering  one gather: the values of all ranks on the first; a failure ends it on all of them
+    memory_, socket_, directory_messages   large values on their way, each a `MessageWorkspace`
+    team, shared_team              ranks that share one piece of work: `agree`, `broadcast`, `collect`
+    byte_service, peer_memory, loans       bytes in the memory of other processes, read by range
+"""
