@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.distribution.trained_models import Perceptron, assert_same_state, perceptron_batches, take_part, train
-from xrank.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, list_devices, set_distribution
+from xrank.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, list_devices
 from xrank.distribution.datasets import shard_dataset
 
 
@@ -33,20 +33,6 @@ def test_four_ranks_train_as_one_process_does(rank):
         functional.mse_loss(model(part), target).backward()
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-
-
-@pytest.mark.ranks(2)
-def test_set_distribution_lays_out_at_the_first_use(rank):
-    torch.manual_seed(rank)
-    set_distribution(DataParallel())
-    try:
-        model = nn.Sequential(nn.Linear(2, 2))
-        model(torch.ones(1, 2))
-    finally:
-        set_distribution(None)
-    values = [torch.empty(2, 2) for _ in range(2)]
-    dist.all_gather(values, model[0].weight.detach())
-    assert values[0].equal(values[1])
 
 
 # Data.

@@ -234,7 +234,7 @@ def test_tensors_are_checked_and_stay_whole():
         (TensorLayout((None, "model")), "Cannot create sharding when device mesh is not set"),
         (TensorLayout(("model", None, None), MESH), "more dims"),
         (("model",), "is not a layout"),
-        (TensorLayout.parse("[f, h] sum(model)", MESH), "has addends on ranks"),
+        (TensorLayout.parse("[f, h] sum(model)", MESH), "has partial sums on ranks"),
     ):
         with pytest.raises(ValueError, match=message):
             distribute_tensor(tensor, layout)

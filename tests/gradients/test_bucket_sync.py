@@ -103,19 +103,6 @@ def test_shards_are_added_up_inside_an_instance_and_then_over_all() -> None:
         assert _gradient(sync, index)[: planned.owned[0]].isnan().all()  # other ranks own the rest
 
 
-def test_a_kernel_that_added_by_itself_counts_as_a_gradient() -> None:
-    sync, wire = _make_sync(
-        _module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=12, unused="error"
-    )
-    _gradient(sync, 1).fill_(6.0)
-    sync.add_gradient(1, None, is_last=True)
-    sync.add_gradient(0, torch.ones(4), is_last=True)
-    sync.add_gradient(2, torch.ones(4), is_last=True)
-    assert len(wire.sent) == 1
-    sync.finish()
-    assert torch.equal(_gradient(sync, 1), torch.full((4,), 6.0))
-
-
 @pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_old_gradients_are_replaced_when_zeroing_is_skipped(is_overlapped: bool, is_wide: bool) -> None:

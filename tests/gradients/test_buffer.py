@@ -66,35 +66,6 @@ def test_parameters_move_into_their_buffer_and_keep_their_values() -> None:
     assert not any(parameter.any() for parameter in module.parameters())
 
 
-def test_padding_stays_zero() -> None:
-    ddp = _wrap(make_module(), use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=70)
-    (buffer,) = ddp.gradient_buffers
-    is_padding = torch.ones(buffer.data.numel(), dtype=torch.bool)
-    for one in ddp.plan.parameters:
-        is_padding[one.offset : one.offset + one.numel] = False
-    assert is_padding.any()
-    with ddp.no_sync():
-        _fill(ddp)
-    ddp.scale_gradients(3.0)
-    assert buffer.data.any()
-    assert not buffer.data[is_padding].any()
-    assert not buffer.parameter_data[is_padding].any()
-
-
-def test_narrow_parameters_are_added_up_in_float32_where_that_is_asked_for() -> None:
-    for grad_dtype, is_wide in ((torch.float32, True), (torch.bfloat16, False)):
-        ddp = _wrap(make_module(dtype=torch.bfloat16), grad_reduce_in_fp32=is_wide, overlap_grad_reduce=True)
-        parameter = ddp.module.extra.weight
-        assert parameter.main_grad.dtype == grad_dtype
-        gradient = torch.full((8, 8), 1 / 3, dtype=torch.bfloat16)
-        with ddp.no_sync():
-            for value in (1.0, 2.0**-10):
-                (parameter * gradient * value).sum().backward()
-        # 9 bits after the first one: bfloat16 loses the second gradient.
-        exact = gradient.float() * (1 + 2.0**-10)
-        assert torch.equal(parameter.main_grad.float(), exact) is is_wide
-
-
 def test_release_gives_all_bytes_back_and_views_survive() -> None:
     ddp = _wrap(make_module())
     _fill(ddp)

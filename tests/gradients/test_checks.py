@@ -14,6 +14,7 @@ from tests.gradients.wires import RecordingWire, batch_of, loss_of, make_module,
 from xrank.errors import GradientError
 from xrank.gradients import GradientCheck, GradientConfig, GradientPlan, check_gradients, mark
 from xrank.gradients.checks import GivenGradients, take_slices
+from xrank.gradients.comparisons import _digest
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
 
@@ -315,3 +316,12 @@ def test_slices_of_another_wrapper_need_no_options_of_the_plan(num_instances: in
     taken = take_slices(plan, given)
     assert taken["weight"].owned == (0, 8)
     assert taken.config.use_distributed_optimizer == (num_instances is not None)
+
+
+def test_digests_are_of_the_values_in_any_strides_conjugated_or_negated() -> None:
+    base, value = torch.arange(6.0), torch.tensor([1 + 2j, 3 - 4j])
+    for tensor in (torch.tensor(4.0), base[4:5], base[4::2], base.view(2, 3)[1:, 1::2]):
+        assert _digest(tensor) == _digest(torch.tensor([4.0])) != _digest(torch.tensor([5.0]))
+    assert _digest(base[::2]) == _digest(torch.tensor([0.0, 2.0, 4.0]))
+    assert _digest(value.conj()) == _digest(torch.tensor([1 - 2j, 3 + 4j])) != _digest(value)
+    assert _digest(value.conj().imag) == _digest(torch.tensor([-2.0, 4.0]))

@@ -29,7 +29,7 @@ from xrank.gradients import (
     finalize_model_grads,
     load_optimizer_shards,
 )
-from xrank.gradients.optimizers import _STATES, list_states
+from xrank.gradients.optimizers import _STATES, list_states, watch_optimizers
 from xrank.layout import DeviceMesh
 from xrank.workspace.nfs import NFSWorkspace
 
@@ -307,5 +307,10 @@ def test_states_of_an_unlisted_optimizer_are_those_of_its_steps() -> None:
     (group,) = optimizer.param_groups
     with pytest.raises(UsageError, match="the states of _ByElement are unknown before its first step"):
         list_states(optimizer, group)
+    watch_optimizers()
+    for parameter in group["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert list_states(optimizer, group) == {}  # it makes none
     optimizer.state[group["params"][1]] = {"average": torch.ones(3), "count": torch.tensor(1), "none": None}
     assert list_states(optimizer, group) == {"average": True, "count": False}

@@ -21,11 +21,8 @@ def shard_dataset(dataset: Any, num_shards: int, shard: int) -> Any:
     local batches of b samples together are the global batch of n*b.
     """
     if not isinstance(dataset, DataLoader | Dataset):
-        raise UsageError(
-            f"The dataset type {type(dataset)} is not supported for auto-sharding in multi-process setting.",
-            got=type(dataset).__name__,
-            want="a DataLoader, Dataset or IterableDataset of torch.utils.data",
-        )
+        why = f"The dataset type {type(dataset)} is not supported for auto-sharding in multi-process setting."
+        raise UsageError(why, want="a DataLoader, Dataset or IterableDataset of torch.utils.data")
     if isinstance(dataset, DataLoader):
         return _shard_loader(dataset, num_shards, shard)
     if num_shards == 1:

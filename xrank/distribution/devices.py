@@ -94,11 +94,8 @@ def start_group(
     if addresses and "," in addresses:
         jobs = addresses.split(",")
         if count is not None and count != len(jobs):
-            raise UsageError(
-                f"The provided job_addresses {jobs} has {len(jobs)} jobs, but num_processes is {count}",
-                got=f"{len(jobs)} addresses",
-                want=f"{count}, or the first one alone",
-            )
+            why = f"The provided job_addresses {jobs} has {len(jobs)} jobs, but num_processes is {count}"
+            raise UsageError(why, want=f"{count} addresses, or only the first one")
         addresses, count = jobs[0], len(jobs)
     # As in Keras, a lone process needs no process group.
     if not addresses and count is None and place is None and launch is None:
@@ -110,7 +107,6 @@ def start_group(
         raise UsageError(
             "the number of processes, or the index of this one, is unknown",
             got=f"num_processes={count}, process_id={place}",
-            want="num_processes, and a process_id from 0 to num_processes - 1",
             next_step="pass both, or set KERAS_DISTRIBUTION_NUM_PROCESSES and KERAS_DISTRIBUTION_PROCESS_ID",
         )
     method = f"tcp://{addresses.strip()}" if addresses else "env://"
@@ -164,24 +160,17 @@ def _check_ranks(mesh: DeviceMesh) -> None:
         )
     absent = [rank for rank in mesh.ranks if rank >= world_size]
     if absent:
-        raise LayoutError(
-            f"Device not found: rank {absent[0]} of the mesh {mesh.grid!r}",
-            rank=absent[0],
-            want=f"ranks 0 to {world_size - 1}",
-        )
-    if dist.get_rank() not in mesh:
-        raise UsageError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh.grid!r}",
-            rank=dist.get_rank(),
-            want=f"one of the ranks {list(mesh.ranks)}",
-        )
+        why = f"Device not found: rank {absent[0]} of the mesh {mesh.grid!r}"
+        raise LayoutError(why, rank=absent[0], want=f"ranks 0 to {world_size - 1}")
+    if (rank := dist.get_rank()) not in mesh:
+        why = f"rank {rank} is not in the mesh {mesh.grid!r}"
+        raise UsageError(why, rank=rank, want=f"one of the ranks {list(mesh.ranks)}")
     for axis in mesh.axis_names:
         # torch sorts its groups by rank, which would contradict the mesh's order.
         if any(list(group) != sorted(group) for group in mesh.groups(axis)):
             raise LayoutError(
-                f"the ranks along {axis!r} descend: torch orders the parts of a dim by rank, so that they would lie on "
+                f"the ranks along {axis!r} descend: torch orders the parts of a dim by rank, so that they would be on "
                 "other devices than the mesh defines",
                 got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
-                want=f"ranks that ascend along {axis!r}",
                 next_step="give the mesh its devices in ascending order, as list_devices() returns them",
             )

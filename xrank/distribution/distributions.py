@@ -105,11 +105,9 @@ class Distribution:
             mesh = describe_mesh(variable.device_mesh)
             return keras_forms.in_keras_form(from_placements(mesh, variable.placements, variable.ndim))
         if not isinstance(variable, str) or shape is None:
-            raise LayoutError(
-                "a parameter's layout needs its name and its shape",
-                got=f"{type(variable).__name__}, shape {shape}",
-                want='such as ("layers.0.weight", (8, 4)), or a DTensor',
-            )
+            got = f"{type(variable).__name__}, shape {shape}"
+            want = 'such as ("layers.0.weight", (8, 4)), or a DTensor'
+            raise LayoutError("a parameter's layout needs its name and its shape", got=got, want=want)
         layout = self.get_tensor_layout(variable)
         if layout is None:
             return keras_forms.TensorLayout((None,) * len(shape), self.device_mesh)
@@ -180,9 +178,7 @@ class DataParallel(Distribution):
         if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
             raise LayoutError(
                 "Expect `mesh` to be an instance of `DeviceMesh`. "
-                f"Received: mesh={device_mesh} (of type {type(device_mesh)})",
-                got=type(device_mesh).__name__,
-                want="a DeviceMesh",
+                f"Received: mesh={device_mesh} (of type {type(device_mesh)})"
             )
         if device_mesh is None:
             found = list_devices() if devices is None or len(devices) == 0 else devices
@@ -246,19 +242,14 @@ class ModelParallel(Distribution):
             raise LayoutError("You must specify a layout_map argument.", want="layout_map=LayoutMap(device_mesh)")
         if not isinstance(layout_map, LayoutMap):
             raise LayoutError(
-                f"Argument `layout_map` must be a `LayoutMap` instance. Received: layout_map={layout_map}",
-                got=type(layout_map).__name__,
-                want="a LayoutMap",
+                f"Argument `layout_map` must be a `LayoutMap` instance. Received: layout_map={layout_map}"
             )
         mesh = layout_map.device_mesh
         if mesh is None:
             raise LayoutError("the layout_map has no mesh", next_step="make it with its mesh: LayoutMap(device_mesh)")
         if device_mesh is not None and device_mesh != mesh:
-            raise LayoutError(
-                "device_mesh is not the mesh of the layout_map",
-                got=repr(device_mesh),
-                want=f"{mesh!r}, or None to use the map's mesh",
-            )
+            want = f"{mesh!r}, or None to use the map's mesh"
+            raise LayoutError("device_mesh is not the mesh of the layout_map", got=repr(device_mesh), want=want)
         if ignored:
             warnings.warn(f"ModelParallel ignores unknown arguments: {', '.join(ignored)}", stacklevel=2)
         super().__init__(mesh, batch_dim_name, auto_shard_dataset)

@@ -140,7 +140,7 @@ class _Cut:
 
 
 def _find_cut(weight: DTensor, batch_axis: int) -> _Cut | None:
-    """Return the only cut of a parameter beside the batch axis; None for another number or kind of cuts."""
+    """Return the only cut of a parameter besides the batch axis; None for another number or kind of cuts."""
     placements = model_placements(weight, batch_axis)
     cut = [axis for axis, at in enumerate(placements) if not at.is_replicate()]
     if len(cut) != 1 or type(placements[cut[0]]) is not Shard:

@@ -39,7 +39,7 @@ def is_laid_out(tensor: object) -> bool:
 
 
 def model_placements(parameter: DTensor, batch_axis: int) -> Placements:
-    """Return the placements of a parameter after a gather along the batch axis alone.
+    """Return the placements of a parameter after a gather along only the batch axis.
 
     Strided shards depend on the parts of the batch axis. Without that axis they are plain cuts.
     """

@@ -46,11 +46,8 @@ def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tenso
         raise LayoutError(f"{layout!r} is not a layout", got=type(layout).__name__, want="a TensorLayout")
     mesh = layout.device_mesh
     if mesh is None:
-        raise LayoutError(
-            "Cannot create sharding when device mesh is not set for TensorLayout.",
-            got=repr(layout),
-            next_step="make the layout with its mesh: TensorLayout(axes, device_mesh)",
-        )
+        step = "make the layout with its mesh: TensorLayout(axes, device_mesh)"
+        raise LayoutError("Cannot create sharding when device mesh is not set for TensorLayout.", next_step=step)
     placements = placements_for(layout, mesh, tensor.shape)
     torch_mesh = live_mesh(mesh)
     if torch_mesh is None:
@@ -66,11 +63,7 @@ def fit_layout(layout: TensorLayout, ndim: int) -> TensorLayout:
     """Return a layout for a tensor of that many dims. Dims after the layout's last one are whole, as in Keras."""
     missing = ndim - len(layout.dims)
     if missing < 0:
-        raise LayoutError(
-            f"the layout {layout} has more dims than the tensor",
-            got=f"a tensor of {ndim} dims",
-            want=f"{len(layout.dims)} dims",
-        )
+        raise LayoutError(f"the layout {layout} has more dims than the tensor", got=f"a tensor of {ndim} dims")
     text = str(layout)
     if missing == 0 or not text.endswith("]"):
         return layout
@@ -81,11 +74,8 @@ def fit_layout(layout: TensorLayout, ndim: int) -> TensorLayout:
 def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Any, ...]:
     """Return torch's placements of a tensor of that shape."""
     if layout.tree.sums:
-        raise LayoutError(
-            f"a whole tensor has values, and the layout {layout} has addends on ranks",
-            got=" ".join(f"sum({axis})" for axis in layout.tree.sums),
-            want="a layout without sums",
-        )
+        why = f"a whole tensor has values, and the layout {layout} has partial sums on ranks"
+        raise LayoutError(why, want="a layout without sums")
     placements = to_placements(fit_layout(layout, len(shape)), mesh, tuple(shape))
     for axis, placement in zip(mesh.axis_names, placements, strict=True):
         factor = getattr(placement, "split_factor", 1) * mesh.axis_length(axis)
@@ -224,9 +214,8 @@ def _plan_parameter(
         step = "run the module once on an input, then lay it out"
         raise UsageError(f"{names[0]} has no shape yet", tensor=names[0], next_step=step)
     if parameter.grad is not None:
-        raise UsageError(
-            f"{names[0]} already has a gradient", tensor=names[0], next_step="lay the module out before backward"
-        )
+        step = "lay the module out before backward"
+        raise UsageError(f"{names[0]} already has a gradient", tensor=names[0], next_step=step)
     found: dict[str, tuple[Any, ...]] = {}
     for name in names:
         layout = layout_of(name)
@@ -237,12 +226,9 @@ def _plan_parameter(
                 error.about(f"{name}, of shape {tuple(parameter.shape)}", tensor=name)
                 raise
     if len(set(found.values())) > 1:
-        raise LayoutError(
-            f"{names[0]} is one parameter with several names, which have different layouts",
-            tensor=names[0],
-            got=str({name: str(placements) for name, placements in found.items()}),
-            want="one layout for all of its names",
-        )
+        got = str({name: str(placements) for name, placements in found.items()})
+        why = f"{names[0]} is one parameter with several names, which have different layouts"
+        raise LayoutError(why, tensor=names[0], got=got, want="one layout for all of its names")
     placements = next(iter(found.values()), (Replicate(),) * len(mesh.shape))
     if isinstance(parameter, DTensor) and (
         tuple(parameter.device_mesh.mesh_dim_names or ()) != tuple(mesh.axis_names)

@@ -11,23 +11,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook as on_module_registration
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter_registration
 
 from xrank.distribution.calls import find_hooks
-
-
-class LaysOut(Protocol):
-    """Lays out the modules that were made under it."""
-
-    def lay_out(self, roots: list[nn.Module]) -> set[str]:
-        """Lay out whole modules, and return the rules that were used."""
-
-    def check_used(self, rules: set[str]) -> None:
-        """Check that all rules were used."""
 
 
 class Construction:
@@ -37,7 +27,7 @@ class Construction:
     with weak references, the garbage collector of each rank would decide, and all ranks must lay out the same modules.
     """
 
-    def __init__(self, distribution: LaysOut, *, is_scoped: bool) -> None:
+    def __init__(self, distribution: Any, *, is_scoped: bool) -> None:
         self.is_scoped = is_scoped
         self._distribution = distribution
         self._modules: dict[int, nn.Module] = {}
@@ -162,7 +152,7 @@ def set_distribution(value: Any) -> None:
 
 
 @contextmanager
-def scope_of(value: LaysOut) -> Iterator[None]:
+def scope_of(value: Any) -> Iterator[None]:
     """Make a distribution current, and lay out the new modules at the end, unless the body raised."""
     before = _CURRENT.state
     construction = _open(value, is_scoped=True)
@@ -191,7 +181,7 @@ def _end(state: _State) -> None:
         state.construction.finish(is_last=True)
 
 
-def _open(value: LaysOut, *, is_scoped: bool) -> Construction:
+def _open(value: Any, *, is_scoped: bool) -> Construction:
     construction = Construction(value, is_scoped=is_scoped)
     with _LOCK:
         _OPEN.add(id(construction))

@@ -1,4 +1,4 @@
-"""Gradients of data-parallel training: a plan of all reductions, contiguous buffers, and one final synchronisation.
+"""Gradients of data-parallel training: a plan of all reductions, contiguous buffers, and one final synchronization.
 
 Names are loaded on first use, so that importing this package does not import torch.
 """

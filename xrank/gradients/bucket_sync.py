@@ -85,7 +85,7 @@ class BucketSync:
         if self.is_finished or planned.bucket < self.next_bucket:
             self._note_late(index)
             return
-        # Before the sum: this is the gradient of this micro-batch alone.
+        # Before the sum: this is only the gradient of this micro-batch.
         if self.watch is not None:
             self.watch.record(index, gradient, self.arrivals[index])
         is_leaving = is_last and self.plan.config.overlap_grad_reduce

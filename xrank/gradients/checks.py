@@ -100,7 +100,7 @@ def take_slices(plan: GradientPlan, given: GivenGradients) -> GradientPlan:
 
 
 def find_foreign_view(given: GivenGradients, plan: GradientPlan) -> UsageError | None:
-    """Return the error of a gradient that lies in a buffer at another place than the plan's; None without one.
+    """Return the error of a gradient whose place in a buffer is not the plan's; None without one.
 
     The buffer's own slices are then unknown: the plan's would compare elements that other ranks own. Call it for plans
     with the distributed optimizer.
@@ -196,7 +196,7 @@ def check_gradients(
 
     Raises:
         GradientError: the plans of two ranks do not fit together; the same on all ranks.
-        UsageError: torch.distributed is not initialised, and `wire` is None; or gradients in a dict lie in a buffer
+        UsageError: torch.distributed is not initialized, and `wire` is None; or gradients in a dict are in a buffer
             with slices that the plan does not know: on all ranks.
 
     Example:

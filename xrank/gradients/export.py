@@ -111,7 +111,7 @@ def _find_mesh(one: OwnedSlice) -> tuple[DeviceMesh, str]:
     if not one.is_cut or (len(merged) == 1 and num_instances == 1):
         return mesh, merged[0] if merged else ""
     # Shards follow each other in the order of ranks over several axes at once: the mesh needs one axis for them.
-    # The merged axis stands where the first of them stood; instances come before shards, as ranks are split.
+    # The merged axis takes the place of the first of them; instances come before shards, as ranks are split.
     others = [axis for axis in mesh.axis_names if axis not in merged]
     first = mesh.axis_names.index(merged[0])
     before = [axis for axis in others if mesh.axis_names.index(axis) < first]
@@ -137,7 +137,7 @@ def _count_owned(one: OwnedSlice) -> list[int]:
 
 
 def _layout_from_placements(name: str, parameter: Any, one: OwnedSlice) -> tuple[TensorLayout, tuple[int, ...]]:
-    """Return the cut of a DTensor. Along axes with addends, finalize has made all ranks equal."""
+    """Return the cut of a DTensor. Along axes with partial sums, finalize has made all ranks equal."""
     from torch.distributed.tensor import Replicate
 
     from xrank.dialects.placements import describe_mesh, from_placements

@@ -200,7 +200,7 @@ class RouterBiases:
             router.counts.zero_()
         for chunk in self._chunks:
             for module in chunk.module.modules():
-                # Megatron resets this beside the counts, at the end of a step (finalize_model_grads.py).
+                # Megatron resets this with the counts, at the end of a step (finalize_model_grads.py).
                 reset = getattr(module, "reset_global_aux_loss_tracker", None)
                 if callable(reset):
                     reset()

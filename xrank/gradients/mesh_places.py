@@ -14,7 +14,7 @@ from xrank.layout import DeviceMesh, MeshViews
 _HYBRID_AXES = ("dp_replicate", "dp_shard")
 """The two axes that hybrid-sharded data parallelism has instead of dp, as torchtitan and accelerate name them."""
 DENSE_DATA_AXES = ("dp", *_HYBRID_AXES, "cp", "edp", "ep")
-"""Axes along which ranks hold the same dense weights and read different data. A mesh may have ep beside dp, or edp and
+"""Axes along which ranks hold the same dense weights and read different data. A mesh may have ep next to dp, or edp and
 ep instead of dp; dense weights then have replicas along these too."""
 EXPERT_DATA_AXES = ("dp", *_HYBRID_AXES, "edp", "cp")
 """The same axes for experts, in the mesh that has ep."""

@@ -54,7 +54,7 @@ class GradientWatch:
 
         Args:
             index: index of the parameter in the plan.
-            gradient: gradient of this micro-batch alone; None if a kernel has already added it.
+            gradient: only the gradient of this micro-batch; None if a kernel has already added it.
             microbatch: number of the micro-batch in the step, from 0, among those that used the parameter.
         """
         if not self._plan.config.check_for_nan_in_grad:

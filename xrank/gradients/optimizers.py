@@ -1,6 +1,6 @@
 """Optimizers and parts of parameters: which optimizers can step parts, and the states that their first step makes.
 
-Gradients lie in ``main_grad``, so an optimizer over a wrapped module's own parameters finds none and skips them all. So
+Gradients are in ``main_grad``, so an optimizer over a wrapped module's own parameters finds none and skips them all. So
 does one over shards that are not attached. Both look like training, so their first step raises.
 """
 
@@ -48,6 +48,7 @@ _UNFIT = {
     "SparseAdam": "it takes sparse gradients, and those in buffers are dense",
 }
 _SEEN: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers whose first step has begun."""
 _WATCH: list[Any] = []
 
 
@@ -59,7 +60,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, slices: Iterable[Any], *, 
         raise UsageError(f"{unfit} cannot step shards: {_UNFIT[unfit]}", got=unfit, want="an optimizer such as AdamW")
     part = next((one for one in slices if one.is_part), None)
     mixing = next((kind for kind in kinds if kind in _MIXING), None)
-    if part is None or (mixing is None and (is_elementwise or _is_listed(optimizer))):
+    if part is None or (mixing is None and (is_elementwise or _find_listed(optimizer) is not None)):
         return
     if mixing is not None:
         why = f"{mixing} steps an element by the others of its parameter"
@@ -75,11 +76,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, slices: Iterable[Any], *, 
 
 def list_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
     """Return the states that a step makes for a parameter of a group: key -> whether it has the parameter's shape."""
-    for kind in type(optimizer).__mro__:
-        if kind in _STATES:
-            made = (key for key in _STATES[kind] if key not in _NEEDED or group.get(_NEEDED[key]))
-            return {key: key not in _SCALARS for key in made}
+    kind = _find_listed(optimizer)
+    if kind in _STATES:
+        made = (key for key in _STATES[kind] if key not in _NEEDED or group.get(_NEEDED[key]))
+        return {key: key not in _SCALARS for key in made}
     stepped = next((state for one in group["params"] if (state := optimizer.state.get(one))), None)
+    if stepped is None and optimizer in _SEEN:
+        return {}
     if stepped is None:
         name = type(optimizer).__name__
         raise UsageError(
@@ -94,15 +97,16 @@ def watch_optimizers() -> None:
         _WATCH.append(register_optimizer_step_pre_hook(_check_first_step))
 
 
-def _is_listed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step is that of a listed class; a subclass may have a step of its own."""
+def _find_listed(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the listed class whose step an optimizer has; None for a subclass with a step of its own."""
     own = inspect.unwrap(type(optimizer).step)
-    listed = (kind for kind in type(optimizer).__mro__ if kind in _STATES or kind.__name__ in _ELEMENTWISE)
-    return any(inspect.unwrap(getattr(kind, "step")) is own for kind in listed)  # noqa: B009
+    kinds: list[Any] = [kind for kind in type(optimizer).__mro__ if kind in _STATES or kind.__name__ in _ELEMENTWISE]
+    return next((kind for kind in kinds if inspect.unwrap(kind.step) is own), None)
 
 
 def _check_first_step(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
     if optimizer in _SEEN or optimizer in ATTACHED:
+        _SEEN.add(optimizer)
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     slices = [getattr(parameter, OWNED) for parameter in parameters if hasattr(parameter, OWNED)]

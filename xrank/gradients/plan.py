@@ -29,11 +29,6 @@ LATER_KINDS: tuple[LaterKind, ...] = ("conditional", "tensor", "word", "position
 """In the order of finalize: conditional embedders along pp, copies along tp, tied tables."""
 
 
-def _compute_prescale(operation: Operation, divisor: int, num_ranks: int) -> float:
-    """Return the factor of a gradient before its collective, after which the result is the sum over `divisor`."""
-    return num_ranks / divisor if operation == "average" else 1.0 / divisor
-
-
 @dataclass(frozen=True, slots=True)
 class LaterReduction:
     """A reduction of one parameter's gradient by `finalize_model_grads`, after the sum over replicas."""
@@ -62,7 +57,7 @@ class PlannedParameter:
     ranks: tuple[int, ...]
     """The ranks along these axes, this rank among them, ascending as in a process group."""
     operation: Operation
-    """Operation of the collective. With `prescale`, the result is the sum over the ranks, divided by `divisor`."""
+    """Operation of the collective. With the buffer's `prescale`, the result is the ranks' sum, divided by `divisor`."""
     divisor: int
     later: tuple[LaterReduction, ...]
     """Later reductions, in the order of execution."""
@@ -87,11 +82,6 @@ class PlannedParameter:
     def numel(self) -> int:
         """Elements of the local tensor."""
         return prod(self.shape)
-
-    @property
-    def prescale(self) -> float:
-        """Factor of the gradient before its collective."""
-        return _compute_prescale(self.operation, self.divisor, len(self.ranks))
 
 
 def list_later(parameters: Iterable[PlannedParameter]) -> list[tuple[PlannedParameter, LaterReduction]]:
@@ -140,7 +130,7 @@ class PlannedBuffer:
     """Ranks that own the shards of a bucket, in the order of the shards; `ranks` unless there are several instances of
     the distributed optimizer."""
     across_ranks: tuple[int, ...]
-    """Ranks that hold the same shard in each instance; this rank alone if there is one instance."""
+    """Ranks that hold the same shard in each instance; only this rank if there is one instance."""
     operation: Operation
     divisor: int
     numel: int
@@ -150,8 +140,8 @@ class PlannedBuffer:
 
     @property
     def prescale(self) -> float:
-        """Factor of the gradients before the collective."""
-        return _compute_prescale(self.operation, self.divisor, len(self.ranks))
+        """Factor of the gradients before the collective, after which the result is the sum over `divisor`."""
+        return len(self.ranks) / self.divisor if self.operation == "average" else 1.0 / self.divisor
 
     @property
     def place(self) -> int:

@@ -27,7 +27,7 @@ class ParameterCuts:
     sharded: tuple[str, ...] = ()
     """Axes along which ranks hold different parts."""
     partial: tuple[str, ...] = ()
-    """Axes along which values are addends, and so are gradients."""
+    """Axes along which values and gradients are partial sums."""
     is_known: bool = False
     """Whether placements along tp or etp exist: a plain copy there is then certain."""
     axes: tuple[tuple[str, ...], ...] = ()

@@ -69,7 +69,7 @@ class GradientWire(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device of small tensors that are exchanged beside gradients."""
+        """Device of small tensors that are exchanged with gradients."""
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], how: Combination) -> Handle:
         """Combine a tensor in place."""
