@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xrank.errors import GradientError, UsageError
+from tests.gradients.wires import assert_raises_everywhere
+from xrank.errors import UsageError
 from xrank.gradients import (
     DistributedDataParallel,
     GradientConfig,
@@ -53,16 +53,6 @@ def fill(ddp: DistributedDataParallel, value: float) -> None:
     """Run a backward in which every gradient is ``value``."""
     ddp.zero_grad_buffer()
     sum((one * value).sum() for one in ddp.module.parameters() if one.requires_grad).backward()
-
-
-def assert_raises_everywhere(call: Callable[[], Any]) -> GradientError:
-    """Return the error that a call raises, the same on all ranks."""
-    with pytest.raises(GradientError) as caught:
-        call()
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, [str(caught.value), caught.value.tensor])
-    assert texts == [texts[0]] * len(texts)
-    return caught.value
 
 
 def value_of(ddp: DistributedDataParallel, name: str) -> float:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.gradients.wires import batch_of, loss_of, make_module, mean_gradients
-from xrank.errors import GradientError
+from tests.gradients.wires import assert_raises_everywhere, batch_of, loss_of, make_module, mean_gradients
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan
 from xrank.layout import DeviceMesh
 
@@ -27,16 +24,6 @@ def _wrap(config: GradientConfig, module: torch.nn.Module | None = None) -> Dist
 
 def _backward(ddp: DistributedDataParallel, rank: int, *, use_extra: bool = True) -> None:
     loss_of(ddp(batch_of().chunk(2)[rank], use_extra)).backward()
-
-
-def _assert_raises_everywhere(call: Callable[[], Any]) -> GradientError:
-    """Return the error that a call raises, the same on all ranks."""
-    with pytest.raises(GradientError) as caught:
-        call()
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, [str(caught.value), caught.value.tensor, *caught.value.__notes__])
-    assert texts[0] == texts[1]
-    return caught.value
 
 
 def _assert_right(ddp: DistributedDataParallel, factor: float = 1.0, **options: Any) -> None:
@@ -87,7 +74,7 @@ def test_a_parameter_that_is_not_used_is_named_where_that_is_an_error(rank: int)
         with ddp.no_sync():
             _backward(ddp, rank, use_extra=False)
         _backward(ddp, rank, use_extra=rank not in missing)
-        error = _assert_raises_everywhere(ddp.finish_grad_sync)
+        error = assert_raises_everywhere(ddp.finish_grad_sync)
         assert str(error) == f"extra.weight: no gradient came on rank {missing[0]} in this step"
         assert error.tensor == "extra.weight"
         assert error.rank == missing[0]
@@ -108,7 +95,7 @@ def test_a_second_backward_after_buckets_left_is_named_on_all_ranks(rank: int) -
             _backward(ddp, rank)
             if rank in who:
                 _backward(ddp, rank)
-            error = _assert_raises_everywhere(ddp.finish_grad_sync)
+            error = assert_raises_everywhere(ddp.finish_grad_sync)
             assert "a gradient came on rank" in str(error)
             assert f"after its bucket {ddp.plan[error.tensor].bucket} had left" in str(error)
             assert error.rank == who[0]
@@ -146,7 +133,7 @@ def test_a_second_finish_sums_nothing_twice(rank: int) -> None:
         ddp = _wrap(config)
         _backward(ddp, rank)
         ddp.finish_grad_sync()
-        error = _assert_raises_everywhere(ddp.finish_grad_sync)
+        error = assert_raises_everywhere(ddp.finish_grad_sync)
         assert str(error).startswith("layers.0.weight: gradients of this step were exchanged already")
         _assert_right(ddp, 2.0 if config.calculate_per_token_loss else 1.0)
 
@@ -164,12 +151,12 @@ def test_a_backward_between_steps_is_named_at_the_next_finish_on_all_ranks(rank:
         _assert_right(ddp)  # exchanged gradients do not change
         ddp.zero_grad_buffer()
         _backward(ddp, rank)
-        error = _assert_raises_everywhere(ddp.finish_grad_sync)
+        error = assert_raises_everywhere(ddp.finish_grad_sync)
         assert f"came on rank {who[0]} after the step's gradients were exchanged" in str(error)
         assert error.tensor in ddp.plan
     _assert_next_step_is_right(ddp, rank)
     _backward(ddp, rank)  # a step without zero_grad_buffer
-    error = _assert_raises_everywhere(ddp.finish_grad_sync)
+    error = assert_raises_everywhere(ddp.finish_grad_sync)
     assert "and a backward came after that" in str(error)
 
 
@@ -178,9 +165,9 @@ def test_a_step_that_was_never_finished_is_named_or_dropped_on_purpose(rank: int
     for config in (GradientConfig(), _OVERLAP, _SHARDED):
         ddp = _wrap(config)
         _backward(ddp, rank)
-        error = _assert_raises_everywhere(ddp.zero_grad_buffer)
+        error = assert_raises_everywhere(ddp.zero_grad_buffer)
         assert str(error) == "layers.0.weight: its gradients of this step were never exchanged"
-        _assert_raises_everywhere(ddp.release)
+        assert_raises_everywhere(ddp.release)
         ddp.zero_grad_buffer(discard=True)
         _assert_next_step_is_right(ddp, rank)
         ddp.zero_grad_buffer()
@@ -202,13 +189,13 @@ def test_parameters_that_came_after_the_plan_are_named(rank: int) -> None:
     if rank == 1:
         module.extra.weight.requires_grad_(True)
     _backward(ddp, rank)
-    error = _assert_raises_everywhere(ddp.finish_grad_sync)
+    error = assert_raises_everywhere(ddp.finish_grad_sync)
     assert str(error) == "extra.weight: it needs a gradient on rank 1, and was frozen or absent when the plan was made"
     module.extra.weight.requires_grad_(False)
     module.norm.register_parameter("adapter", torch.nn.Parameter(torch.ones(2)))
     ddp.zero_grad_buffer()
     _backward(ddp, rank)
-    assert _assert_raises_everywhere(ddp.finish_grad_sync).tensor == "norm.adapter"
+    assert assert_raises_everywhere(ddp.finish_grad_sync).tensor == "norm.adapter"
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
@@ -216,13 +203,13 @@ def test_modules_that_differ_between_ranks_are_refused_before_a_gradient_travels
     wider = make_module()
     if rank == 1:
         wider.extra = torch.nn.Linear(8, 9, bias=False)
-    error = _assert_raises_everywhere(lambda: _wrap(_OVERLAP, wider))
+    error = assert_raises_everywhere(lambda: _wrap(_OVERLAP, wider))
     assert "ranks 0 and 1 do not lay out the same gradients" in str(error)
 
     swapped = torch.nn.Module()
     for name in ("a", "b") if rank == 0 else ("b", "a"):
         swapped.register_parameter(name, torch.nn.Parameter(torch.ones(4)))
-    error = _assert_raises_everywhere(lambda: _wrap(_OVERLAP, swapped))
+    error = assert_raises_everywhere(lambda: _wrap(_OVERLAP, swapped))
     assert "b of shape (4,)" in str(error.want) + str(error.got)
 
     # Two buffers, each laid out alike, whose buckets would leave in another order.
@@ -231,5 +218,5 @@ def test_modules_that_differ_between_ranks_are_refused_before_a_gradient_travels
         dtype = torch.bfloat16 if "16" in name else torch.float32
         mixed.register_parameter(name, torch.nn.Parameter(torch.ones(4, dtype=dtype)))
     config = GradientConfig(overlap_grad_reduce=True, bucket_size=4)
-    error = _assert_raises_everywhere(lambda: _wrap(config, mixed))
+    error = assert_raises_everywhere(lambda: _wrap(config, mixed))
     assert "buckets leave in the order" in str(error.want)

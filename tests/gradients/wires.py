@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from xrank.errors import GradientError
 from xrank.gradients.wire import Combination
 
 
@@ -134,3 +137,13 @@ class Later:
 def _combine(tensor: torch.Tensor, ranks: tuple[int, ...], how: str) -> None:
     if how == "sum":
         tensor.mul_(len(ranks))
+
+
+def assert_raises_everywhere(call: Callable[[], Any]) -> GradientError:
+    """Return the error that a call raises, the same on all ranks."""
+    with pytest.raises(GradientError) as caught:
+        call()
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, [str(caught.value), caught.value.tensor, *caught.value.__notes__])
+    assert texts == [texts[0]] * len(texts)
+    return caught.value
