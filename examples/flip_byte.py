@@ -6,7 +6,8 @@ import argparse
 import os
 import shutil
 
-from xrank.formats.rank_state import WEIGHT, state_file_name
+from xrank.formats.rank_state import WEIGHT
+from xrank.stores.places import state_file_name
 from xrank.formats.torch_archive import read_archive
 
 

@@ -515,8 +515,23 @@ def require_cryptography(what: str) -> None:
 
 
 def require_obstore(what: str) -> None:
-    """Check that obstore, which talks to object stores, is installed, as `require_torch` does."""
+    """Check that obstore, which reads object stores, is installed, as `require_torch` does."""
     _require(what, "obstore", "obstore 0.12 or newer", "remote")
+
+
+def require_botocore(what: str) -> None:
+    """Check that botocore, which talks to S3, is installed, as `require_torch` does."""
+    _require(what, "botocore", "botocore 1.36 or newer", "remote")
+
+
+def require_azure(what: str) -> None:
+    """Check that azure-storage-blob, which writes to Azure, is installed, as `require_torch` does."""
+    _require(what, "azure.storage.blob", "azure-storage-blob 12.24 or newer", "azure")
+
+
+def require_google(what: str) -> None:
+    """Check that google-auth, which writes to Google, is installed, as `require_torch` does."""
+    _require(what, "google.auth", "google-auth 2.30 or newer, and requests", "google")
 
 
 def _require(what: str, module: str, want: str, extra: str) -> None:

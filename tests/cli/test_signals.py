@@ -44,10 +44,10 @@ def large() -> Iterator[tuple[Bench, dict[str, str]]]:
 SIGNALLED = """
 import os, signal, sys, threading, time
 from xrank.cli.main import main
-from xrank.writers.stage import Stage
+from xrank.writers.folder_stage import FolderStage
 
 count, pause, *numbers = sys.argv[1].split(",")
-finish_part, create_part, done = Stage.finish_part, Stage.create_part, []
+finish_part, create_part, done = FolderStage.finish_part, FolderStage.create_part, []
 
 def send():
     for number in map(int, numbers):
@@ -77,7 +77,7 @@ def created(self, *arguments):
         send()
     return descriptor
 
-Stage.finish_part, Stage.create_part = finished, created
+FolderStage.finish_part, FolderStage.create_part = finished, created
 sys.argv[:] = ["xrank", *sys.argv[2:]]
 sys.exit(main())
 """

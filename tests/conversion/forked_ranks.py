@@ -123,9 +123,9 @@ def befall(what: str, moment: int) -> None:
 
 def kill_at_request(when: str, moment: int) -> None:
     """Kill this process before it sends its so manieth request to a bucket, or after that was answered."""
-    from xrank.stores.s3_connection import S3Connection
+    from botocore.httpsession import URLLib3Session
 
-    send, numbers = S3Connection.send, itertools.count(1)
+    send, numbers = URLLib3Session.send, itertools.count(1)
 
     def counted(*arguments: Any, **named: Any) -> Any:
         is_last = next(numbers) == moment
@@ -136,7 +136,7 @@ def kill_at_request(when: str, moment: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return answer
 
-    S3Connection.send = counted  # type: ignore[method-assign]
+    URLLib3Session.send = counted
 
 
 def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from xrank.formats.rank_state import RankRecord, TensorRecord, state_file_name
+from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.stores.places import state_file_name
 from xrank.workspace.nfs import NFSWorkspace
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))

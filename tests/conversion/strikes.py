@@ -111,8 +111,8 @@ def _after(owner: Any, name: str, note: Callable[..., None]) -> None:
 def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     """Call `reach` each time the step is done."""
     from xrank.ranks.shared_team import SharedTeam
-    from xrank.writers import rename, stage, staging
-    from xrank.writers.stage import Stage
+    from xrank.writers import disk, folder_stage
+    from xrank.writers.folder_stage import FolderStage
 
     def step(name: str) -> None:
         if name == wanted:
@@ -142,18 +142,18 @@ def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
             step("file in place")
 
     written = {"config.json": "config.json", "model.safetensors.index.json": "index", "xrank_manifest.json": "manifest"}
-    _after(staging, "write_journal", lambda *_: step("stage made"))
-    _after(Stage, "create_part", lambda *_: step("file made"))
+    _after(folder_stage, "write_journal", lambda *_: step("stage made"))
+    _after(FolderStage, "create_part", lambda *_: step("file made"))
     _after(SharedTeam, "_send", lambda team, name, text: step(f"{name} told"))
-    _after(rename, "move", moved)
-    _after(Stage, "finish_part", lambda *_: step("file finished"))
-    _after(Stage, "write_file", lambda stage, name, content: step(written.get(name, "")))
+    _after(disk, "move", moved)
+    _after(FolderStage, "finish_part", lambda *_: step("file finished"))
+    _after(FolderStage, "write_file", lambda stage, name, content: step(written.get(name, "")))
     _after(os, "unlink", unlinked)
-    _after(stage, "sync_folder", synced)
-    _after(rename, "move_new", took_name)
-    _after(rename, "exchange", took_name)
-    _after(Stage, "_read_back", lambda *_: step("read back"))
-    _after(stage, "clear_folder", lambda *_: step("old cleared"))
+    _after(folder_stage, "sync_folder", synced)
+    _after(disk, "move_new", took_name)
+    _after(disk, "exchange", took_name)
+    _after(FolderStage, "_read_back", lambda *_: step("read back"))
+    _after(folder_stage, "clear_folder", lambda *_: step("old cleared"))
     _after(SharedTeam, "mark_committed", lambda *_: step("committed"))
 
 

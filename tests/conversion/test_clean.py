@@ -21,10 +21,9 @@ from xrank.conversion.clean import clean
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import IncompleteError
 from xrank.ranks.directory_messages import DirectoryMessages
-from xrank.writers import cleaning, stage_inspection
-from xrank.writers.journal import JOURNAL_NAME, encode_journal
-from xrank.writers.output_lock import hold_lock
-from xrank.writers.output_place import OutputPlace
+from xrank.writers import cleaning, folder_stage
+from xrank.writers.folder_stage import encode_journal
+from xrank.writers.output_place import JOURNAL_NAME, OutputPlace, hold_lock
 
 
 def stage(folder: Path, *, pid: int, host: str | None = None, age_seconds: float = 0, name: str = "model") -> Path:
@@ -309,6 +308,6 @@ def test_a_stage_is_inspected_while_its_gather_goes_on(tmp_path: Path, monkeypat
         part = path / "model.safetensors.part"
         listed_before(patch, "scandir", lambda _: part.rename(path / "model.safetensors"))
         assert inspect_source(path).details["stage"]["begun_nbytes"] == 0
-    committed_once_read(monkeypatch, stage_inspection, tmp_path / "model")
+    committed_once_read(monkeypatch, folder_stage, tmp_path / "model")
     with pytest.raises(IncompleteError, match="does not exist"):
         inspect_source(path)

@@ -19,7 +19,7 @@ from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.errors import OutputExistsError, XrankError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.writers import stage
+from xrank.writers import folder_stage
 
 
 def _gather(bench: Bench, **options: Any) -> list[str]:
@@ -119,7 +119,7 @@ def test_a_disk_that_fails_after_the_rename(
             raise OSError(5, "Input/output error", folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "sync_folder", sync)
+        patch.setattr(folder_stage, "sync_folder", sync)
         with pytest.raises(XrankError, match=r"model is complete, but then: .*Input/output error"):
             make(bench)
     assert "made-before" in make(bench)
@@ -128,11 +128,11 @@ def test_a_disk_that_fails_after_the_rename(
 def test_a_signal_after_the_rename(bench: Bench) -> None:
     """The command says that its work is done, the lock is gone, and the same command ends well."""
     code = (
-        "import os, signal, sys\nfrom xrank.cli.main import main\nfrom xrank.writers import stage\n"
-        "out = sys.argv[sys.argv.index('--out') + 1]\nparent, sync = os.path.dirname(out), stage.sync_folder\n"
+        "import os, signal, sys\nfrom xrank.cli.main import main\nfrom xrank.writers import folder_stage\n"
+        "out = sys.argv[sys.argv.index('--out') + 1]\nparent, sync = os.path.dirname(out), folder_stage.sync_folder\n"
         "def strike(folder):\n    sync(folder)\n"
         "    if folder == parent and os.path.exists(out): os.kill(os.getpid(), signal.SIGTERM)\n"
-        "stage.sync_folder = strike\nmain()"
+        "folder_stage.sync_folder = strike\nmain()"
     )
     command = ["gather", str(bench.workspace), "--base-model", str(bench.folder / "base"), "--out", str(bench.out)]
     ended = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=60)

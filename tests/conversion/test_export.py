@@ -238,11 +238,11 @@ def test_one_process_needs_no_group(tmp_path):
 
 
 def test_an_export_of_one_process_goes_on_with_what_is_still_so(tmp_path, monkeypatch):
-    from xrank.writers.stage import Stage
+    from xrank.writers.folder_stage import FolderStage
 
     tensors = {f"{i}.w": torch.rand(40, 50) for i in range(4)}
     options = {"max_shard_size": 8000}
-    real = Stage.finish_part
+    real = FolderStage.finish_part
     finished = []
 
     def fail_third(self, name, *arguments):
@@ -252,10 +252,10 @@ def test_an_export_of_one_process_goes_on_with_what_is_still_so(tmp_path, monkey
         finished.append(name)
 
     monkeypatch.setattr("xrank.recipes.options.default_workers", lambda: 1)  # one file after another
-    monkeypatch.setattr(Stage, "finish_part", fail_third)
+    monkeypatch.setattr(FolderStage, "finish_part", fail_third)
     with pytest.raises((xrank.errors.XrankError, OSError)):
         xrank.export_model(tensors, tmp_path / "out", **options)
-    monkeypatch.setattr(Stage, "finish_part", real)
+    monkeypatch.setattr(FolderStage, "finish_part", real)
     assert len(finished) == 2 and not (tmp_path / "out").exists()
     tensors["0.w"][3, 4] += 1
     report = xrank.export_model(tensors, tmp_path / "out", **options)

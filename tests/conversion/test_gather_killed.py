@@ -20,7 +20,7 @@ from tests.writers.gathered import EXTRA
 from tests.writers.kill_points import in_child, kill_points
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import OutputExistsError
-from xrank.writers import rename
+from xrank.writers import disk
 from xrank.writers.staging import open_stage
 
 OPTIONS: dict[str, Any] = {"max_shard_size": "600", "workers": 1}  # three shards and an index
@@ -100,7 +100,7 @@ def test_fresh(bench: Bench, every: int) -> None:
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
 def test_overwrite(bench: Bench, monkeypatch: pytest.MonkeyPatch, exchange: bool, every: int) -> None:
     if not exchange:
-        monkeypatch.setattr(rename, "renameat2", _unsupported)
+        monkeypatch.setattr(disk, "renameat2", _unsupported)
     gathers = Gathers(bench, overwrite=True)
     gathers.clear(old=True)
     states = set()

@@ -20,7 +20,7 @@ import xrank
 from tests.conversion.exported import tensors_of
 from xrank.errors import ContradictionError, RankFailedError, UsageError, XrankError
 from xrank.making import transformed_files
-from xrank.writers.stage import Stage
+from xrank.writers.folder_stage import FolderStage
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -358,7 +358,7 @@ def test_what_was_finished_is_kept_if_it_would_be_made_so_again(rank: int, tmp_p
     group = dist.new_group([0], use_local_synchronization=True) if alone else None
     state = whole_state() if alone else cut_state()
     asked: dict[str, Any] = {"max_shard_size": "200KB", "group": group}
-    with patch.object(Stage, "commit", side_effect=OSError("the power is gone")) as cut_off:
+    with patch.object(FolderStage, "commit", side_effect=OSError("the power is gone")) as cut_off:
         with pytest.raises(XrankError, match="the power is gone"):
             xrank.export_model(state, tmp_path / "out", transform=quantized, **asked)
         assert cut_off.called == (rank == 0)

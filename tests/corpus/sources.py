@@ -292,7 +292,8 @@ def _places(folder: Path) -> None:
     for step in (9, 30):
         leave(base / "run" / f"step-{step}", step=step)
         write_zero(base / "marked", zero_model(step), Zero(step=step, stage=2))
-    from xrank.writers.journal import JOURNAL_NAME, encode_journal
+    from xrank.writers.folder_stage import encode_journal
+    from xrank.writers.output_place import JOURNAL_NAME
 
     stage = base / "stages" / ".model.xrank-0123456789abcdef"
     stage.mkdir(parents=True)

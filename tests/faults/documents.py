@@ -48,11 +48,9 @@ from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_mode
 from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, Status
 from xrank.refit.relay import RelayedEngines
 from xrank.refit.trainer_ranks import EngineWatch
-from xrank.writers.journal import parse_journal
+from xrank.writers.bucket_stage import BucketPlace, BucketStage, read_journal, read_record
+from xrank.writers.folder_stage import parse_journal
 from xrank.writers.manifest import read_manifest
-from xrank.writers.store_journal import read_journal, read_record
-from xrank.writers.store_place import StorePlace
-from xrank.writers.store_stage import StoreStage
 
 __all__ = ["fuzz_documents"]
 
@@ -365,13 +363,13 @@ def _journals() -> list[Target]:
 
     def at(name: str) -> Callable[[bytes], object]:
         def call(content: bytes) -> object:
-            place = StorePlace(_Objects({**good, name: content}), "model")
+            place = BucketPlace(_Objects({**good, name: content}), "model")
             found = read_journal(place)
             read_record(place, "model.safetensors")
             if found is None or found[0] is None:
                 return None
             uploads = SimpleNamespace(list_parts=lambda key, upload: {1: (10, '"e"', 5)}, head=lambda key: None)
-            stage = StoreStage(place, uploads, SimpleNamespace(content=found[0]))
+            stage = BucketStage(place, uploads, SimpleNamespace(content=found[0]))
             return [stage.recall(name) for name in stage.finished]
 
         return call

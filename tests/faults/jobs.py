@@ -22,7 +22,7 @@ from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.workspace.nfs import NFSWorkspace
-from xrank.writers import rename
+from xrank.writers import disk as disk_calls
 
 __all__ = ["EXTRA", "Job", "make_jobs"]
 
@@ -320,7 +320,7 @@ def _without_exchange(work: Callable[[], Any]) -> Callable[[], Any]:
         raise OSError(22, "not here")
 
     def call() -> Any:
-        with mock.patch.object(rename, "renameat2", unsupported):
+        with mock.patch.object(disk_calls, "renameat2", unsupported):
             return work()
 
     return call

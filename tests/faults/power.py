@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.faults.findings import Findings
 from tests.faults.jobs import Job, make_jobs
-from xrank.writers import disk, rename
+from xrank.writers import disk
 
 __all__ = ["lose_power"]
 
@@ -275,7 +275,7 @@ class _Recorder:
             self._wrap(os, name, getattr(self, f"_{name}"))
         for name in ("rename", "replace"):
             self._wrap(os, name, self._rename)
-        self._wrap(rename, "renameat2", self._renameat2)
+        self._wrap(disk, "renameat2", self._renameat2)
         self._wrap(disk, "allocate", self._allocate)
         for name in (
             "sendfile",

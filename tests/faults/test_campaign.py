@@ -30,7 +30,7 @@ from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 from xrank.recipes.recipe_file import load_shipped_recipe
 from xrank.recipes.sizes import check_requirements
 from xrank.recipes.terms import evaluate, is_term
-from xrank.writers import rename
+from xrank.writers import disk as disk_calls
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -163,7 +163,7 @@ def test_a_disk_without_room_for_the_last_rename(
         raise OSError(number, os.strerror(number), source, None, target)
 
     with monkeypatch.context() as disk:
-        disk.setattr(rename, "renameat2", full)
+        disk.setattr(disk_calls, "renameat2", full)
         refusal(bench.gather(*options), "NoSpaceError", says=["bytes free", "goes on from the files", str(bench.out)])
     assert not bench.out.exists() or os.listdir(bench.out) == ["config.json"]
     report = bench.succeeds(model, *options)

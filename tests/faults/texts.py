@@ -55,7 +55,8 @@ from xrank.recipes.options import parse_size
 from xrank.recipes.recipe_file import read_recipe
 from xrank.recipes.side import parse_side
 from xrank.recipes.terms import evaluate, is_term
-from xrank.writers.journal import JournalLine, encode_journal, parse_journal
+from xrank.writers.commit import JournalLine
+from xrank.writers.folder_stage import encode_journal, parse_journal
 from xrank.writers.manifest import (
     ManifestFile,
     ManifestSource,

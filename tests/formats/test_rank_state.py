@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from xrank.errors import CorruptError, UsageError
-from xrank.formats.rank_state import RankRecord, TensorRecord, rank_of, state_file_name
+from xrank.formats.rank_state import RankRecord, TensorRecord
+from xrank.stores.places import rank_of, state_file_name
 
 pytestmark = pytest.mark.quick
 

@@ -22,8 +22,7 @@ from xrank.layout.nests import Nest, canonical
 from xrank.plan import object_source, windows
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
-from xrank.stores.backend import ObjectStatus
-from xrank.stores.settings import StoreSettings
+from xrank.stores.client import ObjectStatus, StoreSettings
 
 Integer = Callable[[int, int], int]
 """Draws from low to high, both included: ``random.Random.randint``, or hypothesis."""

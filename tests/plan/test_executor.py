@@ -31,9 +31,7 @@ from xrank.plan.checksums import digest_of_file
 from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.object_source import ObjectSource
 from xrank.plan.planner import make_plan
-from xrank.stores.uploads import Part
-from xrank.writers.store_files import PartPool, UploadedFile
-from xrank.writers.uploaded_files import PartsTarget
+from xrank.stores.uploads import Part, PartPool, PartsTarget, UploadedFile
 
 pytestmark = pytest.mark.quick
 

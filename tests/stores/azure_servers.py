@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -78,32 +79,28 @@ class Container:
 
     def list_parts(self) -> set[tuple[str, str]]:
         """Return (key, block) of what was uploaded and is in no blob that readers see."""
-        connection = _connect(self)
-        query = {"restype": "container", "comp": "list", "include": "uncommittedblobs"}
-        keys = re.findall("<Name>(.*?)</Name>", connection.send("GET", "", query).body.decode())
-        found = set()
-        for key in keys:
-            answer = connection.send("GET", key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
-            text = answer.body.decode().partition("<UncommittedBlocks>")[2]
-            found |= {(key, name) for name in re.findall("<Name>(.*?)</Name>", text)}
-        connection.close()
-        return found
+        connection = self._connect()
+        keys = [blob.name for blob in connection.list_blobs(include=["uncommittedblobs"])]
+        lists = ((key, connection.get_blob_client(key).get_block_list("uncommitted")[1]) for key in keys)
+        return {(key, base64.b64encode(block.id.encode()).decode()) for key, blocks in lists for block in blocks}
 
+    def make(self) -> None:
+        """Make the container."""
+        self._connect().create_container()
 
-def _connect(container: Container) -> Any:
-    from xrank.stores.azure_connection import AzureConnection
-    from xrank.stores.settings import StoreSettings
+    def _connect(self) -> Any:
+        from azure.core.credentials import AzureNamedKeyCredential
+        from azure.storage.blob import ContainerClient
 
-    settings = StoreSettings(allow_http=True)
-    return AzureConnection(container.url, settings, container.environment(), container.url)
+        account = f"{self.server}/{ACCOUNT}"
+        credential = AzureNamedKeyCredential(ACCOUNT, KEY)
+        return ContainerClient(account, self.name, credential=credential, api_version="2023-11-03")
 
 
 def make_container(server: str, name: str) -> Container:
     """Make a container."""
     container = Container(server, name)
-    connection = _connect(container)
-    connection.send("PUT", "", {"restype": "container"})
-    connection.close()
+    container.make()
     return container
 
 
@@ -138,6 +135,7 @@ def _install(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def small_azure() -> Iterator[SmallAzure]:
     """The small server."""
+    pytest.importorskip("azure.storage.blob", reason="pip install xrank[azure]")
     server = SmallAzure()
     yield server
     server.close()

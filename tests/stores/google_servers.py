@@ -68,6 +68,7 @@ class GoogleBucket:
 @pytest.fixture(scope="session")
 def small_google() -> Iterator[SmallGoogle]:
     """The small server."""
+    pytest.importorskip("google.auth", reason="pip install xrank[google]")
     server = SmallGoogle()
     yield server
     server.close()

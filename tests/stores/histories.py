@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.stores.fault_proxy import FaultProxy
-from xrank.stores import client, http_connection, obstore_backend
+from xrank.stores import client
 
 SPEED = 25.0
 """A pause of a second takes 40 ms."""
@@ -30,8 +30,7 @@ def speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pauses, deadlines and the patience for one answer short in this process."""
     monkeypatch.setattr(client, "_clock", FastClock())
     monkeypatch.setenv("XRANK_STORE_TIMEOUT", str(TIMEOUT_SECONDS))
-    for module in (obstore_backend, http_connection):
-        monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.8)
+    monkeypatch.setattr(client, "REQUEST_SECONDS", 0.8)
 
 
 def set_up(proxy: FaultProxy) -> None:

@@ -130,7 +130,7 @@ def part_of(place: Bucket | GoogleBucket | Container, request: Request) -> tuple
     elif isinstance(place, GoogleBucket):
         found = re.fullmatch(rf"/{place.name}/\.xrank-parts/(.*)/([^/?]*)", request.path)
     else:
-        found = re.fullmatch(rf"/\w+/{place.name}/(.*)\?blockid=(.*)&comp=block", request.path.replace("%3D", "="))
+        found = re.fullmatch(rf"/\w+/{place.name}/(.*)\?comp=block&blockid=(.*)", request.path.replace("%3D", "="))
     return (found[1], found[2]) if found and request.method == "PUT" else None
 
 

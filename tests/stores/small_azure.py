@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.body
         self._check_conditions(blob)
         if self.query.get("comp") == "blocklist":
-            names = re.findall(r"<Uncommitted>(.*?)</Uncommitted>", body.decode())
+            names = re.findall(r"<Latest>(.*?)</Latest>", body.decode())
             if any(name not in blob.blocks for name in names):
                 raise RefusalError(400, "InvalidBlockList")
             body = b"".join(blob.blocks[name] for name in names)

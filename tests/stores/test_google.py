@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +18,8 @@ from tests.stores.servers import open_proxy
 from tests.stores.small_google import TOKEN, SmallGoogle
 from tests.stores.written import check_kinds_of_outputs, leave_states
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
-from xrank.stores.client import open_store
-from xrank.stores.faults import FaultError
-from xrank.stores.google_connection import GoogleConnection
-from xrank.stores.settings import StoreSettings
+from xrank.stores.client import ABSENT, Store, StoreSettings, open_store
+from xrank.stores.google import GoogleBackend
 from xrank.stores.uploads import open_uploads
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 
@@ -49,81 +44,81 @@ def test_uploads_parts(bucket: GoogleBucket, small_google: SmallGoogle, monkeypa
     monkeypatch.setattr(small_google, "page_nkeys", 100)
     small_google.composed.clear()
     pieces = [os.urandom(10 + n % 3) for n in range(32 * 32 + 1)]
-    with closing(open_uploads(open_store(bucket.url)[0])) as uploads:
-        key = "a b/ü+&=?~'()*<.bin"
-        upload_id = uploads.create(key, "stage")
-        parts = [uploads.put_part(key, upload_id, n + 1, pieces[n]) for n in reversed(range(len(pieces)))][::-1]
-        assert uploads.put_part(key, upload_id, 1, pieces[0]) == parts[0]  # as after a lost answer
-        listed = uploads.list_parts(key, upload_id)
-        assert listed == {part.number: (part.nbytes, part.etag, None) for part in parts}
-        assert uploads.head(key) is None and bucket.read_all() == {}
-        assert [(one, name) for one, name, _ in uploads.list_uploads("a b/")] == [(key, upload_id)]
-        uploads.complete(key, upload_id, parts, "stage")
-        assert small_google.composed == [*[32] * 32, 32, 2]
-        uploads.complete(key, upload_id, parts, "stage")  # as after a kill
-        uploads.abort(key, upload_id)
-        assert bucket.read_all() == {key: b"".join(pieces)} and bucket.list_parts() == set()
-        assert (uploads.list_parts(key, upload_id), [*uploads.list_uploads("")]) == ({}, [])
-        there = uploads.head(key)
-        assert there is not None and (there.nbytes, there.mark) == (sum(map(len, pieces)), "stage")
-        status = open_store(bucket.url)[0].list_folder("a b").objects[key[4:]]
-        assert bytes(open_store(bucket.url)[0].read(key, 7, 9, status)) == b"".join(pieces)[7:16]
+    uploads = open_uploads(open_store(bucket.url)[0])
+    key = "a b/ü+&=?~'()*<.bin"
+    upload_id = uploads.create(key, "stage")
+    parts = [uploads.put_part(key, upload_id, n + 1, pieces[n]) for n in reversed(range(len(pieces)))][::-1]
+    assert uploads.put_part(key, upload_id, 1, pieces[0]) == parts[0]  # as after a lost answer
+    listed = uploads.list_parts(key, upload_id)
+    assert listed == {part.number: (part.nbytes, part.etag, None) for part in parts}
+    assert uploads.head(key) is None and bucket.read_all() == {}
+    assert [(one, name) for one, name, _ in uploads.list_uploads("a b/")] == [(key, upload_id)]
+    uploads.complete(key, upload_id, parts, "stage")
+    assert small_google.composed == [*[32] * 32, 32, 2]
+    uploads.complete(key, upload_id, parts, "stage")  # as after a kill
+    uploads.abort(key, upload_id)
+    assert bucket.read_all() == {key: b"".join(pieces)} and bucket.list_parts() == set()
+    assert (uploads.list_parts(key, upload_id), [*uploads.list_uploads("")]) == ({}, [])
+    there = uploads.head(key)
+    assert there is not None and (there.nbytes, there.mark) == (sum(map(len, pieces)), "stage")
+    status = open_store(bucket.url)[0].list_folder("a b").objects[key[4:]]
+    assert bytes(open_store(bucket.url)[0].read(key, 7, 9, status)) == b"".join(pieces)[7:16]
 
 
 def test_never_replaces_an_object(bucket: GoogleBucket) -> None:
     bucket.put("model", b"older")
-    with closing(open_uploads(open_store(bucket.url)[0])) as uploads:
-        upload_id = uploads.create("model", "stage")
-        part = uploads.put_part("model", upload_id, 1, b"newer")
-        with pytest.raises(OutputExistsError):
-            uploads.complete("model", upload_id, [part], "stage")
-        with pytest.raises(OutputExistsError):
-            uploads.complete("model", upload_id, [part], "stage", if_version='"99"')
-        with pytest.raises(OutputExistsError):
-            uploads.put_new("model", b"newer", "stage")
-        assert bucket.read_all() == {"model": b"older"}
-        there = uploads.head("model")
-        assert there is not None
-        uploads.complete("model", upload_id, [part], "stage", if_version=there.etag)
-        assert bucket.read_all() == {"model": b"newer"}
-        uploads.put_new("model", b"newest", "other", replaces=True)
-        assert bucket.read_all() == {"model": b"newest"}
-        other = uploads.create("other", "stage")
-        part = uploads.put_part("other", other, 1, b"x")
-        uploads.abort("other", other)
-        assert bucket.list_parts() == set()
-        with pytest.raises(IncompleteError):
-            uploads.complete("other", other, [part], "stage")
+    uploads = open_uploads(open_store(bucket.url)[0])
+    upload_id = uploads.create("model", "stage")
+    part = uploads.put_part("model", upload_id, 1, b"newer")
+    with pytest.raises(OutputExistsError):
+        uploads.complete("model", upload_id, [part], "stage")
+    with pytest.raises(OutputExistsError):
+        uploads.complete("model", upload_id, [part], "stage", if_version='"99"')
+    with pytest.raises(OutputExistsError):
+        uploads.put_new("model", b"newer", "stage")
+    assert bucket.read_all() == {"model": b"older"}
+    there = uploads.head("model")
+    assert there is not None
+    uploads.complete("model", upload_id, [part], "stage", if_version=there.etag)
+    assert bucket.read_all() == {"model": b"newer"}
+    uploads.put_new("model", b"newest", "other", replaces=True)
+    assert bucket.read_all() == {"model": b"newest"}
+    other = uploads.create("other", "stage")
+    part = uploads.put_part("other", other, 1, b"x")
+    uploads.abort("other", other)
+    assert bucket.list_parts() == set()
+    with pytest.raises(IncompleteError):
+        uploads.complete("other", other, [part], "stage")
 
 
 def test_composes_the_parts_that_were_checked(bucket: GoogleBucket, small_google: SmallGoogle) -> None:
     """A part that another program writes between the list and the request is not taken."""
-    with closing(open_uploads(open_store(bucket.url)[0])) as uploads:
-        upload_id = uploads.create("model", "stage")
-        part = uploads.put_part("model", upload_id, 1, b"right")
-        with pytest.MonkeyPatch.context() as patch:
-            compose = type(uploads)._compose
+    uploads = open_uploads(open_store(bucket.url)[0])
+    upload_id = uploads.create("model", "stage")
+    part = uploads.put_part("model", upload_id, 1, b"right")
+    with pytest.MonkeyPatch.context() as patch:
+        compose = GoogleBackend._compose
 
-            def compose_late(self: Any, key: str, sources: Any, headers: Any) -> None:
-                bucket.put(sources[0].key, b"wrong")
-                compose(self, key, sources, headers)
+        def compose_late(self: Any, key: str, sources: Any, headers: Any) -> None:
+            bucket.put(sources[0].key, b"wrong")
+            compose(self, key, sources, headers)
 
-            patch.setattr(type(uploads), "_compose", compose_late)
-            with pytest.raises(IncompleteError):
-                uploads.complete("model", upload_id, [part], "stage")
-        assert bucket.read_all() == {}
+        patch.setattr(GoogleBackend, "_compose", compose_late)
+        with pytest.raises(IncompleteError):
+            uploads.complete("model", upload_id, [part], "stage")
+    assert bucket.read_all() == {}
 
 
 def test_writes_the_version_that_it_read(bucket: GoogleBucket) -> None:
     bucket.put("journal", b"1")
     store = open_store(bucket.url)[0]
     old = store.head("journal").version
-    new = store.put("journal", b"2", if_version=old)
+    new = store.put("journal", b"2", old)
     with pytest.raises(ContradictionError):
-        store.put("journal", b"3", if_version=old)
-    store.put("journal", b"4", if_version=new)
+        store.put("journal", b"3", old)
+    store.put("journal", b"4", new)
     with pytest.raises(OutputExistsError):
-        store.put("journal", b"5", if_absent=True)
+        store.put("journal", b"5", ABSENT)
     assert bucket.read_all() == {"journal": b"4"}
 
 
@@ -131,80 +126,68 @@ def test_writes_the_version_that_it_read(bucket: GoogleBucket) -> None:
 def test_gets_over_faults(bucket: GoogleBucket, monkeypatch: pytest.MonkeyPatch, fault: FaultKind) -> None:
     with open_proxy(bucket.server, choose_at(dict.fromkeys((1, 4, 6), fault))) as proxy:
         enter(bucket.behind(proxy), monkeypatch)
-        with closing(open_uploads(open_store(bucket.url)[0])) as uploads:
-            upload_id = uploads.create("model", "stage")
-            parts = [uploads.put_part("model", upload_id, 1, b"some bytes")]
-            uploads.complete("model", upload_id, parts, "stage")
-            uploads.put_new("small", b"more bytes", "stage")
+        uploads = open_uploads(open_store(bucket.url)[0])
+        upload_id = uploads.create("model", "stage")
+        parts = [uploads.put_part("model", upload_id, 1, b"some bytes")]
+        uploads.complete("model", upload_id, parts, "stage")
+        uploads.put_new("small", b"more bytes", "stage")
     assert bucket.read_all() == {"model": b"some bytes", "small": b"more bytes"}
     assert bucket.list_parts() == set()
     assert sum(one.fault is not None for one in proxy.requests) > 1
 
 
 def test_refuses_without_permission(bucket: GoogleBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XRANK_ALLOW_HTTP")
-    with pytest.raises(UsageError, match="plain http"):
-        open_connection(StoreSettings())
+    store = open_google(bucket, allow_http=False)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
     with pytest.raises(UsageError, match="cannot be read") as caught:
-        open_connection()
+        open_uploads(store)
     assert caught.value.got == "FileNotFoundError"
     (tmp_path / "key.json").write_text(json.dumps({"gcs_base_url": bucket.server}))
     monkeypatch.delenv("GOOGLE_BASE_URL")
     with pytest.raises(UsageError, match="plain http"):
-        open_connection(StoreSettings())
+        open_uploads(store)
+    enter(bucket, monkeypatch)
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "another")
-    with pytest.raises(FaultError, match="401"):
-        open_connection().send("HEAD", "model")
+    monkeypatch.setenv("XRANK_STORE_TIMEOUT", "3")
+    with pytest.raises(UsageError, match="may not be") as refused:
+        open_uploads(open_store(bucket.url)[0]).head("model")
+    assert "another" not in str(refused.value.to_dict())
+    monkeypatch.delenv("XRANK_ALLOW_HTTP")
+    with pytest.raises(UsageError, match="plain http"):
+        open_store(bucket.url)
 
 
-def open_connection(settings: StoreSettings | None = None) -> GoogleConnection:
-    return GoogleConnection("gs://box", settings or StoreSettings(allow_http=True), os.environ, "gs://box")
+def open_google(bucket: GoogleBucket, *, allow_http: bool) -> Store:
+    settings = StoreSettings(allow_http=allow_http, timeout_seconds=3)
+    return Store(bucket.url, GoogleBackend(bucket.client(), bucket.url, settings), settings)
 
 
-def test_takes_tokens_of_google_auth(
-    bucket: GoogleBucket, small_google: SmallGoogle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Credentials:
-        token, valid = "", False
+def test_takes_tokens_of_google_auth(bucket: GoogleBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    import google.auth
+    from google.oauth2 import service_account
+    from google.oauth2.credentials import Credentials
 
-        @classmethod
-        def from_service_account_info(cls, info: dict[str, str], scopes: list[str]) -> Credentials:
-            if info.get("client_email") != "me" or scopes != [scope]:
-                raise ValueError("with a secret")
-            return cls()
-
+    class Failing(Credentials):
         def refresh(self, request: object) -> None:
-            if fails:
-                raise RuntimeError("with a secret")
-            self.token, self.valid = TOKEN, True
+            raise google.auth.exceptions.RefreshError("with a secret")
 
-    scope = "https://www.googleapis.com/auth/devstorage.read_write"
-    fails: list[bool] = []
+    def default(scopes: list[str]) -> tuple[Credentials, str]:
+        assert scopes == ["https://www.googleapis.com/auth/devstorage.read_write"]
+        return Credentials(TOKEN), "project"
+
+    store = open_google(bucket, allow_http=True)
     monkeypatch.delenv("GOOGLE_BEARER_TOKEN")
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "google.auth", None)
-        with pytest.raises(UsageError, match="without credentials"):
-            open_connection()
-    modules = ("google", "google.auth", "google.auth.transport", "google.auth.transport.requests")
-    for name in (*modules, "google.oauth2", "google.oauth2.service_account"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["google"], "auth", sys.modules["google.auth"], raising=False)
-    default = lambda scopes: (Credentials(), "project")  # noqa: E731
-    monkeypatch.setattr(sys.modules["google.auth"], "default", default, raising=False)
-    monkeypatch.setattr(sys.modules[modules[3]], "Request", SimpleNamespace, raising=False)
-    monkeypatch.setattr(sys.modules["google.oauth2.service_account"], "Credentials", Credentials, raising=False)
-    bucket.put("model", b"x")
-    assert open_connection().send("HEAD", "model").headers["content-length"] == "1"
+    monkeypatch.setattr(google.auth, "default", default)
+    open_uploads(store).put_new("model", b"x", "stage")
+    assert bucket.read_all() == {"model": b"x"}
+    store = open_google(bucket, allow_http=True)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps({"client_email": "me"}))
-    connection = open_connection()
-    fails.append(True)
-    with pytest.raises(FaultError, match=r"^google-auth: RuntimeError$"):
-        connection.send("HEAD", "model")
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps({"client_email": "another"}))
-    with pytest.raises(UsageError, match="google-auth finds") as caught:
-        open_connection()
-    assert "secret" not in repr(caught.value.__dict__)
+    with pytest.raises(UsageError, match="what the environment says"):
+        open_uploads(store)
+    monkeypatch.setattr(service_account.Credentials, "from_service_account_info", lambda *_, **__: Failing(None))
+    with pytest.raises(UsageError) as refused:
+        open_uploads(store).head("model")
+    assert refused.value.got == "google-auth: RefreshError" and "secret" not in str(refused.value.to_dict())
 
 
 def test_no_secret_is_written(

@@ -18,7 +18,7 @@ from tests.stores.small_s3 import SmallS3
 from tests.stores.written import leave_states, read_folder
 from xrank.errors import IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.plan.windows import WINDOW_NBYTES
-from xrank.writers import store_stage
+from xrank.writers import bucket_stage
 
 PART_NBYTES = WINDOW_NBYTES
 FILE_NBYTES = "3300KB"
@@ -34,7 +34,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def small_parts(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_stage, "part_nbytes_for", lambda nbytes: PART_NBYTES)
+    monkeypatch.setattr(bucket_stage, "part_nbytes_for", lambda nbytes: PART_NBYTES)
     monkeypatch.setattr(small_server, "smallest_part_nbytes", PART_NBYTES)
 
 

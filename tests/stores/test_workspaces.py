@@ -12,13 +12,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from botocore.httpsession import URLLib3Session
 
 from tests.stores.servers import Bucket, make_bucket, open_proxy
 from tests.stores.small_s3 import SmallS3
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import RankFailedError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.stores.s3_connection import S3Connection
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 from xrank.workspace.nfs import NFSWorkspace
@@ -66,9 +66,9 @@ class TestStates(WorkspaceContract):
 
 def write_twice(place: str, environment: dict[str, str], point: int, when: str) -> None:
     """Write two states as rank 1; die at a request of the second one."""
-    connection_send, sent = S3Connection.send, itertools.count(1)
+    connection_send, sent = URLLib3Session.send, itertools.count(1)
 
-    def send(connection: S3Connection, *arguments: Any) -> Any:
+    def send(connection: URLLib3Session, *arguments: Any) -> Any:
         is_last = next(sent) == point
         if is_last and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +80,7 @@ def write_twice(place: str, environment: dict[str, str], point: int, when: str) 
     with patch.dict(os.environ, environment):
         workspace = ObjectWorkspace(place, rank=1, world_size=2, run_id="run")
         write(workspace, 1)
-        with patch.object(S3Connection, "send", send):
+        with patch.object(URLLib3Session, "send", send):
             write(workspace, 2)
 
 

@@ -19,7 +19,7 @@ from tests.stores.written import leave_states, read_folder, read_model
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import CorruptError, XrankError
 from xrank.plan.windows import WINDOW_NBYTES
-from xrank.writers import store_stage
+from xrank.writers import bucket_stage
 
 PART_NBYTES = WINDOW_NBYTES
 FILE_NBYTES = "3300KB"
@@ -47,7 +47,7 @@ def expected(states: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_parts(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_stage, "part_nbytes_for", lambda nbytes: PART_NBYTES)
+    monkeypatch.setattr(bucket_stage, "part_nbytes_for", lambda nbytes: PART_NBYTES)
     monkeypatch.setattr(small_server, "smallest_part_nbytes", PART_NBYTES)
 
 

@@ -11,10 +11,11 @@ import torch
 
 from xrank import environment
 from xrank.errors import ContradictionError, CorruptError, NoSpaceError, UnsafeError, UsageError, XrankError
-from xrank.formats.rank_state import RankRecord, state_file_name
+from xrank.formats.rank_state import RankRecord
 from xrank.formats.torch_archive import read_archive
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh
+from xrank.stores.places import state_file_name
 from xrank.testing.workspace_contract import WorkspaceContract
 from xrank.workspace import nfs, states
 from xrank.workspace.nfs import NFSWorkspace

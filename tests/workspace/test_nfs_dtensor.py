@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from xrank.errors import XrankError
-from xrank.formats.rank_state import RankRecord, state_file_name
+from xrank.formats.rank_state import RankRecord
 from xrank.formats.torch_archive import read_archive
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
 from xrank.layout.tensor_layout import TensorLayout
+from xrank.stores.places import state_file_name
 from xrank.workspace.nfs import NFSWorkspace
 
 

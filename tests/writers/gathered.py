@@ -8,10 +8,10 @@ from pathlib import Path
 
 import xxhash
 
-from xrank.writers import disk, rename
+from xrank.writers import disk
 from xrank.writers.staging import open_stage
 
-EXTRA = ((rename, "renameat2"), (disk, "allocate"))
+EXTRA = ((disk, "renameat2"), (disk, "allocate"))
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 NBYTES = 5000
 

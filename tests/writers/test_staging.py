@@ -28,8 +28,8 @@ from xrank.errors import (
     XrankError,
 )
 from xrank.writers import disk
-from xrank.writers.journal import JOURNAL_NAME, parse_journal, read_journal
-from xrank.writers.output_place import OutputPlace
+from xrank.writers.folder_stage import parse_journal, read_journal
+from xrank.writers.output_place import JOURNAL_NAME, OutputPlace
 from xrank.writers.staging import check_output, open_stage
 
 
@@ -263,10 +263,10 @@ class TestResume:
         stage = interrupted(out, shards=2)
         lines = (stage / JOURNAL_NAME).read_bytes().splitlines()
         head = json.loads(lines[0])
-        from xrank.writers import journal as module
+        from xrank.writers.commit import seal
 
         head.pop("xxh3")
-        lines[0] = module._seal({**head, "version": 2}).rstrip()
+        lines[0] = seal({**head, "version": 2}).rstrip()
         (stage / JOURNAL_NAME).write_bytes(b"\n".join(lines) + b"\n")
         with open_stage(out, plan_digest="plan of new") as again:
             assert again.finished == {}
@@ -402,7 +402,7 @@ class TestFailure:
         assert seen(out) == "new"
 
     def test_output_that_reads_back_differently(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from xrank.writers import stage as module
+        from xrank.writers import folder_stage as module
 
         sync = module.sync_folder
 

@@ -15,7 +15,7 @@ from tests.sampled import sampled
 from tests.writers.gathered import EXTRA, SHARDS, beside, gather, seen
 from tests.writers.kill_points import error_points, in_child, kill_points
 from xrank.errors import NoSpaceError, XrankError
-from xrank.writers import rename
+from xrank.writers import disk
 
 pytestmark = pytest.mark.timeout(180)  # hundreds of processes, which a slow disk makes wait
 
@@ -38,7 +38,7 @@ def out_in_memory(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(params=["exchange", "no renameat2"])
 def both_renames(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "exchange":
-        monkeypatch.setattr(rename, "renameat2", _unsupported)
+        monkeypatch.setattr(disk, "renameat2", _unsupported)
     return str(request.param)
 
 
@@ -94,7 +94,7 @@ def test_overwrite(out_in_memory: Path, both_renames: str, every: int) -> None:
 def test_absent_for_an_instant_is_rolled_forward(out_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = out_in_memory
     # A start that may not overwrite finds the new output where a kill had left none.
-    monkeypatch.setattr(rename, "renameat2", _unsupported)
+    monkeypatch.setattr(disk, "renameat2", _unsupported)
     _reset(out, old=True)
     absent = 0
     for _ in kill_points(lambda: gather(out, overwrite=True), extra=EXTRA):

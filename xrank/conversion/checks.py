@@ -19,7 +19,6 @@ from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.report import ProofFacts, SourceFacts
-from xrank.plan.windows import digest_plain_file
 from xrank.ranks.team import Team
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.recipes.config_proof import prove_config
@@ -27,6 +26,7 @@ from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.found_source import BaseModel
 from xrank.recipes.missing_tensors import check_against, check_source, describe_skipped_check
 from xrank.stores import places
+from xrank.stores.places import digest_plain_file
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 

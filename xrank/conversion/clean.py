@@ -9,6 +9,7 @@ from typing import Any
 
 from xrank.errors import UsageError, names_own_arguments
 from xrank.plan.report import CleanDetails, Report
+from xrank.ranks.directory_messages import MessageName
 from xrank.stores.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_messages, clean_places, folder_time
@@ -53,16 +54,16 @@ def clean(
     messages: list[dict[str, Any]] = []
     for path in paths:
         if is_url(os.fspath(path)):
-            from xrank.writers.store_staging import clean_store  # folders do not need this module
+            from xrank.writers.bucket_stage import clean_bucket  # folders do not need this module
 
-            stages += clean_store(os.fspath(path), dry_run=dry_run)
+            stages += clean_bucket(os.fspath(path), dry_run=dry_run)
             continue
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
         folder = os.fspath(path)
         seconds = now(folder)
         stages += clean_places(folder, dry_run=dry_run, now=seconds)
-        messages += clean_messages(folder, dry_run=dry_run, now=seconds)
+        messages += clean_messages(folder, MessageName.owner_state, dry_run=dry_run, now=seconds)
     removed = [row for row in (*stages, *messages) if row["removed"]]
     return Report(
         command="clean",

@@ -25,8 +25,7 @@ from xrank.readers.plugins import find_plugins
 from xrank.recipes.options import default_workers
 from xrank.version import __version__
 from xrank.words import one_line, plural, size_text
-from xrank.writers.disk import allocate, is_in_memory
-from xrank.writers.rename import exchange
+from xrank.writers.disk import allocate, exchange, is_in_memory
 
 _PACKAGES = ("numpy", "ml_dtypes", "xxhash", "isal", "filelock", "click")
 _OPTIONAL = {

@@ -27,7 +27,8 @@ from xrank.ranks.team import Team, check_plans, find_launched_team
 from xrank.recipes.options import AdapterChoice, GatherOptions, ReplicaChoice
 from xrank.stores import places
 from xrank.stores.url import clean_path, is_url, split_url
-from xrank.writers.staging import check_output, check_room, plan_apart, settle_output
+from xrank.writers.output_place import check_room
+from xrank.writers.staging import check_output, plan_apart, settle_output
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.recipes.options import GatherOptions
 from xrank.stores import places
 from xrank.system import peak_rss_nbytes
-from xrank.writers.stage_inspection import inspect_stage
+from xrank.writers.folder_stage import inspect_stage
 
 
 @names_own_arguments
@@ -69,7 +69,12 @@ def inspect(
     place = places.enter(path)
     stage = inspect_stage(place) if os.path.isdir(place) else None
     if stage is not None:
-        return stage
+        return Report(
+            command="inspect",
+            path=place,
+            source=SourceFacts(path=place, format="stage of xrank"),
+            details=InspectDetails(stage=stage, problems=[], tensors=[], companions=[]),
+        )
     where = find_source(place, format_name=format)
     text, reader = where.path, where.reader
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)

@@ -142,7 +142,7 @@ def _find_replacement(path: str, fault: XrankError) -> IncompleteError | None:
     """Return the error of a model in a store that a gather is replacing, so that its files do not fit together yet."""
     if not is_url(path) or not isinstance(fault, ContradictionError | CorruptError | IncompleteError):
         return None
-    from xrank.writers.store_staging import is_replaced_now  # folders do not need this module
+    from xrank.writers.bucket_stage import is_replaced_now  # folders do not need this module
 
     try:
         if not is_replaced_now(path):

@@ -11,7 +11,6 @@ from functools import lru_cache
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.sources import read_found
 from xrank.errors import LayoutError, UsageError, option
-from xrank.formats.rank_state import rank_of
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion
 from xrank.layout.layout_map import LayoutFile, to_text
@@ -23,6 +22,7 @@ from xrank.plan.source import StatedLayout, StoredModel, StoredShard
 from xrank.readers.discovery import find_source
 from xrank.recipes.found_source import BaseModel
 from xrank.stores import places
+from xrank.stores.places import rank_of
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 """Names that match themselves as patterns, and little else."""

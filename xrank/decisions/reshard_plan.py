@@ -37,7 +37,7 @@ from xrank.recipes.options import GatherOptions
 from xrank.words import likewise_text, list_text, ranks_text
 from xrank.workspace.states import plain_config
 from xrank.writers.companions import CompanionFile, check_companions
-from xrank.writers.rank_states import lay_out_state
+from xrank.writers.hf_folder import lay_out_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from xrank.formats.pickles import (
 )
 from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
 from xrank.layout.nest_table import IntArray
-from xrank.stores.backend import ObjectStatus
+from xrank.stores.client import ObjectStatus
 
 Matcher: TypeAlias = Callable[[bytes, int], "re.Match[bytes] | None"]
 """Matches at a byte of a pickle; the functions that make matchers define its groups."""

@@ -18,8 +18,7 @@ from itertools import islice
 
 from xrank.formats.regular_file import Origin, RegularFile
 from xrank.stores import places
-from xrank.stores.backend import ObjectStatus
-from xrank.stores.client import Store, open_store
+from xrank.stores.client import ObjectStatus, Store, open_store
 from xrank.stores.url import can_list
 
 _END_NBYTES = 64 << 10

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -31,18 +30,6 @@ _KEYS = ["version", "run_id", "attempt", "step", "rank", "world_size", "host", "
 _RARE = ["view", "name"]
 _FREQUENT = {"layout", "mesh", "shape"}
 """Optional keys of a tensor's entry."""
-_NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})_state\.pth")
-
-
-def state_file_name(rank: int) -> str:
-    """Return the file name of a rank's state, the same as ModelOpt's."""
-    return f"rank_{rank}_state.pth"
-
-
-def rank_of(file_name: str) -> int | None:
-    """Return the rank in the file name of a state; None for other names."""
-    match = _NAME.fullmatch(file_name)
-    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True, slots=True)

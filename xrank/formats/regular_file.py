@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from xrank import system
 from xrank.errors import AGAIN, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
-from xrank.stores.backend import ObjectStatus
+from xrank.stores.client import ObjectStatus
 from xrank.stores.url import is_url
 from xrank.words import repr_text
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from xrank.dtypes import DTYPES, dtype, unsupported
 from xrank.errors import UsageError, XrankError
 from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
-from xrank.stores.backend import ObjectStatus
+from xrank.stores.client import ObjectStatus
 
 MAX_HEADER_NBYTES = 100_000_000
 """``safetensors/src/tensor.rs: MAX_HEADER_SIZE``."""

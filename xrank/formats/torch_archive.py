@@ -22,7 +22,7 @@ from xrank.formats.pickles import (
 )
 from xrank.formats.regular_file import Origin, RegularFile, open_regular, quote, refuse_pointer
 from xrank.formats.zip_archive import ItemBytes, ZipMember, open_item, read_members
-from xrank.stores.backend import ObjectStatus
+from xrank.stores.client import ObjectStatus
 
 NAMES = "save the names with the tensors: torch.save(model.state_dict(), file); then gather that"
 """The next step for a file without a state dict."""

@@ -25,7 +25,7 @@ from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
 from xrank.making.rounds import LocalOutputs, Work
-from xrank.plan.buffers import NullTarget
+from xrank.plan.buffers import FileTarget, NullTarget
 from xrank.plan.checksums import digest_text
 from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, Outcome, execute
@@ -33,15 +33,16 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.report import FileFacts
 from xrank.plan.source import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
-from xrank.plan.windows import FilePart, FinishedFile, JoinedFile, digest_plain_file, make_finished_file
+from xrank.plan.windows import FilePart, FinishedFile, JoinedFile, make_finished_file
 from xrank.ranks.team import Team
+from xrank.stores.places import digest_plain_file
 from xrank.stores.url import is_url
 from xrank.system import count_cores
 from xrank.words import plural, size_text
+from xrank.writers.commit import Stage
 from xrank.writers.companions import CompanionFile
 from xrank.writers.disk import explain_errors
-from xrank.writers.output_stage import OutputStage
-from xrank.writers.stage import Stage
+from xrank.writers.folder_stage import FolderStage
 from xrank.writers.staging import output_file_nbytes, read_output_manifest
 
 _CHUNK_NBYTES, _REQUEST_NBYTES = 1 << 20, 8 << 20
@@ -188,7 +189,7 @@ def hash_beside(recorded: Sequence[RecordedHash], team: Team) -> Iterator[Callab
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def keep_if_hashed(stage: OutputStage, finish_hashes: Callable[[], None]) -> None:
+def keep_if_hashed(stage: Stage, finish_hashes: Callable[[], None]) -> None:
     """Wait for the hashes of the source's files; if one differs, no later run may keep a file that was made of them."""
     try:
         finish_hashes()
@@ -308,7 +309,7 @@ class WrittenFiles:
 
 
 def write_files(
-    work: Work, stage: OutputStage, progress: Callable[[int, int], None], team: Team, *, verify: bool = False
+    work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team, *, verify: bool = False
 ) -> WrittenFiles:
     """Write every file of a plan that the stage does not yet hold.
 
@@ -346,14 +347,14 @@ def write_files(
 
         outcome = write_together(team, work, stage, unfinished, count)
     digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
-    if verify and isinstance(stage, Stage):  # a store has confirmed each part by its checksum
+    if verify and isinstance(stage, FolderStage):  # a store has confirmed each part by its checksum
         _verify_stage(plan, stage, digests, work.budget)
     # A run compares all replicas of a live model, whichever files it kept.
     return WrittenFiles(digests, resumed_nbytes, outcome, _num_compared(plan, () if is_live else resumed))
 
 
 def _write_alone(
-    team: Team, work: Work, stage: OutputStage, unfinished: Sequence[int], progress: Callable[[int], None]
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
     writing = _Writing(work.plan, stage, progress)
     copied, last = work.split_files(unfinished)
@@ -385,8 +386,8 @@ def _write_alone(
 class _Writing(LocalOutputs):
     """Opens, counts and finishes the stage's files as the executor asks."""
 
-    def __init__(self, plan: Plan, stage: OutputStage, progress: Callable[[int], None]) -> None:
-        self._files = stage.open_files()
+    def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int], None]) -> None:
+        self._files = stage.open_files(FileTarget({}))
         self.target = self._files.target
         self._plan, self._stage, self._progress, self._done = plan, stage, progress, 0
         self._begun: dict[int, float] = {}
@@ -440,7 +441,7 @@ def _num_compared(plan: Plan, resumed: Container[int]) -> int:
     )
 
 
-def _find_resumed_files(plan: Plan, stage: OutputStage, budget: Budget, *, signs: bool) -> dict[int, FileDigests]:
+def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget, *, signs: bool) -> dict[int, FileDigests]:
     """Return the files that an interrupted run finished and that did not change since; discard the others.
 
     In a store, files that are to be signed are made again, and their parts not sent again.
@@ -485,9 +486,7 @@ def _may_be_of(output: OutputFile, nbytes: int, digest: bytes, tensors: Sequence
     return output.ending is not None or make_finished_file(output, 0, tensors, ()).digest == digest
 
 
-def _keep_unchanged(
-    work: Work, stage: OutputStage, resumed: dict[int, FileDigests], team: Team
-) -> dict[int, FileDigests]:
+def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
     """Return the files that this run would write identically; discard the others."""
     if team.size > 1:
         from xrank.making.shared_writing import read_together
@@ -516,7 +515,7 @@ def _digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
     return FileDigests(output.name, output.nbytes, done.digest, tensors)
 
 
-def _verify_stage(plan: Plan, stage: Stage, digests: dict[int, FileDigests], budget: Budget) -> None:
+def _verify_stage(plan: Plan, stage: FolderStage, digests: dict[int, FileDigests], budget: Budget) -> None:
     """Read every file of the stage back, from the disk where the system can drop its cache."""
     for index, expected in digests.items():
         path = os.path.join(stage.path, expected.name)

@@ -28,8 +28,8 @@ from xrank.plan.windows import FileHashes
 from xrank.ranks.team import Team
 from xrank.recipes.adapters import describe_merges
 from xrank.stores.url import is_url
+from xrank.writers.commit import JournalLine, Stage
 from xrank.writers.hf_folder import index_name, index_text
-from xrank.writers.journal import JournalLine
 from xrank.writers.manifest import (
     MANIFEST_NAME,
     ManifestFile,
@@ -38,7 +38,6 @@ from xrank.writers.manifest import (
     TensorSource,
     manifest_text,
 )
-from xrank.writers.output_stage import OutputStage
 from xrank.writers.staging import check_store_writer, open_stage
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def _make_first(
 def _fill_stage(
     gather: FolderPlan,
     work: Work,
-    stage: OutputStage,
+    stage: Stage,
     out: str,
     progress: Callable[[int, int], None],
     team: Team,
@@ -169,7 +168,7 @@ def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Wo
 def _write_lists(
     gather: FolderPlan,
     work: Work,
-    stage: OutputStage,
+    stage: Stage,
     out: str,
     written: WrittenFiles,
     lines: Sequence[JournalLine],
@@ -284,7 +283,7 @@ def own_texts(reshard: Reshard) -> dict[str, str]:
     return {one.name: changed for one in reshard.companions if one.name == "config.json" and changed is not None}
 
 
-def _write_small_files(reshard: Reshard, stage: OutputStage, written: WrittenFiles) -> None:
+def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
     """Write the companions, then the manifest."""
     texts = own_texts(reshard)
     lines = [stage.copy_file(one.name, one.path) for one in reshard.companions if one.name not in texts]

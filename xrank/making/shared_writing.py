@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
@@ -28,19 +28,14 @@ from xrank.plan.planner import Plan
 from xrank.plan.windows import FilePart, FinishedFile, JoinedFile
 from xrank.ranks.directory_messages import STALE_SECONDS
 from xrank.ranks.team import Team
-from xrank.stores.uploads import Part, open_uploads
+from xrank.stores.uploads import Part, PartPool, PartsTarget, UploadedFile, open_uploads
 from xrank.stores.url import is_url
 from xrank.system import write_at
+from xrank.writers.bucket_stage import BucketPlace, BucketStage, Upload
+from xrank.writers.commit import Stage
 from xrank.writers.disk import explain_errors, is_in_memory
+from xrank.writers.folder_stage import FolderStage, SharedParts
 from xrank.writers.output_place import OutputPlace
-from xrank.writers.output_stage import OutputStage
-from xrank.writers.shared_parts import SharedParts
-from xrank.writers.stage import Stage
-from xrank.writers.store_files import PartPool, UploadedFile
-from xrank.writers.store_journal import Upload
-from xrank.writers.store_place import StorePlace
-from xrank.writers.store_stage import StoreStage
-from xrank.writers.uploaded_files import PartsTarget
 
 Seen = TypeVar("Seen")
 
@@ -62,7 +57,7 @@ def _read(team: Team, work: Work, files: Sequence[int]) -> Outcome:
 
 
 def write_together(
-    team: Team, work: Work, stage: OutputStage, unfinished: Sequence[int], progress: Callable[[int], None]
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
     """Write, as rank 0, the unfinished files of a plan with the help of all other ranks.
 
@@ -78,7 +73,7 @@ def write_together(
         NoSpaceError, XrankError: the files could not be written.
         RankFailedError: a rank failed; finished files are kept.
     """
-    if not isinstance(stage, Stage):
+    if not isinstance(stage, FolderStage):
         return upload_together(team, work, stage, unfinished, progress)
     files = work.plan.files
     # Before the broadcast: the other ranks open these files and never make them.
@@ -235,20 +230,20 @@ def _await_sight(
 
 
 def upload_together(
-    team: Team, work: Work, stage: OutputStage, unfinished: Sequence[int], progress: Callable[[int], None]
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
     """Upload, as rank 0, the unfinished files of a plan with the help of all other ranks.
 
     Arguments and errors as `xrank.making.shared_writing.write_together`.
     """
-    assert isinstance(stage, StoreStage), "a stage is on a disk or in a store"
+    assert isinstance(stage, BucketStage), "a stage is on a disk or in a store"
     files = work.plan.files
     outputs = [files[index].output for index in unfinished]
     begun = stage.begin_uploads({output.name: output.nbytes for output in outputs})
     uploads = {index: begun[output.name] for index, output in zip(unfinished, outputs, strict=True)}
     told = {index: (one.upload_id, one.part_nbytes, one.name, resumed) for index, (one, resumed) in uploads.items()}
     team.broadcast("uploads", json.dumps(told))
-    shares = _SharedUploads(team, work.plan, StorePlace.from_url(stage.path), uploads)
+    shares = _SharedUploads(team, work.plan, BucketPlace.from_url(stage.path), uploads)
 
     def finish(file: JoinedFile, index: int) -> FinishedFile:
         finished, _ = file.finish()
@@ -259,8 +254,7 @@ def upload_together(
         _logger.info("finished %s, %s bytes", name, f"{nbytes:,}")
         return finished
 
-    with closing(shares.uploads):
-        outcome = make_together(team, work, unfinished, shares, what="the files", finish=finish, progress=progress)
+    outcome = make_together(team, work, unfinished, shares, what="the files", finish=finish, progress=progress)
     stage.kept_nbytes += shares.kept_nbytes
     return outcome
 
@@ -269,9 +263,8 @@ def help_to_upload(team: Team, work: Work, out: str) -> None:
     """Run the part of any other rank in `upload_together`; errors as there."""
     told = json.loads(team.broadcast("uploads"))
     uploads = {int(index): (Upload(*upload), resumed) for index, (*upload, resumed) in told.items()}
-    shares = _SharedUploads(team, work.plan, StorePlace.from_url(out), uploads)
-    with closing(shares.uploads):
-        make_together(team, work, [*uploads], shares, what="the files")
+    shares = _SharedUploads(team, work.plan, BucketPlace.from_url(out), uploads)
+    make_together(team, work, [*uploads], shares, what="the files")
 
 
 class _SharedUploads(PartsTarget):
@@ -279,7 +272,7 @@ class _SharedUploads(PartsTarget):
 
     writes_anywhere = False
 
-    def __init__(self, team: Team, plan: Plan, place: StorePlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
+    def __init__(self, team: Team, plan: Plan, place: BucketPlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
         super().__init__()
         self.target = self
         self.uploads = open_uploads(place.store, place.url)

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from xrank import system
 from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError, option
 from xrank.plan.source import SourceFile, StoredModel
@@ -46,12 +44,6 @@ _WRITEBACK_NBYTES = 8 << 20
 _WRITE_NBYTES = 128 << 10
 """Bytes of one write call to a disk. ext4 allocates a cache folio of that size. The largest folios (1 MiB) come from
 idle memory, which the host of a virtual machine has taken back and returns at four times the cost."""
-
-
-def copy_bytes(source: memoryview, into: memoryview) -> None:
-    """Copy bytes to a place of as many. Other threads run meanwhile, as they do not during an assignment."""
-    if into:
-        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class Source(Protocol):

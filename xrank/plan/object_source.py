@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from xrank.errors import AGAIN, CorruptError, XrankError
-from xrank.plan.buffers import FileSource, copy_bytes, make_change_error
+from xrank.plan.buffers import FileSource, make_change_error
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import Read
-from xrank.stores.client import Store, open_store
+from xrank.stores.client import Store, copy_bytes, open_store
 from xrank.stores.url import can_list
 
 BLOCK_NBYTES = 1 << 20

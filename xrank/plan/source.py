@@ -13,7 +13,7 @@ from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.companion import Companion
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.tensor_name import TensorName
-from xrank.stores.backend import ObjectStatus
+from xrank.stores.client import ObjectStatus
 
 NO_CHECKSUM = -1
 """In `RecordTable.crc32`: the format records no checksum of these bytes."""

@@ -6,18 +6,14 @@ allocates one folio), and a window stays in cache while it is filled, digested a
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
-import stat
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 from isal import isal_zlib
 
 from xrank import dtypes
@@ -25,7 +21,6 @@ from xrank.layout.nests import Nest, restrict, size, swap
 from xrank.plan.checksums import DigestPart, JoinedCrc32, TensorDigest, digest_of_file
 from xrank.plan.output import OutputFile, PlacedBytes
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
-from xrank.stores import places
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,34 +353,3 @@ class FileHashes:
         """Return the hash of a file of that size; None if another rank or run made some of its windows."""
         is_whole = self._next.get(file, 0) == -(-nbytes // WINDOW_NBYTES)
         return self._states[file].digest() if is_whole and file in self._states else None
-
-
-def hash_file(path: str, hash_name: str = "sha256", *, head: bytes = b"") -> bytes:
-    """Return the hash of a file on disk, after that of some bytes before it.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    state = hashlib.new(hash_name, head, usedforsecurity=hash_name != "sha1")
-    _feed(path, state.update)
-    return state.digest()
-
-
-def digest_plain_file(path: str) -> str:
-    """Return the XXH3-128 of a file's bytes, which manifests have for files that hold no tensors.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    state = xxhash.xxh3_128()
-    _feed(path, state.update)
-    return state.hexdigest()
-
-
-def _feed(path: str, update: Callable[[memoryview], object]) -> None:
-    buffer = memoryview(bytearray(WINDOW_NBYTES))
-    with open(places.open_descriptor(path), "rb", buffering=0) as file:  # of a FIFO, too, it returns at once
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-        while count := file.readinto(buffer):
-            update(buffer[:count])

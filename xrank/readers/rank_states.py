@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError
-from xrank.formats.rank_state import SavedState, read_saved_state, state_file_name
+from xrank.formats.rank_state import SavedState, read_saved_state
 from xrank.stores import places
+from xrank.stores.places import state_file_name
 from xrank.words import ranks_text, runs_text
 
 

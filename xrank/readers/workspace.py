@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError, option
-from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord, rank_of, state_file_name
+from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.plan.source import StoredModel
@@ -23,6 +23,7 @@ from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import check_run, read_rank_state, run_text
 from xrank.readers.records import Records
 from xrank.stores import places
+from xrank.stores.places import rank_of, state_file_name
 from xrank.stores.url import is_url
 from xrank.words import repr_text
 

@@ -6,19 +6,26 @@ the listings: each command calls it with its own paths first, and so sees what i
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+import re
+import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
+
+import xxhash
 
 from xrank import system
 from xrank.errors import IncompleteError, UsageError
-from xrank.stores.backend import Folder, ObjectStatus
+from xrank.stores.client import Folder, ObjectStatus, open_store
 from xrank.stores.url import can_list, clean_path, is_url
 
 _COPY_NBYTES = 4 << 20
 _MOST_COPIED_NBYTES = 4 << 30
+_STATE_NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})_state\.pth")
 _lock = threading.Lock()
 _folders: dict[str, Folder] = {}
 _statuses: dict[str, ObjectStatus | None] = {}
@@ -119,9 +126,8 @@ def object_status(url: str) -> ObjectStatus:
     """
     found = _status(url)
     if found is None:
-        raise IncompleteError(
-            f"{url}: there is no such object", file=url, next_step="check the URL, or wait until it is there"
-        )
+        next_step = "check the URL, or wait until it is there"
+        raise IncompleteError(f"{url}: there is no such object", file=url, next_step=next_step)
     return found
 
 
@@ -144,18 +150,13 @@ def open_descriptor(path: str) -> int:
     """
     if not is_url(path):
         return os.open(path, system.READ)
-    from xrank.stores.client import open_store
-
     store, key = open_store(path)
     status = object_status(path)
     if status.nbytes > _MOST_COPIED_NBYTES:
-        raise UsageError(
-            f"{path}: is too large for a file beside weights",
-            file=path,
-            got=f"{status.nbytes:,} bytes",
-            want=f"at most {_MOST_COPIED_NBYTES:,} bytes",
-            next_step="check the URL; or copy the folder to a disk, and give its path",
-        )
+        got, want = f"{status.nbytes:,} bytes", f"at most {_MOST_COPIED_NBYTES:,} bytes"
+        next_step = "check the URL; or copy the folder to a disk, and give its path"
+        what = f"{path}: is too large for a file beside weights"
+        raise UsageError(what, file=path, got=got, want=want, next_step=next_step)
     with tempfile.TemporaryFile(buffering=0) as file:
         for start in range(0, status.nbytes, _COPY_NBYTES):
             system.write_all(file.fileno(), store.read(key, start, min(_COPY_NBYTES, status.nbytes - start), status))
@@ -176,8 +177,6 @@ def _folder(url: str) -> Folder:
     if found is None and above is not None and os.path.basename(url) not in above.folders:
         found = _folders[url] = Folder()
     if found is None:
-        from xrank.stores.client import open_store
-
         store, key = open_store(url)
         found = store.list_folder(key)
         with _lock:
@@ -187,8 +186,6 @@ def _folder(url: str) -> Folder:
 
 def _status(url: str) -> ObjectStatus | None:
     """Return the status of an object, from the listing of its folder if it is below an entered URL; None: no object."""
-    from xrank.stores.client import open_store
-
     folder, name = os.path.split(url.rstrip("/"))
     if not can_list(url):
         return _look_at(url)
@@ -201,8 +198,6 @@ def _status(url: str) -> ObjectStatus | None:
 
 
 def _look_at(url: str) -> ObjectStatus | None:
-    from xrank.stores.client import open_store
-
     if url in _statuses:
         return _statuses[url]
     store, key = open_store(url)
@@ -215,3 +210,45 @@ def _look_at(url: str) -> ObjectStatus | None:
     with _lock:
         _statuses[url] = found
     return found
+
+
+def state_file_name(rank: int) -> str:
+    """Return the file name of a rank's state, the same as ModelOpt's."""
+    return f"rank_{rank}_state.pth"
+
+
+def rank_of(file_name: str) -> int | None:
+    """Return the rank in the file name of a state; None for other names."""
+    match = _STATE_NAME.fullmatch(file_name)
+    return None if match is None else int(match[1])
+
+
+def hash_file(path: str, hash_name: str = "sha256", *, head: bytes = b"") -> bytes:
+    """Return the hash of a file on disk, after that of some bytes before it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = hashlib.new(hash_name, head, usedforsecurity=hash_name != "sha1")
+    _feed(path, state.update)
+    return state.digest()
+
+
+def digest_plain_file(path: str) -> str:
+    """Return the XXH3-128 of a file's bytes, which manifests have for files that hold no tensors.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    state = xxhash.xxh3_128()
+    _feed(path, state.update)
+    return state.hexdigest()
+
+
+def _feed(path: str, update: Callable[[memoryview], object]) -> None:
+    buffer = memoryview(bytearray(_COPY_NBYTES))
+    with open(open_descriptor(path), "rb", buffering=0) as file:  # of a FIFO, too, it returns at once
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        while count := file.readinto(buffer):
+            update(buffer[:count])

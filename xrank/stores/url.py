@@ -15,6 +15,7 @@ from xrank.errors import UsageError
 
 # pathlib makes one slash of two. A single letter is a drive of other systems, and no scheme.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_GIVE = "leave it out, and give credentials by the environment, as the store's own tools take them"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}
 
 
@@ -58,12 +59,8 @@ def clean_path(path: str | os.PathLike[str]) -> str:
     # abfs://container@account.dfs.core.windows.net/path is the only scheme whose "@" is not a user's name.
     user, at, host_only = host.rpartition("@")
     if at and (scheme not in ("abfs", "abfss", "az", "azure", "hf") or ":" in user):
-        raise UsageError(
-            f"{scheme}://...@{host_only}{slash}{below} contains a user name or a password",
-            file=f"{scheme}://{host_only}{slash}{below}",
-            want="a URL without them",
-            next_step="give credentials by the environment, as the store's own tools take them",
-        )
+        what = f"{scheme}://...@{host_only}{slash}{below} contains a user name or a password"
+        raise UsageError(what, file=f"{scheme}://{host_only}{slash}{below}", next_step=_GIVE)
     return f"{_ALIASES.get(scheme, scheme)}://{host}{slash}{below.rstrip('/')}".rstrip("/")
 
 
@@ -100,9 +97,5 @@ def _refuse_query(scheme: str, rest: str) -> None:
     name, mark, query = rest.partition("?")
     is_signed = re.search(r"(^|&)(X-Amz-|sig=|Signature=|AWSAccessKeyId=|token=)", query, re.IGNORECASE)
     if mark and (is_signed or scheme in ("http", "https")):
-        raise UsageError(
-            f"{scheme}://{name.rpartition('@')[2]} has a query, which may be a signature",
-            file=f"{scheme}://{name.rpartition('@')[2]}",
-            want="a URL without a query",
-            next_step="give credentials by the environment, as the store's own tools take them",
-        )
+        url = f"{scheme}://{name.rpartition('@')[2]}"
+        raise UsageError(f"{url} has a query, which may be a signature", file=url, next_step=_GIVE)

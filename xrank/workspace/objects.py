@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError, XrankError
-from xrank.formats.rank_state import state_file_name
 from xrank.stores.client import Store, open_store
-from xrank.stores.upload_stream import upload_object
-from xrank.stores.uploads import WRITABLE, Uploads, open_uploads
+from xrank.stores.places import state_file_name
+from xrank.stores.uploads import WRITABLE, Uploads, open_uploads, upload_object
 from xrank.stores.url import clean_path, is_url, split_url
 from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error
 from xrank.workspace.states import make_state_archive, read_run_id, read_state
@@ -123,7 +122,8 @@ class ObjectWorkspace(IdentifiedWorkspace):
         place = self._initialised()
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
         key = place.key(state_file_name(self.rank))
-        with self._naming(), contextlib.closing(place.open_uploads()) as uploads:
+        with self._naming():
+            uploads = place.open_uploads()
             mark = secrets.token_hex(8)
             upload_object(uploads, key, archive.pass_to, nbytes=archive.nbytes, mark=mark, replaces=True)
 
@@ -145,12 +145,12 @@ class ObjectWorkspace(IdentifiedWorkspace):
 
     def _settle(self, place: ObjectPlace) -> None:
         name = state_file_name(self.rank)
-        with contextlib.closing(place.open_uploads()) as uploads:
-            if self.run_id is None or read_run_id(place.url_of(name)) != self.run_id:
-                place.store.delete(place.key(name))
-            for key, upload_id, _ in [*uploads.list_uploads(place.key(name))]:
-                if key == place.key(name):
-                    uploads.abort(key, upload_id)
+        uploads = place.open_uploads()
+        if self.run_id is None or read_run_id(place.url_of(name)) != self.run_id:
+            place.store.delete(place.key(name))
+        for key, upload_id, _ in [*uploads.list_uploads(place.key(name))]:
+            if key == place.key(name):
+                uploads.abort(key, upload_id)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:

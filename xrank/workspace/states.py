@@ -38,8 +38,7 @@ from xrank.formats.rank_state import (
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 from xrank.formats.zip_archive import ALIGNMENT
 from xrank.stores import places
-from xrank.stores.backend import ObjectStatus
-from xrank.stores.client import open_store
+from xrank.stores.client import ObjectStatus, open_store
 from xrank.stores.url import is_url
 from xrank.words import repr_text
 from xrank.workspace.base import WorkspaceIdentity
@@ -385,7 +384,7 @@ def _read_file(archive: TorchArchive, records: Sequence[ArchiveRecord], rank: in
 
 
 def _read_object(archive: TorchArchive, records: Sequence[ArchiveRecord], rank: int) -> list[torch.Tensor]:
-    from xrank.stores.ranges import read_ranges
+    from xrank.stores.client import read_ranges
 
     assert isinstance(archive.status, ObjectStatus)
     store, key = open_store(archive.path)

@@ -8,17 +8,14 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from xrank import system
 from xrank.errors import OutputExistsError
-from xrank.ranks.directory_messages import MessageName
-from xrank.writers.abandoned import clear_folder, describe_owner, is_own, roll_forward
-from xrank.writers.journal import read_journal
-from xrank.writers.output_lock import hold_lock
-from xrank.writers.output_place import OutputPlace
-from xrank.writers.stage_inspection import owner_state
+from xrank.writers.commit import owner_state
+from xrank.writers.folder_stage import clear_folder, describe_owner, is_own, read_journal, roll_forward
+from xrank.writers.output_place import OutputPlace, hold_lock
 
 _STAGE = re.compile(r"\.(.+)\.xrank-[0-9a-f]{16}(-old)?")
 _ABANDONED_SECONDS = 3600
@@ -38,11 +35,20 @@ def folder_time(folder: str) -> float:
         return time.time()
 
 
-def clean_messages(path: str, *, dry_run: bool, now: float) -> list[dict[str, Any]]:
-    """Remove the abandoned messages of live gathers in a folder; return what was found."""
+def clean_messages(
+    path: str, message_state: Callable[[str], str | None], *, dry_run: bool, now: float
+) -> list[dict[str, Any]]:
+    """Remove the abandoned messages of live gathers in a folder; return what was found.
+
+    Args:
+        path: the folder.
+        message_state: returns ``alive``, ``gone`` or ``unknown`` for the owner of a message, None for other names.
+        dry_run: whether only to list them.
+        now: seconds by the clock that stamps the folder's files.
+    """
     rows = []
     for entry in os.scandir(path):
-        state = MessageName.owner_state(entry.name)
+        state = message_state(entry.name)
         if state is None:
             continue
         with contextlib.suppress(FileNotFoundError):  # a rank that lives removes its message once it was read
@@ -101,7 +107,7 @@ def _row(path: str, now: float) -> dict[str, Any]:
     nbytes, changed = _size_and_change(path)
     if not is_own(path):
         return {"path": path, "nbytes": nbytes, "removed": False, "why": "nothing in it shows that xrank made it"}
-    state = "unknown" if journal is None else owner_state(journal)
+    state = "unknown" if journal is None else owner_state(journal.host, journal.pid)
     pid = str(journal.pid) if journal else ""
     return {"path": path, "nbytes": nbytes, **_verdict(state, pid, now - changed)}
 

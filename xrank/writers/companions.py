@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from xrank import system
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, option
 from xrank.formats.entries import check_json_object
-from xrank.plan.windows import hash_file
 from xrank.stores import places
+from xrank.stores.places import hash_file
 from xrank.stores.url import is_url
 from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
@@ -62,9 +62,8 @@ def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
         IncompleteError: a companion is a link to nothing.
     """
     if not places.is_folder(folder):
-        raise UsageError(
-            f"{folder}: is not a folder", file=folder, next_step=f"give a model folder as {option('base_model')}"
-        )
+        next_step = f"give a model folder as {option('base_model')}"
+        raise UsageError(f"{folder}: is not a folder", file=folder, next_step=next_step)
     return tuple(sorted(_walk(folder, ""), key=lambda companion: companion.name))
 
 
@@ -126,13 +125,9 @@ def _check_blob(path: str) -> None:
         head = b"blob %d\0" % places.nbytes_of(path)
         found = hash_file(path, "sha1", head=head) if len(name) == 40 else hash_file(path)
     if found.hex() != name:
-        raise CorruptError(
-            f"{path}: is not the file that was downloaded",
-            file=path,
-            got=f"the hash {found.hex()}",
-            want=f"{name}, as the cache has named it",
-            next_step="download the model again, with hf download into another cache",
-        )
+        what = f"{path}: is not the file that was downloaded: its hash is {found.hex()}, not {name} as in the cache"
+        next_step = "download the model again, with hf download into another cache"
+        raise CorruptError(what, file=path, next_step=next_step)
 
 
 def find_hub_snapshot(identifier: str, cache: str) -> str:
@@ -148,12 +143,8 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     """
     # The cache writes / as --, so a name with -- would stand for two models.
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
-        raise UsageError(
-            f"{identifier!r}: is neither a folder nor a model's name",
-            got=identifier,
-            want="organisation/name",
-            next_step="give the path of a model folder, or a name as on the Hugging Face Hub",
-        )
+        next_step = "give the path of a model folder, or a name as on the Hugging Face Hub: organization/name"
+        raise UsageError(f"{identifier!r}: is neither a folder nor a model's name", next_step=next_step)
     # huggingface_hub/file_download.py: repo_folder_name, _get_pointer_path
     place = os.path.join(cache, "models--" + identifier.replace("/", "--"))
     reference = os.path.join(place, "refs", "main")
@@ -164,19 +155,11 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         raise _make_cache_error(identifier, place) from None
     except OSError as error:
-        raise UsageError(
-            f"{reference}: {error.strerror}",
-            file=reference,
-            next_step="change its owner or mode, or download the model again with hf download",
-        ) from error
+        next_step = "change its owner or mode, or download the model again with hf download"
+        raise UsageError(f"{reference}: {error.strerror}", file=reference, next_step=next_step) from error
     if not _REVISION.fullmatch(revision) or len(revision) > 255:
-        raise UnsafeError(
-            f"{reference}: does not name a snapshot",
-            file=reference,
-            got=repr(revision),
-            want="a commit's hash",
-            next_step="download the model again with hf download",
-        )
+        what = f"{reference}: does not name a snapshot by a commit's hash, but {revision!r}"
+        raise UnsafeError(what, file=reference, next_step="download the model again with hf download")
     snapshot = os.path.join(place, "snapshots", revision)
     if not places.is_folder(snapshot):
         raise _make_cache_error(identifier, snapshot)
@@ -224,13 +207,8 @@ def _walk_store(folder: str, prefix: str) -> list[CompanionFile]:
 def _check_folder_name(name: str, path: str) -> None:
     """Refuse a folder that would be in the place of a file that xrank writes, and that a signature leaves out."""
     if name in _OWN:
-        raise UsageError(
-            f"{path}: is a folder with the name of a file that a gather writes",
-            file=path,
-            got="a folder",
-            want=f"no folder named {name}",
-            next_step="give the folder another name, or copy the model without it",
-        )
+        what = f"{path}: is a folder with the name of a file that a gather writes"
+        raise UsageError(what, file=path, next_step="give the folder another name, or copy the model without it")
 
 
 def _holds_weights(folder: str) -> bool:
@@ -248,20 +226,14 @@ def _is_file(path: str) -> bool:
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
-        raise IncompleteError(
-            f"{path}: is a link to nothing",
-            file=path,
-            got=f"a link to {os.readlink(path)!r}" if places.is_link(path) else "nothing",
-            next_step="complete the folder (a download may have been interrupted), or let the link name what is there",
-        ) from None
+        got = f"a link to {os.readlink(path)!r}" if places.is_link(path) else "nothing"
+        next_step = "complete the folder (a download may have been interrupted), or let the link name what is there"
+        raise IncompleteError(f"{path}: is a link to nothing", file=path, got=got, next_step=next_step) from None
     except OSError:
         return False  # a link in a circle
 
 
 def _make_cache_error(identifier: str, place: str) -> UsageError:
-    return UsageError(
-        f"{identifier}: is not in the local Hugging Face cache: no {place}",
-        file=place,
-        got="nothing there",
-        next_step=f"run `hf download {identifier}` where there is a network, or give a folder; xrank downloads nothing",
-    )
+    what = f"{identifier}: is not in the local Hugging Face cache: no {place}"
+    next_step = f"run `hf download {identifier}` where there is a network, or give a folder; xrank downloads nothing"
+    return UsageError(what, file=place, next_step=next_step)

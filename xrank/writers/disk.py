@@ -1,4 +1,4 @@
-"""Requests to the file system: room for a file, a folder's sync, and errors with an explanation."""
+"""Requests to the file system: atomic renames, room for a file, a folder's sync, and errors with an explanation."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ _CERTAINLY_APART = _MEMORY_FILE_SYSTEMS | {0xEF53}  # EXT4_SUPER_MAGIC: two file
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+# linux/fs.h
+_NOREPLACE = 1
+_EXCHANGE = 2
+_AT_FDCWD = -100
+_TARGET_EXISTS = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
+_Identity = tuple[int, int]
 
 
 def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> XrankError:
@@ -31,29 +37,20 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
     text = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _NO_SPACE:
         return _make_space_error(error.errno, path, needed_nbytes)
+    kind: type[XrankError] = UsageError
     if error.errno == errno.EFBIG:
-        return UsageError(
-            f"{path}: larger than a file may be here: the file-size limit (ulimit -f) or the file system's own",
-            file=path,
-            got=None if needed_nbytes is None else f"{needed_nbytes} bytes",
-            next_step=f"raise the limit (ulimit -f unlimited), or make {option('max_shard_size')} smaller",
-        )
-    if error.errno == errno.ENAMETOOLONG:
-        return UsageError(f"{path}: {text}", file=path, next_step="give the output a shorter name")
-    if error.errno in _NO_PERMISSION:
-        return UsageError(
-            f"{path}: {text} ({describe(path)})",
-            file=path,
-            got=describe(path),
-            want="a place this user may write to, and files this user may read",
-            next_step="choose another place, or change its owner or mode",
-        )
-    return XrankError(
-        f"{path}: {text}",
-        file=path,
-        got=errno.errorcode.get(error.errno or 0, str(error.errno)),
-        next_step=f"look at the disk or the server; then {AGAIN}, which goes on from the finished files",
-    )
+        got = None if needed_nbytes is None else f"{needed_nbytes} bytes"
+        text = "larger than a file may be here: the file-size limit (ulimit -f) or the file system's own"
+        next_step = f"raise the limit (ulimit -f unlimited), or make {option('max_shard_size')} smaller"
+    elif error.errno == errno.ENAMETOOLONG:
+        got, next_step = None, "give the output a shorter name"
+    elif error.errno in _NO_PERMISSION:
+        got, next_step = describe(path), "choose another place, or change its owner or mode"
+        text = f"{text} ({got})"
+    else:
+        kind, got = XrankError, errno.errorcode.get(error.errno or 0, str(error.errno))
+        next_step = f"look at the disk or the server; then {AGAIN}, which goes on from the finished files"
+    return kind(f"{path}: {text}", file=path, got=got, next_step=next_step)
 
 
 def raise_after_commit(path: str, error: BaseException) -> NoReturn:
@@ -150,16 +147,14 @@ def _make_space_error(number: int, path: str, needed: int | None) -> NoSpaceErro
             what = "no inode left (too many files)"
     need = "" if needed is None else f", {needed} bytes needed"
     have = "" if free is None else f", {free} bytes free"
-    return NoSpaceError(
-        f"{path}: {what}{need}{have}",
-        file=path,
-        needed_nbytes=needed,
-        free_nbytes=free,
-        got=None if free is None else f"{free} bytes free",
-        want=None if needed is None else f"{needed} bytes",
-        next_step=f"free space there, then {AGAIN}, which goes on from the files already finished; or choose another "
-        f"{option('out')}",
-    )
+    next_step = f"free space there, then {AGAIN}, which goes on from the files already finished; or choose another "
+    facts = {
+        "got": None if free is None else f"{free} bytes free",
+        "want": None if needed is None else f"{needed} bytes",
+        "next_step": next_step + option("out"),
+    }
+    what = f"{path}: {what}{need}{have}"
+    return NoSpaceError(what, file=path, needed_nbytes=needed, free_nbytes=free, **facts)
 
 
 def _find_existing(path: str) -> str:
@@ -214,28 +209,19 @@ def open_companion(path: str) -> Iterator[int]:
     try:
         before = os.fstat(fd)
         if not stat.S_ISREG(before.st_mode):
-            raise UnsafeError(
-                f"{path}: is not a regular file",
-                file=path,
-                got=describe(path),
-                next_step="put a regular file in its place",
-            )
+            next_step = "put a regular file in its place"
+            raise UnsafeError(f"{path}: is not a regular file", file=path, got=describe(path), next_step=next_step)
         yield fd
         nbytes, after = os.lseek(fd, 0, os.SEEK_CUR), os.fstat(fd)
     finally:
         system.close_read(fd)
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if not unchanged or nbytes != before.st_size:
-        raise ContradictionError(
-            f"{path}: changed while it was read",
-            file=path,
-            got=f"{nbytes} bytes read",
-            want=f"{before.st_size} bytes, unchanged",
-            next_step=f"let nothing write to the source, then {AGAIN}",
-        )
+        what = f"{path}: changed while it was read: {nbytes} bytes of {before.st_size}"
+        raise ContradictionError(what, file=path, next_step=f"let nothing write to the source, then {AGAIN}")
 
 
-def copy_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
+def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
     """Copy a file to another, and return its size and the digest of its bytes.
 
     Raises:
@@ -253,3 +239,81 @@ def copy_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
         system.write_all(fd, chunk)
         digest.update(chunk)
         nbytes += len(chunk)
+
+
+def renameat2(source: str, target: str, flags: int) -> None:
+    """Rename by renameat2, which Python's os lacks; OSError(ENOSYS) if the C library lacks it too."""
+    function = system.c_function("renameat2")
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source, None, target)
+    function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), source, None, target)
+
+
+def identity(path: str) -> _Identity | None:
+    """Return device and inode, which a rename keeps; None if nothing is there."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def move(source: str, target: str) -> None:
+    """Rename; a file at the target is replaced at one instant."""
+    moving = identity(source)
+    try:
+        system.replace(source, target)
+    except OSError:
+        if not _has_moved(moving, source, target):
+            raise
+
+
+def move_new(source: str, target: str) -> None:
+    """Rename a folder to a free name.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the file system refused.
+    """
+    moving = identity(source)
+    try:
+        renameat2(source, target, _NOREPLACE)
+        return
+    except OSError as error:
+        if _has_moved(moving, source, target):
+            return
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    # Between the check and the rename another process may make a folder there; a rename replaces an empty one at most.
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if _has_moved(moving, source, target):
+            return
+        if error.errno in _TARGET_EXISTS:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
+        raise
+
+
+def exchange(one: str, other: str) -> bool:
+    """Exchange the names of two folders at one instant; return False if the file system cannot."""
+    first, second = identity(one), identity(other)
+    try:
+        renameat2(one, other, _EXCHANGE)
+    except OSError as error:
+        if first is not None and (identity(other), identity(one)) == (first, second):
+            return True
+        if error.errno in _NOT_SUPPORTED:
+            return False
+        raise
+    return True
+
+
+def _has_moved(moving: _Identity | None, source: str, target: str) -> bool:
+    # An NFS client repeats a request whose answer was lost, and then gets ENOENT for a rename that was done.
+    return moving is not None and identity(target) == moving and identity(source) is None

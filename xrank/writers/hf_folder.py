@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder: the tensors of each file, their offsets, and the index."""
+"""Output files before any data moves: the weights of a Hugging Face folder with their index, and states of ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from typing import Any
 
 from xrank import dtypes
 from xrank.errors import UsageError, either, option
+from xrank.formats.rank_state import RankRecord, state_pickle
 from xrank.formats.safetensors_header import HeaderTensor, build_header
+from xrank.formats.torch_archive import ArchivedTensor
+from xrank.formats.zip_archive import lay_out_archive
+from xrank.layout.nests import row_major
 from xrank.plan.output import OutputFile, OutputTensor
+from xrank.stores.places import state_file_name
 
 _STEM = "model"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"  # diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME
@@ -55,28 +60,16 @@ def lay_out(
     """
     everything = [*tensors, *chain.from_iterable(apart)]
     if not everything:
-        raise UsageError(
-            "no tensor is left to write",
-            next_step=either(
-                f"change {option('include')} or {option('exclude')}",
-                f"let {option('transform')} keep one",
-            ),
-        )
+        next_step = either(f"change {option('include')} or {option('exclude')}", f"let {option('transform')} keep one")
+        raise UsageError("no tensor is left to write", next_step=next_step)
     if max_shard_nbytes < 1:
-        raise UsageError(
-            f"{option('max_shard_size')} must be 1 byte or more",
-            got=str(max_shard_nbytes),
-            want=option("max_shard_size", "5GB"),
-            next_step="give a larger size",
-        )
+        what, got = f"{option('max_shard_size')} must be 1 byte or more", str(max_shard_nbytes)
+        raise UsageError(what, got=got, want=option("max_shard_size", "5GB"), next_step="give a larger size")
     seen: set[str] = set()
     for tensor in everything:
         if tensor.name in seen:
-            raise UsageError(
-                f"{tensor.name}: two tensors have this name",
-                tensor=tensor.name,
-                next_step="give one of the two another name",
-            )
+            name, next_step = tensor.name, "give one of the two another name"
+            raise UsageError(f"{name}: two tensors have this name", tensor=name, next_step=next_step)
         seen.add(tensor.name)
     groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)
     count = len(groups)
@@ -148,3 +141,26 @@ def _place(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
         for tensor, entry in zip((*blocks, *others), entries, strict=True)
     )
     return OutputFile(name, header, placed, len(header) + end)
+
+
+def lay_out_state(
+    record: RankRecord, config: Mapping[str, Any], tensors: Sequence[OutputTensor], names: Mapping[str, str]
+) -> OutputFile:
+    """Return one rank's state as a file to be written: ``rank_<r>_state.pth``, as `NFSWorkspace` writes it.
+
+    Args:
+        record: rank, world size and run of the state.
+        config: plain values.
+        tensors: the rank's parts, with their local shapes; their offsets do not matter.
+        names: name in the state, in its order -> tensor; tied names have the same tensor.
+    """
+    keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
+    views = {
+        tensor.name: ArchivedTensor(keys[tensor.name], tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
+        for tensor in tensors
+    }
+    pickled = state_pickle(config, {name: views[tensor] for name, tensor in names.items()}, record.to_json())
+    layout = lay_out_archive(pickled, [tensor.nbytes for tensor in tensors])
+    placed = tuple(replace(tensor, offset=at) for tensor, at in zip(tensors, layout.offsets, strict=True))
+    name = state_file_name(record.rank)
+    return OutputFile(name, layout.front, placed, layout.nbytes, layout.headers, layout.ending, layout.trailer)

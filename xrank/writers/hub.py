@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.environment import environ
 from xrank.errors import AGAIN, OutputExistsError, UsageError, XrankError, option
-from xrank.stores.settings import StoreSettings, check_https
+from xrank.stores.client import StoreSettings, check_https
 from xrank.version import __version__
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 from xrank.writers.output_place import ATTESTATION_NAME, SIGNATURE_NAME
@@ -29,12 +29,8 @@ def repository_name(text: str) -> str:
     """
     name = text.removeprefix("hf://").strip("/")
     if name.count("/") != 1 or "@" in name:
-        raise UsageError(
-            f"{text} is not a repository of the Hub",
-            got=text,
-            want="org/name",
-            next_step=f"give {option('push_to_hub')} the owner and the name of a model",
-        )
+        next_step = f"give {option('push_to_hub')} the owner and the name of a model"
+        raise UsageError(f"{text} is not a repository of the Hub", got=text, want="org/name", next_step=next_step)
     return name
 
 
@@ -120,11 +116,8 @@ def _open_hub(repository: str) -> HfApi:
     try:
         from huggingface_hub import HfApi, constants
     except ImportError:
-        raise UsageError(
-            f"an upload to {repository} needs huggingface_hub, which is not installed",
-            got="xrank without huggingface_hub",
-            next_step="run pip install huggingface_hub",
-        ) from None
+        what = f"an upload to {repository} needs huggingface_hub, which is not installed"
+        raise UsageError(what, next_step="run pip install huggingface_hub") from None
     settings = StoreSettings.from_environment(environ())
     check_https(constants.ENDPOINT, f"hf://{repository}", allow_http=settings.allow_http)
     return HfApi()
@@ -141,12 +134,9 @@ def _look_at(api: HfApi, repository: str, *, overwrite: bool) -> tuple[set[str],
     there = {one.rfilename for one in info.siblings or ()}
     model = sorted(name for name in there if name.endswith(_WEIGHTS) or name == MANIFEST_NAME)
     if model and not overwrite:
-        raise OutputExistsError(
-            f"hf://{repository}: holds a model already ({model[0]})",
-            file=f"hf://{repository}",
-            want="a repository without a model",
-            next_step=f"choose another repository, or add {option('overwrite', True)} to replace the model",
-        )
+        url, what = f"hf://{repository}", f"hf://{repository}: holds a model already ({model[0]})"
+        next_step = f"choose another repository, or add {option('overwrite', True)} to replace the model"
+        raise OutputExistsError(what, file=url, next_step=next_step)
     return there, info.sha
 
 
@@ -170,23 +160,12 @@ def _explained(repository: str, folder: str | None = None) -> Iterator[None]:
         got = " ".join(map(str, filter(None, (number, type(error).__name__))))
         url = f"hf://{repository}"
         waiting = "" if folder is None else f"; the model is whole in {folder}"
+        kind, what = XrankError, f"{url} could not be written"
+        next_step = f"check the network; then {AGAIN}, which sends what the Hub has not got"
         if number in (401, 403) or type(error).__name__ == "LocalTokenNotFoundError":
-            raise UsageError(
-                f"{url} may not be written",
-                file=url,
-                got=got,
-                next_step="set HF_TOKEN to a token that may write there, or run hf auth login" + waiting,
-            ) from None
-        if number in (409, 412):
-            raise OutputExistsError(
-                f"{url}: another commit came in between",
-                file=url,
-                got=got,
-                next_step=f"look who else writes there; then {AGAIN}{waiting}",
-            ) from None
-        raise XrankError(
-            f"{url} could not be written",
-            file=url,
-            got=got,
-            next_step=f"check the network; then {AGAIN}, which sends what the Hub has not got{waiting}",
-        ) from None
+            kind, what = UsageError, f"{url} may not be written"
+            next_step = "set HF_TOKEN to a token that may write there, or run hf auth login"
+        elif number in (409, 412):
+            kind, what = OutputExistsError, f"{url}: another commit came in between"
+            next_step = f"look who else writes there; then {AGAIN}"
+        raise kind(what, file=url, got=got, next_step=next_step + waiting) from None

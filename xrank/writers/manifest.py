@@ -19,17 +19,7 @@ from xrank.stores import places
 from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import MANIFEST_NAME
 
-__all__ = [
-    "DIGEST_ALGORITHM",
-    "MANIFEST_NAME",
-    "ManifestFile",
-    "ManifestSource",
-    "ManifestTensor",
-    "TensorSource",
-    "manifest_text",
-    "parse_manifest",
-    "read_manifest",
-]
+__all__ = ["MANIFEST_NAME"]
 
 DIGEST_ALGORITHM = (
     "xxh3: XXH3-128 of the XXH3-128 digests of a tensor's 64 KiB blocks, and for a file of its header and its tensors' "
@@ -168,12 +158,8 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
         manifest = json.loads(content, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)
         _check_manifest(manifest)
     except (ValueError, RecursionError, _FlawError) as error:
-        raise CorruptError(
-            f"{path}: is not a manifest of xrank: {error}",
-            file=path,
-            got=str(error),
-            next_step="gather the model again; its manifest cannot be trusted",
-        ) from error
+        next_step = "gather the model again; its manifest cannot be trusted"
+        raise CorruptError(f"{path}: is not a manifest of xrank: {error}", file=path, next_step=next_step) from error
     result: dict[str, Any] = manifest
     return result
 
@@ -200,25 +186,18 @@ def _read(path: str) -> bytes:
     try:
         fd = places.open_descriptor(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise IncompleteError(
-            f"{path}: there is no manifest",
-            file=path,
-            next_step=either(
-                "gather the model again: only what xrank wrote has a manifest",
-                f"give {option('against')} another copy to compare with",
-            ),
-        ) from None
+        again = "gather the model again: only what xrank wrote has a manifest"
+        next_step = either(again, f"give {option('against')} another copy to compare with")
+        raise IncompleteError(f"{path}: there is no manifest", file=path, next_step=next_step) from None
     except OSError as error:
         with explain_errors(path):
             raise error
     with explain_errors(path), open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
-            raise CorruptError(
-                f"{path}: is not a manifest of xrank: not a regular file, or too large",
-                file=path,
-                next_step="gather the model again, or copy the manifest again from a good copy",
-            )
+            next_step = "gather the model again, or copy the manifest again from a good copy"
+            what = f"{path}: is not a manifest of xrank: not a regular file, or too large"
+            raise CorruptError(what, file=path, next_step=next_step)
         return file.read()
 
 

@@ -13,24 +13,37 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
 
 from xrank import system
-from xrank.errors import OutputExistsError, UnsafeError, UsageError, check_no_url, option
-from xrank.formats.rank_state import rank_of, state_file_name
+from xrank.errors import AGAIN, OutputExistsError, UnsafeError, UsageError, XrankError, check_no_url, option
+from xrank.stores.places import rank_of, state_file_name
 from xrank.stores.url import is_url
 from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
-from xrank.writers.journal import JOURNAL_NAME
 
 MANIFEST_NAME = "xrank_manifest.json"
 SIGNATURE_NAME = "model.sig"
 """Bundle of model-signing over the folder's files."""
 ATTESTATION_NAME = "model.attestation.json"
 """Signed statement about the origin of the folder."""
+JOURNAL_NAME = ".xrank-journal.jsonl"
+"""Hidden: hidden files are never companions, so no companion has this name."""
+_Error = TypeVar("_Error", bound=XrankError)
 _ID = re.compile(r"[0-9a-f]{16}")
+_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
+
+
+def _refuse(kind: type[_Error], path: str, what: str, otherwise: str = "", **facts: Any) -> _Error:
+    """Return the error for an output that cannot be made at a path."""
+    next_step = f"choose another {option('out')}{otherwise}"
+    return kind(f"{path}: {what}", **{"file": path, "next_step": next_step, **facts})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,45 +101,25 @@ class OutputPlace:
         return sorted(found)
 
 
-def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_states: bool = False) -> None:
-    """Refuse an output that exists or cannot be made. Writes nothing.
-
-    Args:
-        out: the folder to make.
-        overwrite: whether an existing model may be replaced.
-        replaces_states: whether an existing workspace may be replaced too, as by an output that is one.
-
-    Raises:
-        OutputExistsError: it exists, and ``overwrite`` is not given or it is not a model.
-        UsageError: its parent folder cannot be written to.
-    """
+def check_folder_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_states: bool = False) -> None:
+    """Refuse a folder that exists or cannot be made; see `xrank.writers.staging.check_output`."""
     place = OutputPlace.from_path(out)
     if os.path.lexists(place.path):
         if not overwrite:
-            raise make_exists_error(place.path, "")
+            raise make_taken_error(place.path, "")
         check_replaceable(place.path, replaces_states=replaces_states)
         _check_owner(place)
     there = place.parent
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise UsageError(
-            f"{there}: is not a folder, so {place.path} cannot be made",
-            file=there,
-            got=_describe_kind(there),
-            want="a folder",
-            next_step=f"choose another {option('out')}",
-        )
+        raise _refuse(UsageError, there, f"is not a folder, so {place.path} cannot be made", got=_describe_kind(there))
     if not os.access(there, os.W_OK | os.X_OK):
         # Then owner and mode are not the reason.
         is_read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
         why = "its file system is mounted read-only" if is_read_only else describe(there)
-        raise UsageError(
-            f"{there}: cannot be written to ({why})",
-            file=there,
-            got=why,
-            want="a folder this user may write to",
-            next_step=f"choose another {option('out')}, or change the folder's owner or mode",
+        raise _refuse(
+            UsageError, there, f"cannot be written to ({why})", ", or change the folder's owner or mode", got=why
         )
 
 
@@ -134,13 +127,8 @@ def _check_owner(place: OutputPlace) -> None:
     """Refuse another user's output in a sticky folder, such as /tmp: only its owner may rename it (inode(7))."""
     folder, output = os.stat(place.parent), os.lstat(place.path)
     if folder.st_mode & stat.S_ISVTX and system.user_id() not in (0, folder.st_uid, output.st_uid):
-        raise UsageError(
-            f"{place.path}: another user's, in a folder where only owners replace ({describe(place.path)})",
-            file=place.path,
-            got=describe(place.path),
-            want="an output of this user",
-            next_step=f"choose another {option('out')}, or let its owner run this",
-        )
+        what = f"another user's, in a folder where only owners replace ({describe(place.path)})"
+        raise _refuse(UsageError, place.path, what, ", or let its owner run this")
 
 
 def check_room(out: str | os.PathLike[str], nbytes: Sequence[int], source: str) -> None:
@@ -184,13 +172,9 @@ def check_replaceable(path: str, *, replaces_states: bool) -> None:
             if not replaces_states:
                 _check_states(path, names)
             return
-    raise OutputExistsError(
-        f"{path}: is {_describe_kind(path)}, not a model, so {option('overwrite', True)} does not replace it",
-        file=path,
-        got=_describe_kind(path),
-        want="a folder that holds a model, or nothing",
-        next_step=f"choose another {option('out')}, or move it elsewhere",
-    )
+    kind = _describe_kind(path)
+    what = f"is {kind}, not a model, so {option('overwrite', True)} does not replace it"
+    raise _refuse(OutputExistsError, path, what, ", or move it elsewhere", got=kind)
 
 
 def _check_folders(path: str, names: Sequence[str]) -> None:
@@ -205,27 +189,21 @@ def _check_folders(path: str, names: Sequence[str]) -> None:
     own = {name.partition("/")[0] for name in read_listed_files(path) if "/" in name}
     others = [name for name in folders if name not in own]
     if others:
-        raise OutputExistsError(
-            f"{path}: holds {list_text(map(repr, others), 3)}, not part of a model that xrank wrote, so "
-            f"{option('overwrite', True)} does not remove it",
-            file=os.path.join(path, others[0]),
-            got=f"the folder {others[0]!r} in it",
-            want="a model, and files beside it at most",
-            next_step=f"move the folder elsewhere, or choose another {option('out')}",
+        what = f"holds {list_text(map(repr, others), 3)}, not part of a model that xrank wrote, so "
+        what += f"{option('overwrite', True)} does not remove it"
+        raise _refuse(
+            OutputExistsError, path, what, ", or move the folder elsewhere", file=os.path.join(path, others[0])
         )
 
 
 def _check_states(path: str, names: Sequence[str]) -> None:
     ranks = sorted(rank for name in names if (rank := rank_of(name)) is not None)
     if ranks:
-        raise OutputExistsError(
-            f"{path}: holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put a "
-            "model in their place",
-            file=os.path.join(path, state_file_name(ranks[0])),
-            got=_describe_kind(path),
-            want="a folder that holds a model, or nothing",
-            next_step=f"choose another {option('out')}, or move it elsewhere",
+        what = (
+            f"holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put a model in "
         )
+        file = os.path.join(path, state_file_name(ranks[0]))
+        raise _refuse(OutputExistsError, path, f"{what}their place", ", or move it elsewhere", file=file)
 
 
 def check_inner_name(name: str) -> None:
@@ -236,11 +214,8 @@ def check_inner_name(name: str) -> None:
     """
     pieces = name.split("/")
     if "\0" in name or not all(piece not in {"", ".", ".."} for piece in pieces) or name == JOURNAL_NAME:
-        raise UnsafeError(
-            f"{name!r} is not the name of a file inside the output",
-            file=name,
-            next_step="give it a name without .. and without a leading slash",
-        )
+        next_step = "give it a name without .. and without a leading slash"
+        raise UnsafeError(f"{name!r} is not the name of a file inside the output", file=name, next_step=next_step)
 
 
 def read_listed_files(path: str) -> set[str]:
@@ -254,14 +229,12 @@ def read_listed_files(path: str) -> set[str]:
     return listed
 
 
-def make_exists_error(path: str, when: str) -> OutputExistsError:
+def make_taken_error(path: str, when: str) -> OutputExistsError:
     """Return the error for an output whose name is taken; ``when`` describes a name taken during the run."""
-    return OutputExistsError(
-        f"{path}: {when or 'exists already'} ({_describe_kind(path)})",
-        file=path,
-        got=_describe_kind(path),
-        want="nothing there",
-        next_step=f"choose another {option('out')}, or add {option('overwrite', True)} to replace it",
+    kind = _describe_kind(path)
+    otherwise = f", or add {option('overwrite', True)} to replace it"
+    return _refuse(
+        OutputExistsError, path, f"{when or 'exists already'} ({kind})", otherwise, got=kind, want="nothing there"
     )
 
 
@@ -306,3 +279,63 @@ def find_other_files(replaced: str, path: str) -> list[str]:
         own = [name if inner == os.curdir else f"{inner}/{name}" for name in names]
         found += [name for name in own if name not in listed and not os.path.lexists(os.path.join(path, name))]
     return sorted(found)
+
+
+@contextmanager
+def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None]:
+    """Hold the lock of an output, or go on without if the file system has no locks.
+
+    This is the native lock, though only StrictSoftFileLock excludes across NFS clients: a strict lock whose owner was
+    killed stays held until it is removed by hand, which would stop a run that a scheduler starts again, perhaps on
+    another node. The kernel (of the NFS server, after the lease) frees the native lock with its owner. If two gathers
+    pass, the later one takes over the stage of the earlier by a rename, and the commit decides: work is lost, but no
+    output.
+
+    Args:
+        path: the lock file.
+        out: the output, for the message.
+        owner: returns a description of the lock's owner, for the message.
+
+    Raises:
+        OutputExistsError: another gather holds it.
+        UsageError: the lock's path is not a file, or the folder cannot be written to.
+    """
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    held = False
+    try:
+        lock.acquire()
+        held = True
+    except Timeout:
+        if not os.path.lexists(path):
+            _check_folder(os.path.dirname(path))
+        what = f"another gather to it is under way ({owner()})"
+        next_step = f"wait for it, or give this one another {option('out')}"
+        raise _refuse(OutputExistsError, out, what, next_step=next_step) from None
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            what = f"{path}: is not a file, so it cannot be the lock of {out} ({describe(path)})"
+            raise UsageError(what, file=path, next_step=f"move it elsewhere, then {AGAIN}") from error
+        another_users = error.errno in {errno.EACCES, errno.EPERM} and os.path.lexists(path)
+        if error.errno not in _NO_LOCKS_HERE and not another_users:
+            raise explain(error, path) from error
+    try:
+        yield
+    finally:
+        if held:
+            # Unlinked while held: a process that waits on this file finds it without a name and makes a new one.
+            with suppress(OSError):
+                os.unlink(path)
+            lock.release()
+
+
+def _check_folder(folder: str) -> None:
+    """Refuse a folder where no file can be made, though it is there, as below /proc: filelock reports it as locked."""
+    probe = os.path.join(folder, f".xrank-{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(probe, system.NEW))
+        os.unlink(probe)
+    except FileNotFoundError as error:
+        what = f"no file can be made there: {error.strerror}"
+        raise _refuse(UsageError, folder, what, got=describe(folder)) from error
+    except OSError as error:
+        raise explain(error, folder) from error

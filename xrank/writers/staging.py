@@ -1,10 +1,4 @@
-"""The stage: a hidden folder beside the output where everything is written, then one rename makes it the output.
-
-Order of events: ``open_stage`` finishes or removes folders of dead runs, takes over or makes a stage and writes its
-journal; each file is written, synced, renamed to its name, its folder synced, and (shards) a line synced to the
-journal; ``commit`` removes the journal, syncs, renames the stage to the output, syncs, and reads the result back. A
-kill at any point leaves the output absent, old or whole, and a stage that the same command resumes.
-"""
+"""Open, check, settle and read outputs wherever they are: a folder on a disk, or a prefix in a bucket."""
 
 from __future__ import annotations
 
@@ -14,36 +8,27 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from xrank.errors import UsageError, XrankError, option
-from xrank.plan.source import StoredModel
 from xrank.stores.url import clean_path, is_url
-from xrank.writers.abandoned import claim_stage, describe_owner, make_takeover_error, roll_forward, write_journal
-from xrank.writers.disk import explain, explain_errors, sync_folder
+from xrank.writers.commit import Stage
+from xrank.writers.disk import sync_folder
+from xrank.writers.folder_stage import open_folder_stage
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
-from xrank.writers.output_lock import hold_lock
-from xrank.writers.output_place import OutputPlace, check_room, make_parents
-from xrank.writers.output_place import check_output as check_folder_output
-from xrank.writers.output_stage import OutputStage
-from xrank.writers.stage import Stage
+from xrank.writers.output_place import OutputPlace, check_folder_output, hold_lock
 
-__all__ = [
-    "Stage",
-    "check_apart",
-    "check_output",
-    "check_room",
-    "check_store_writer",
-    "open_stage",
-    "output_file_nbytes",
-    "plan_apart",
-    "read_output_manifest",
-    "settle_output",
-]
+
+class HasPath(Protocol):
+    """A model that is read."""
+
+    @property
+    def path(self) -> str:
+        """The folder where it was found."""
 
 
 class HasSource(Protocol):
     """A plan of an output."""
 
     @property
-    def source(self) -> StoredModel:
+    def source(self) -> HasPath:
         """The model that is read."""
 
 
@@ -63,45 +48,11 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_state
         UsageError: it cannot be written to, or not replaced.
     """
     if is_url(os.fspath(out)):
-        from xrank.writers.store_staging import check_store_output  # local runs do not need this module
+        from xrank.writers.bucket_stage import BucketPlace, check_bucket_output  # local runs do not need this module
 
-        check_store_output(out, overwrite=overwrite, is_states=replaces_states)
+        check_bucket_output(BucketPlace.from_url(out), overwrite=overwrite, is_states=replaces_states)
     else:
         check_folder_output(out, overwrite=overwrite, replaces_states=replaces_states)
-
-
-def read_output_manifest(out: str) -> dict[str, Any]:
-    """Return the manifest of an output.
-
-    Raises:
-        IncompleteError: there is none.
-        CorruptError: it is damaged.
-    """
-    if is_url(out):
-        from xrank.writers.store_staging import read_store_manifest  # local runs do not need this module
-
-        return read_store_manifest(out)
-    return read_manifest(os.path.join(out, MANIFEST_NAME))
-
-
-def output_file_nbytes(out: str, name: str) -> int:
-    """Return the size of a file of an output.
-
-    Raises:
-        OSError, XrankError: it cannot be looked at.
-    """
-    if is_url(out):
-        from xrank.writers.store_staging import store_file_nbytes  # local runs do not need this module
-
-        return store_file_nbytes(out, name)
-    return os.path.getsize(os.path.join(out, name))
-
-
-def _records_plan(out: str) -> bool:
-    try:
-        return "plan" in read_output_manifest(out)
-    except (OSError, XrankError):
-        return False
 
 
 @contextmanager
@@ -112,7 +63,7 @@ def open_stage(
     overwrite: bool = False,
     replaces_states: bool = False,
     resume: bool = True,
-) -> Iterator[OutputStage]:
+) -> Iterator[Stage]:
     """Yield a stage for an output; without a commit its finished files are kept for the next run, the rest removed.
 
     Args:
@@ -127,53 +78,61 @@ def open_stage(
         NoSpaceError: a disk is full; finished files are kept.
         UsageError: a folder or file may not be written.
     """
+    options = {"overwrite": overwrite, "replaces_states": replaces_states, "resume": resume}
     if is_url(os.fspath(out)):
-        from xrank.writers.store_staging import open_store_stage  # local runs do not need this module
+        from xrank.writers.bucket_stage import BucketPlace, open_bucket_stage
 
-        with open_store_stage(out, plan_digest=plan_digest, overwrite=overwrite, resume=resume) as stored:
+        with open_bucket_stage(BucketPlace.from_url(out), plan_digest, **options) as stored:
             yield stored
-        return
-    check_output(out, overwrite=overwrite, replaces_states=replaces_states)
-    place = OutputPlace.from_path(out)
-    make_parents(place)
-    with hold_lock(place.lock_path, place.path, owner=lambda: describe_owner(place)):
-        try:
-            roll_forward(place)
-            check_output(out, overwrite=overwrite, replaces_states=replaces_states)  # again, now under the lock
-            claimed = claim_stage(place, plan_digest, resume=resume)
-            stage = Stage(
-                place,
-                claimed.path or _new_stage(place, plan_digest),
-                plan_digest,
-                overwrite=overwrite,
-                replaces_states=replaces_states,
-                finished=claimed.finished,
-                notes=claimed.notes,
-            )
-        except XrankError as error:
-            if isinstance(error.__cause__, FileNotFoundError):  # the lock did not exclude another host's gather
-                raise make_takeover_error(place) from error
-            raise
-        try:
+    else:
+        with open_folder_stage(OutputPlace.from_path(out), plan_digest, **options) as stage:
             yield stage
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise  # stopped, not failed: leave the stage as it is, and the next run resumes it
-        except BaseException as error:
-            stage.abandon()
-            if isinstance(error, OSError) and not isinstance(error, XrankError):
-                # The error of a write by descriptor has no path; the body writes to the stage.
-                raise explain(error, os.fsdecode(error.filename or stage.path)) from error
-            raise
-        # After a commit this does nothing.
-        stage.abandon()
 
 
-def _new_stage(place: OutputPlace, plan_digest: str) -> str:
-    path = place.new_stage()
-    with explain_errors(path):
-        os.mkdir(path)
-    write_journal(path, plan_digest)
-    return path
+def settle_output(out: str | os.PathLike[str]) -> None:
+    """Finish the work of a run that ended after its commit: sync the output's name, and remove lock or journal.
+
+    Raises:
+        XrankError: the folder cannot be synced.
+    """
+    if is_url(os.fspath(out)):
+        from xrank.writers.bucket_stage import BucketPlace, settle_bucket_output
+
+        settle_bucket_output(BucketPlace.from_url(out))
+        return
+    place = OutputPlace.from_path(out)
+    sync_folder(place.parent)
+    if os.path.lexists(place.lock_path):
+        with suppress(XrankError), hold_lock(place.lock_path, place.path, owner=lambda: ""):
+            pass  # which removes it; another run's stays
+
+
+def read_output_manifest(out: str) -> dict[str, Any]:
+    """Return the manifest of an output.
+
+    Raises:
+        IncompleteError: there is none.
+        CorruptError: it is damaged.
+    """
+    if is_url(out):
+        from xrank.writers.bucket_stage import BucketPlace, read_bucket_manifest
+
+        return read_bucket_manifest(BucketPlace.from_url(out))
+    return read_manifest(os.path.join(out, MANIFEST_NAME))
+
+
+def output_file_nbytes(out: str, name: str) -> int:
+    """Return the size of a file of an output.
+
+    Raises:
+        OSError, XrankError: it cannot be looked at.
+    """
+    if is_url(out):
+        from xrank.writers.bucket_stage import BucketPlace
+
+        place = BucketPlace.from_url(out)
+        return place.store.head(place.file_key(name)).nbytes
+    return os.path.getsize(os.path.join(out, name))
 
 
 def check_store_writer(out: str, *, ranks: int) -> None:
@@ -190,24 +149,6 @@ def check_store_writer(out: str, *, ranks: int) -> None:
             want="one process",
             next_step=f"gather in one process, or leave {option('sign')} out",
         )
-
-
-def settle_output(out: str | os.PathLike[str]) -> None:
-    """Finish the work of a run that ended after its rename: sync the output's name, and remove the lock.
-
-    Raises:
-        XrankError: the folder cannot be synced.
-    """
-    if is_url(os.fspath(out)):
-        from xrank.writers.store_staging import settle_store_output  # local runs do not need this module
-
-        settle_store_output(os.fspath(out))
-        return
-    place = OutputPlace.from_path(out)
-    sync_folder(place.parent)
-    if os.path.lexists(place.lock_path):
-        with suppress(XrankError), hold_lock(place.lock_path, place.path, owner=lambda: ""):
-            pass  # which removes it; another run's stays
 
 
 def check_apart(source: str, out: str) -> None:
@@ -250,3 +191,10 @@ def plan_apart(
     planned = plan()
     check_apart(planned.source.path, out)  # the source may have been found in a folder below the given one
     return planned
+
+
+def _records_plan(out: str) -> bool:
+    try:
+        return "plan" in read_output_manifest(out)
+    except (OSError, XrankError):
+        return False
