@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xrank.errors import UsageError, names_own_arguments
-from xrank.plan.report import CleanDetails, Report
+from xrank.plan.report import CleanDetails, Report, timed_report
 from xrank.ranks.directory_messages import MessageName
 from xrank.stores.url import is_url
-from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_messages, clean_places, folder_time
 
 
@@ -65,10 +64,9 @@ def clean(
         stages += clean_places(folder, dry_run=dry_run, now=seconds)
         messages += clean_messages(folder, MessageName.owner_state, dry_run=dry_run, now=seconds)
     removed = [row for row in (*stages, *messages) if row["removed"]]
-    return Report(
-        command="clean",
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
+    return timed_report(
+        "clean",
+        started,
         details=CleanDetails(
             stages=stages,
             messages=messages,

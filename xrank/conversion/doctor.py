@@ -18,7 +18,7 @@ from xrank import system
 from xrank.environment import SETTINGS, environ, hub_cache, list_cached_models, setting
 from xrank.errors import UsageError, XrankError
 from xrank.plan.buffers import shares_blocks
-from xrank.plan.report import DoctorDetails, Report
+from xrank.plan.report import DoctorDetails, Report, timed_report
 from xrank.ranks.peer_memory import LendingSign
 from xrank.ranks.team import find_launch
 from xrank.readers.plugins import find_plugins
@@ -69,11 +69,10 @@ def examine_machine(path: str | os.PathLike[str] = ".") -> Report:
         raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
     checks = [*_versions(), *_machine(), *_kernel(), *_folder(folder), *_surroundings()]
     names = ("subject", "name", "is_there", "text")
-    return Report(
-        command="doctor",
+    return timed_report(
+        "doctor",
+        started,
         path=folder,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=system.peak_rss_nbytes(),
         details=DoctorDetails(checks=[dict(zip(names, check, strict=True)) for check in checks]),
     )
 

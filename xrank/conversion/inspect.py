@@ -17,13 +17,12 @@ from xrank.plan.decoding import open_source
 from xrank.plan.executor import execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import divide_replicas, make_plan
-from xrank.plan.report import InspectDetails, Report, SourceFacts
+from xrank.plan.report import InspectDetails, Report, SourceFacts, timed_report
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.recipes.options import GatherOptions
 from xrank.stores import places
-from xrank.system import peak_rss_nbytes
 from xrank.writers.folder_stage import inspect_stage
 
 
@@ -112,11 +111,10 @@ def inspect(
         ranks=survey_ranks(text) if isinstance(reader, WorkspaceReader) else counted,
     )
     source = SourceFacts(path=text, format=reader.name)
-    return Report(
-        command="inspect",
+    return timed_report(
+        "inspect",
+        started,
         path=text,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=source if model is None else source.extended(**model_facts(model), recipe=recipe),
         notes=() if model is None else (*model.notes, *notes),
         details=details,

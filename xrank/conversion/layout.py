@@ -25,8 +25,7 @@ from xrank.layout import LayoutMap
 from xrank.layout.layout_map import LayoutDiff, write_whole
 from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Survey, compute_shapes, survey
-from xrank.plan.report import LayoutDetails, OutputFacts, Report, SourceFacts
-from xrank.system import peak_rss_nbytes
+from xrank.plan.report import LayoutDetails, OutputFacts, Report, SourceFacts, timed_report
 
 
 def check_layouts(
@@ -132,11 +131,10 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
     found = filter_tensors(source.survey, tensor)
     text = file_text(source.as_map()) if toml else None
     file: dict[str, Any] = {} if text is None else {"toml": text}
-    report = Report(
-        command="layout show",
+    report = timed_report(
+        "layout show",
+        started,
         path=source.path,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=SourceFacts(path=source.path, format=source.format),
         notes=source.notes if text is None else (),
         details=LayoutDetails(
@@ -178,11 +176,10 @@ def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
         # Ranks record numbers where a file has names of sizes.
         old, new = with_numbers(old), with_numbers(new)
     found = old.diff(new)
-    report = Report(
-        command="layout diff",
+    report = timed_report(
+        "layout diff",
+        started,
         path=b,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=SourceFacts(path=a),
         details=LayoutDetails(equal=not found, differences=asdict(found)),
     )

@@ -22,7 +22,7 @@ from xrank.plan.checksums import TensorDigest, digest_text
 from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.report import OutputFacts, ProofFacts, Report
+from xrank.plan.report import OutputFacts, ProofFacts, Report, timed_report
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import FilePart, share_all
 from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text, path_text
@@ -32,7 +32,6 @@ from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
 from xrank.recipes.ties import list_unsaved
 from xrank.stores import places
-from xrank.system import peak_rss_nbytes
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
@@ -289,11 +288,10 @@ def load_model(
         )
         outcome = fill_module(module, planned, budget, team, progress)
     source, outputs = planned.source, list(planned.load.plan.tensors)
-    return Report(
-        command="load",
+    return timed_report(
+        "load",
+        started,
         path=source.path,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(source),
         proof=ProofFacts(
             coverage="proven",

@@ -9,7 +9,7 @@ from typing import Any
 from xrank.conversion.report import model_facts
 from xrank.decisions.sources import open_base_model, read_source
 from xrank.errors import LayoutError, UsageError, XrankError
-from xrank.plan.report import RecipeDetails, Report, SourceFacts
+from xrank.plan.report import RecipeDetails, Report, SourceFacts, timed_report
 from xrank.plan.source import StoredModel
 from xrank.recipes.missing_tensors import check_source
 from xrank.recipes.recipe import target_sides
@@ -84,13 +84,10 @@ def check_recipe(
         except XrankError as error:
             fault = _misfit(fit, found.model, error)
     source = SourceFacts(path=found.model.path, format=found.model.format).extended(**model_facts(found.model))
-    return Report(
+    return timed_report(
         "recipe check",
+        started,
         path=asked.name,
-        status="ok" if fault is None else "failed",
-        exit_code=0 if fault is None else fault.exit_code,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=source,
         fault=fault,
         details=_details(fit, found.model),

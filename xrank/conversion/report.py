@@ -22,7 +22,16 @@ from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
 from xrank.plan.object_source import count_requests, holds_objects
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
-from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts, TrafficFacts
+from xrank.plan.report import (
+    FileFacts,
+    LayoutDetails,
+    OutputFacts,
+    ProofFacts,
+    Report,
+    SourceFacts,
+    TrafficFacts,
+    timed_report,
+)
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.recipes.adapters import describe_merges
@@ -127,11 +136,10 @@ def read_report(text: str) -> Report:
 
 def folder_report(command: str, planned: FolderPlan, written: WrittenOutput, path: str, started: float) -> Report:
     """Return the report of a model folder that was written; `started` is on the monotonic clock."""
-    return Report(
-        command=command,
+    return timed_report(
+        command,
+        started,
         path=path,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(planned.source),
         proof=written.add_proof(proof_facts(planned)),
         output=written.add_output(output_facts(planned, path)),
@@ -143,11 +151,10 @@ def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
     """Return the report of a gather's dry run."""
     budget = planned.options.budget
     replicas = sum(len(replicas) for tensor in planned.plan.tensors for replicas in tensor.compared)
-    return Report(
-        command="gather",
+    return timed_report(
+        "gather",
+        started,
         path=path,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(planned.source),
         proof=proof_facts(planned).extended(num_replicas_to_compare=replicas),
         plan=output_facts(planned, path).extended(
@@ -207,11 +214,10 @@ def reshard_report(
         proof = proof.extended(
             num_replicas_compared=written.num_replicas_compared, num_checksums=written.outcome.num_checksums
         )
-    return Report(
-        command="reshard",
+    return timed_report(
+        "reshard",
+        started,
         path=path,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(reshard.source),
         proof=proof,
         output=facts if written is not None or made_before else None,

@@ -23,7 +23,7 @@ from xrank.errors import (
 )
 from xrank.layout import LayoutMap
 from xrank.plan.executor import Budget
-from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
+from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts, timed_report
 from xrank.ranks.team import check_plans, find_launched_team
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.found_source import BaseModel
@@ -193,13 +193,10 @@ def _verify_signature(
     except XrankError as found:
         found.wording = Wording.of_function(verify_model)
         fault = found
-    return Report(
-        command="verify",
+    return timed_report(
+        "verify",
+        started,
         path=path,
-        status="ok" if fault is None else "failed",
-        exit_code=0 if fault is None else fault.exit_code,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=SourceFacts(path=path),
         proof=proof,
         plan=counts,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, NoReturn, Self, dataclass_transform
 
 from xrank.errors import XrankError
+from xrank.system import peak_rss_nbytes
 from xrank.words import one_line, plural, size_text
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -421,3 +423,10 @@ class Report:
             "notes": [{"code": code, "message": message} for code, message in self.notes],
             "error": plain_value(self.error),
         }
+
+
+def timed_report(command: str, started: float, *, fault: XrankError | None = None, **facts: Any) -> Report:
+    """Return the report of a command that has ended, well or with a fault; `started` is on the monotonic clock."""
+    ended: dict[str, Any] = {} if fault is None else {"status": "failed", "exit_code": fault.exit_code, "fault": fault}
+    seconds = monotonic() - started
+    return Report(command, seconds=seconds, peak_rss_nbytes=peak_rss_nbytes(), **ended, **facts)
