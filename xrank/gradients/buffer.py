@@ -1,4 +1,9 @@
-"""Contiguous memory of gradients, and of the parameters that optimizer shards step, with views into it."""
+"""Contiguous memory of gradients, and of the parameters that optimizer shards step; and the parameters' gathering.
+
+After a step of shards the next forward needs whole parameters. All buckets are sent at once, in the order in which a
+forward needs them, the last id first. Modules may run in any order: each waits for its own parameters, and none runs
+with those of the last step.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +65,6 @@ class GradientBuffer:
     def bucket(self, bucket: PlannedBucket) -> torch.Tensor:
         """Return the gradients of one of its buckets."""
         return self.data[bucket.start : bucket.stop]
-
-    def is_here(self, planned: PlannedParameter, parameter: torch.nn.Parameter) -> bool:
-        """Return whether a parameter is still in this buffer; True if parameters stay in their own memory."""
-        if self.parameter_data is None:
-            return True
-        expected = self.parameter_data.data_ptr() + planned.offset * self.parameter_data.element_size()
-        return not planned.numel or local_of(parameter).data_ptr() == expected
 
     def demand(self, name: str | None = None) -> None:
         """Check that the buffer has memory."""
@@ -142,7 +140,15 @@ class ParameterGather:
         # Collectives of the last step must have written before the next ones read the same memory.
         self.finish()
         # Before anything is sent: a parameter outside of the buffer would keep its old values without an error.
-        self._check_places()
+        for planned in self._plan.parameters:
+            data = self._buffers[planned.buffer].parameter_data
+            assert data is not None
+            place = data.data_ptr() + planned.offset * data.element_size()
+            if planned.numel and local_of(self._parameters[planned.name]).data_ptr() != place:
+                raise At(planned.name, self._plan.rank).error(
+                    "its data was replaced, and is no longer in the buffer that shards are gathered into",
+                    "move and cast modules before they are wrapped; copy into parameters, do not replace",
+                )
         # From here on modules wait for the handles instead of raising.
         self._is_expected = False
         for bucket in reversed(self._plan.buckets):
@@ -187,14 +193,6 @@ class ParameterGather:
         for bucket in sorted({self._plan[name].bucket for name in names}, reverse=True):
             if bucket in self._handles:
                 self._handles.pop(bucket).wait()
-
-    def _check_places(self) -> None:
-        for planned in self._plan.parameters:
-            if not self._buffers[planned.buffer].is_here(planned, self._parameters[planned.name]):
-                raise At(planned.name, self._plan.rank).error(
-                    "its data was replaced, and is no longer in the buffer that shards are gathered into",
-                    "move and cast modules before they are wrapped; copy into parameters, do not replace",
-                )
 
     def _make_ungathered_error(self, name: str) -> GradientError:
         return At(name, self._plan.rank).error(
