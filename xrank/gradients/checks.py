@@ -31,12 +31,13 @@ from xrank.gradients.comparisons import (
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.faults import At
 from xrank.gradients.nonfinite import first_nonfinite
-from xrank.gradients.plan import GradientPlan, PlannedParameter, split_instances
+from xrank.gradients.plan import GradientPlan, split_instances
 from xrank.gradients.roles import local_of
 from xrank.gradients.wire import GradientWire
 
 Given: TypeAlias = "Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module]"
 
+_GIVE_WRAPPER = "give the wrapper itself, check_gradients(ddp, plan), in the place of a dict, on all ranks"
 _PREFIX = "module."
 """Prefix that wrappers of modules put before names: torch's wrapper once, Megatron's once for each."""
 
@@ -59,7 +60,8 @@ def read_gradients(given: Given, plan: GradientPlan) -> GivenGradients:
     named: dict[str, Any] = {}
     slices: dict[str, tuple[int, int]] = {}
     num_instances = None
-    for prefix, chunk in _list_chunks(given):
+    chunks = {"": given} if isinstance(given, torch.nn.Module) else {f"{i}.": chunk for i, chunk in enumerate(given)}
+    for prefix, chunk in chunks.items():
         if isinstance(chunk, DistributedDataParallel):
             for planned in chunk.plan.parameters:
                 named[prefix + planned.name] = chunk.main_grad(planned.name)
@@ -99,28 +101,6 @@ def take_slices(plan: GradientPlan, given: GivenGradients) -> GradientPlan:
     return replace(plan, config=config, buffers=tuple(buffers), parameters=parameters)
 
 
-def find_foreign_view(given: GivenGradients, plan: GradientPlan) -> UsageError | None:
-    """Return the error of a gradient whose place in a buffer is not the plan's; None without one.
-
-    The buffer's own slices are then unknown: the plan's would compare elements that other ranks own. Call it for plans
-    with the distributed optimizer.
-    """
-    for planned in plan.parameters:
-        gradient = given.named.get(planned.name)
-        if gradient is None or planned.name in given.slices or len(plan.buffers[planned.buffer].shard_ranks) == 1:
-            continue
-        local = local_of(gradient)
-        is_view = local.untyped_storage().nbytes() > local.numel() * local.element_size()
-        if is_view and local.storage_offset() != planned.offset:
-            return At(planned.name, plan.rank).usage_error(
-                f"its gradient is a view of element {local.storage_offset()} of a buffer that the plan does not know, "
-                "so the elements that this rank has are unknown",
-                "give the wrapper itself, check_gradients(ddp, plan), in the place of a dict",
-                want=f"element {planned.offset}, as in the plan",
-            )
-    return None
-
-
 def rename_to_plan(named: Mapping[str, Any], plan: GradientPlan) -> dict[str, Any]:
     """Return a mapping by the plan's names; unknown names stay."""
     found = {}
@@ -136,12 +116,6 @@ def rename_to_plan(named: Mapping[str, Any], plan: GradientPlan) -> dict[str, An
     return found
 
 
-def _list_chunks(given: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    if isinstance(given, torch.nn.Module):
-        return [("", given)]
-    return [(f"{number}.", chunk) for number, chunk in enumerate(given)]
-
-
 def _find_megatron_slices(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, tuple[int, int]]]:
     """Yield the parameters of Megatron's wrapper with the elements that this rank has after its reduce-scatter."""
     config: Any = getattr(chunk, "ddp_config", None)
@@ -153,10 +127,8 @@ def _find_megatron_slices(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Par
         # (start, stop, id of the bucket), in elements of the buffer
         places |= {parameter: place[:2] for parameter, place in buffer.param_index_map.items()}
     for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups):
-        rank, size = (
-            group.intra_distributed_optimizer_instance_rank,
-            group.intra_distributed_optimizer_instance_size,
-        )
+        rank = group.intra_distributed_optimizer_instance_rank
+        size = group.intra_distributed_optimizer_instance_size
         for bucket in group.buckets:
             numel = bucket.grad_data.numel() // size
             first = bucket.offset + rank * numel
@@ -220,7 +192,10 @@ def check_gradients(
             message = f"it is {value} at element {list(place)}, in bucket {plan[name].bucket}"
             findings.append(GradientFinding("nonfinite", name, (plan.rank,), message))
     # Outside of the owned elements a reduce-scatter leaves partial sums.
-    owned = {name: None if one is None else _take_owned(one, plan[name]) for name, one in gradients.items()}
+    owned = {
+        name: None if one is None else local_of(one).reshape(-1)[slice(*plan[name].owned)]
+        for name, one in gradients.items()
+    }
     findings += compare_replicas(owned, plan, wire)
     if reference is not None:
         differences, compared = compare_with_reference(gradients, rename_to_plan(reference, plan), plan, tolerance)
@@ -230,16 +205,33 @@ def check_gradients(
 
 
 def _check_views(given: GivenGradients, plan: GradientPlan, wire: GradientWire) -> None:
-    """Raise on all ranks the error of the first rank that has gradients in a buffer with unknown slices."""
+    """Raise on all ranks if a rank has a gradient whose place in a buffer is not the plan's.
+
+    The buffer's own slices are then unknown: the plan's would compare elements that other ranks own.
+    """
     if not plan.config.use_distributed_optimizer:
         return
-    error = find_foreign_view(given, plan)
+    error: UsageError | None = None
+    for planned in plan.parameters:
+        gradient = given.named.get(planned.name)
+        if gradient is None or planned.name in given.slices or len(plan.buffers[planned.buffer].shard_ranks) == 1:
+            continue
+        local = local_of(gradient)
+        is_view = local.untyped_storage().nbytes() > local.numel() * local.element_size()
+        if is_view and local.storage_offset() != planned.offset:
+            error = At(planned.name, plan.rank).usage_error(
+                f"its gradient is a view of element {local.storage_offset()} of a buffer that the plan does not know, "
+                "so the elements that this rank has are unknown",
+                _GIVE_WRAPPER,
+                want=f"element {planned.offset}, as in the plan",
+            )
+            break
     texts = wire.exchange("" if error is None else error.message, tuple(sorted(plan.views.main.ranks)))
     if error is not None:
         raise error
     for rank, text in sorted(texts.items()):
         if text:
-            raise UsageError(text, rank=rank, next_step="give the wrapper itself in the place of a dict, on all ranks")
+            raise UsageError(text, rank=rank, next_step=_GIVE_WRAPPER)
 
 
 def _match_gradients(
@@ -266,8 +258,3 @@ def _match_gradients(
         if name not in known
     )
     return matched
-
-
-def _take_owned(gradient: Any, planned: PlannedParameter) -> torch.Tensor:
-    local: torch.Tensor = local_of(gradient)
-    return local.reshape(-1)[slice(*planned.owned)]
