@@ -34,9 +34,8 @@ def record_engine_layout(engine: str, model: str, out: str, *, tp: int = 1, pp: 
         raise UsageError(f"no engine {engine!r} is known", got=repr(engine), want=f"one of {', '.join(ENGINES)}")
     if find_spec("vllm") is None:
         raise UsageError(
-            "vLLM is not installed here",
+            "vLLM, whose own loaders show the layout, is not installed here",
             got=f"{sys.executable} without vllm",
-            want="vLLM, whose own loaders show the layout",
             next_step="run this command where vLLM is installed, such as in the engine's container",
         )
     with redirect_stdout(sys.stderr):  # vLLM's log

@@ -49,9 +49,7 @@ def record_vllm_layouts(
         raise UsageError(
             f"{model} has no weights whose names and shapes can be read",
             file=os.fspath(model),
-            got="no safetensors file",
-            want="a folder with model.safetensors, or its parts",
-            next_step="name the folder of the model's weights",
+            next_step="name the folder of the model's safetensors files",
         )
     with _engine_config(os.fspath(model), tp, pp, ep, trust_remote_code) as config:
         mesh = DeviceMesh((pp, tp), ("pp", "tp")) if pp > 1 else DeviceMesh((tp,), ("tp",))
@@ -76,7 +74,6 @@ def _engine_config(model: str, tp: int, pp: int, ep: bool, trust_remote_code: bo
             f"vLLM cannot run {model} in these parts",
             file=model,
             got=str(error)[:300],
-            want="a model and sizes that vLLM accepts",
             next_step="choose sizes with which vLLM starts",
         ) from error
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):

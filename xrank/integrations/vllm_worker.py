@@ -192,8 +192,6 @@ def _fill(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
 def _refuse(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     raise UsageError(
         "vLLM takes scales of the key-value cache at its start alone",
-        got="such scales among the trainer's tensors",
-        want="the model's weights",
         next_step="leave the scales of keys, values and queries out of what the trainer offers",
     )
 
@@ -266,7 +264,6 @@ class XrankWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
         if self._weights is None:
             raise UsageError(
                 "this engine has no address to take weights from",
-                want="init_weight_transfer_engine before update_weights",
                 next_step='call init_weight_transfer_engine with {"address": DIR} first',
             )
         self._is_filled = False

@@ -146,25 +146,21 @@ class Outcome:
 
 def describe_error(error: XrankError) -> dict[str, Any]:
     """Return an error for other ranks, as JSON."""
-    parts: dict[str, Any] = {name: getattr(error, name) for name in ("rank", "host", "got", "want", "next_step")}
-    if isinstance(error, RankFailedError):
-        parts |= {"pid": error.pid, "cause": error.cause}
-        parts["failures"] = [describe_error(one) for one in error.failures if one is not error]
-    elif isinstance(error, RankTimeoutError):
-        parts["waiting_for"] = error.waiting_for
-    return {"kind": type(error).__name__, "message": error.message, **parts}
+    names = ("message", "rank", "host", "got", "want", "next_step", "pid", "cause", "waiting_for")
+    parts = {name: getattr(error, name, None) for name in names}
+    failures = [describe_error(one) for one in getattr(error, "failures", ()) if one is not error]
+    kept = {name: value for name, value in parts.items() if value is not None}
+    return {"kind": type(error).__name__, "parts": kept, "failures": failures}
 
 
 def make_described_error(described: Mapping[str, Any]) -> XrankError:
     """Return the error of a description."""
-    parts = dict(described)
-    kind, message = _KINDS[parts.pop("kind")], parts.pop("message")
-    if kind is RankTimeoutError:
-        return RankTimeoutError(message, **{**parts, "waiting_for": tuple(parts["waiting_for"])})
-    failures = tuple(make_described_error(one) for one in parts.pop("failures", ()))
-    error = kind(message, **parts)
-    if isinstance(error, RankFailedError) and failures:
-        error.failures = (error, *failures)
+    parts = dict(described["parts"])
+    if "waiting_for" in parts:
+        parts["waiting_for"] = tuple(parts["waiting_for"])
+    error = _KINDS[described["kind"]](**parts)
+    if isinstance(error, RankFailedError) and described["failures"]:
+        error.failures = (error, *map(make_described_error, described["failures"]))
     return error
 
 
