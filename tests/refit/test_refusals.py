@@ -1,4 +1,4 @@
-"""Refusals by name: other trainers, steps out of order, changed models, wrong tokens, foreign cards."""
+"""Refusals by name: other trainers, steps out of order, changed models, wrong tokens, foreign registrations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from xrank.errors import (
 )
 from xrank.refit.directory import find_trainer_ranks
 from xrank.refit.peers import PeerRank, check_phase
+from xrank.refit.publish import WeightsOffer
+from xrank.refit.receive import TakenWeights
 from xrank.refit.recording import record_loader
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,13 +39,23 @@ def weight(value: float = 1.0, *shape: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full(shape or (8, 8), value)}
 
 
+@contextmanager
+def both(folder: Path, held: Any, target: Any, **options: Any) -> Iterator[tuple[WeightsOffer, TakenWeights]]:
+    """Be a trainer that makes snapshots and an engine."""
+    with (
+        xrank.offer_weights(held, folder, snapshot=True) as offer,
+        xrank.take_weights(target, folder, **options) as taken,
+    ):
+        yield offer, taken
+
+
 def test_a_second_trainer_at_an_address_is_refused(tmp_path: Path) -> None:
     with xrank.offer_weights(weight(), tmp_path, snapshot=True), pytest.raises(UsageError, match="another trainer"):
         xrank.offer_weights(weight(), tmp_path)
     xrank.offer_weights(weight(), tmp_path).close()  # the first one has closed
 
 
-def test_a_trainer_whose_card_was_replaced_publishes_nothing(tmp_path: Path) -> None:
+def test_a_trainer_whose_registration_was_replaced_publishes_nothing(tmp_path: Path) -> None:
     with xrank.offer_weights(weight(), tmp_path, snapshot=True) as offer:
         card = json.loads((tmp_path / "trainer.json").read_text())
         (tmp_path / "trainer.json").write_text(json.dumps({**card, "id": "of another trainer"}))
@@ -61,10 +74,7 @@ def test_a_step_out_of_order_is_refused_and_the_next_one_goes_on(tmp_path: Path,
 
 
 def test_a_step_that_is_past_is_refused(tmp_path: Path) -> None:
-    with (
-        xrank.offer_weights(weight(), tmp_path, snapshot=True) as offer,
-        xrank.take_weights(weight(), tmp_path) as taken,
-    ):
+    with both(tmp_path, weight(), weight()) as (offer, taken):
         offer.publish(3)
         with pytest.raises(UsageError, match="step 2 is past"):
             taken.update(2, timeout_seconds=5)
@@ -149,7 +159,7 @@ def test_a_trainer_that_closes_after_an_engine_has_failed_says_why(tmp_path: Pat
 
 def test_an_engine_gets_new_tensors_and_plans_anew(tmp_path: Path) -> None:
     target = weight(0.0)
-    with xrank.offer_weights(weight(), tmp_path, snapshot=True) as offer, xrank.take_weights(target, tmp_path) as taken:
+    with both(tmp_path, weight(), target) as (offer, taken):
         offer.publish(1)
         taken.update(timeout_seconds=5)
         target["weight"] = torch.zeros(8, 8)
@@ -170,33 +180,8 @@ def test_a_restarted_trainer_is_found_by_the_same_engine(tmp_path: Path) -> None
             taken.update(timeout_seconds=0.1)
 
 
-def test_several_engines_take_each_step_and_may_leave(tmp_path: Path) -> None:
-    held = weight(0.0, 16, 16)
-    targets = [weight(0.0, 16, 16), {"weight": torch.zeros(16, 16, dtype=torch.bfloat16)}]
-    found: list[list[int]] = [[], []]
-
-    def serve(number: int, steps: int) -> None:
-        with xrank.take_weights(targets[number], tmp_path) as taken:
-            for _ in range(steps):
-                step = taken.update(timeout_seconds=30).step
-                if (targets[number]["weight"] == step).all():
-                    found[number].append(step)
-
-    threads = [threading.Thread(target=serve, args=(number, steps)) for number, steps in enumerate((5, 2))]
-    with xrank.offer_weights(held, tmp_path) as offer:
-        for thread in threads:
-            thread.start()
-        offer.wait_for_takers(2, timeout_seconds=30)
-        for step in range(1, 6):
-            held["weight"].fill_(step)
-            offer.publish(step, timeout_seconds=30)
-        for thread in threads:
-            thread.join()
-    assert found == [[1, 2, 3, 4, 5], [1, 2]]
-
-
 @pytest.mark.parametrize("number", range(3))
-def test_no_trainer_and_damaged_or_foreign_cards_are_named(tmp_path: Path, number: int) -> None:
+def test_no_trainer_and_damaged_or_foreign_registrations_are_named(tmp_path: Path, number: int) -> None:
     with xrank.take_weights(weight(), tmp_path) as taken:
         if number == 0:
             with pytest.raises(IncompleteError, match="no trainer offers"):
@@ -226,27 +211,21 @@ def _change_model(card: dict[str, Any], change: Callable[[dict[str, Any]], objec
     "change",
     [
         lambda card: "[" * 100_000,
-        lambda card: json.dumps(card).encode("cp037"),
         lambda card: b'{"\xff": 1}',
-        lambda card: card.update(ranks=[float("inf")]),
         lambda card: card.update(ranks=[], parts=[]),
         lambda card: card.update(config=["x"]),
-        lambda card: card.update(names=[None]),
         lambda card: card["parts"][0]["offer"].update(pid=2**64),
-        lambda card: card["parts"][0]["offer"].update(pid=-1),
         lambda card: card["parts"][0]["offer"].update(views=[]),
         lambda card: card["parts"][0]["offer"].update(socket="x" * 5000),
         lambda card: card["parts"][0]["own"].update(unsaved=3),
         lambda card: card["parts"][0].update(model="\ufeff{}"),
-        lambda card: _change_model(card, lambda model: model.update(views="x")),
         lambda card: _change_model(card, lambda model: model.update(record=0)),
         lambda card: _change_model(card, lambda model: model["tensors"].update(weight=["float32", [2**64], 0])),
-        lambda card: _change_model(card, lambda model: model["tensors"].update(weight=["float32", [2], 9])),
         lambda card: _change_model(card, lambda model: model.pop("aliases")),
     ],
-    ids=range(18),
+    ids=range(12),
 )
-def test_cards_of_another_structure_are_named(
+def test_registrations_of_another_structure_are_named(
     tmp_path: Path, change: Callable[[dict[str, Any]], str | bytes | None]
 ) -> None:
     with (
@@ -266,10 +245,7 @@ def test_cards_of_another_structure_are_named(
 @pytest.mark.parametrize("what", ["token", "sign"])
 def test_a_wrong_token_and_another_process_are_refused(tmp_path: Path, what: str) -> None:
     """The engine must use sockets for the first: the kernel's reads need no token."""
-    with (
-        xrank.offer_weights(weight(), tmp_path, snapshot=True) as offer,
-        xrank.take_weights(weight(), tmp_path) as taken,
-    ):
+    with both(tmp_path, weight(), weight()) as (offer, taken):
         offer.publish(1)
         card = json.loads((tmp_path / "trainer.json").read_text())
         lent = card["parts"][0]["offer"]
@@ -287,7 +263,7 @@ def test_a_wrong_token_and_another_process_are_refused(tmp_path: Path, what: str
 def test_an_engine_of_another_host_takes_over_sockets(tmp_path: Path) -> None:
     target = {"weight": torch.zeros(300, 300), "half": torch.zeros(300, dtype=torch.bfloat16)}
     held = {"weight": torch.randn(300, 300), "half": torch.randn(300)}
-    with xrank.offer_weights(held, tmp_path, snapshot=True) as offer, xrank.take_weights(target, tmp_path) as taken:
+    with both(tmp_path, held, target) as (offer, taken):
         offer.publish(1)
         card = json.loads((tmp_path / "trainer.json").read_text())
         card["parts"][0]["offer"]["space"] = "another host"
@@ -308,7 +284,7 @@ def test_an_engine_of_another_host_takes_over_sockets(tmp_path: Path) -> None:
 def test_an_engine_that_does_not_fit_is_refused_before_a_tensor_changes(
     tmp_path: Path, target: Any, error: Any, match: str
 ) -> None:
-    with xrank.offer_weights(weight(), tmp_path, snapshot=True) as offer, xrank.take_weights(target, tmp_path) as taken:
+    with both(tmp_path, weight(), target) as (offer, taken):
         offer.publish(1)
         with pytest.raises(error, match=match):
             taken.update(timeout_seconds=5)
@@ -380,10 +356,7 @@ def test_what_a_loader_changes_is_taken_whole_by_name(tmp_path: Path) -> None:
     }
     engine, wanted = Odd(), Odd()
     wanted.load_weights(held.items())
-    with (
-        xrank.offer_weights(held, tmp_path, snapshot=True) as offer,
-        xrank.take_weights(engine, tmp_path, loader=engine.load_weights) as taken,
-    ):
+    with both(tmp_path, held, engine, loader=engine.load_weights) as (offer, taken):
         offer.publish(1)
         report = taken.update(timeout_seconds=10)
     assert report.whole == {"scaled": 96, "left": 32, "right": 32, "read": 12} and report.unused == ("unused",)
@@ -437,28 +410,7 @@ def test_a_loader_that_replaces_a_parameter_is_refused(tmp_path: Path) -> None:
         for _, loaded in weights:
             module.weight = torch.nn.Parameter(loaded)
 
-    with (
-        xrank.offer_weights(weight(1.0, 2, 4), tmp_path, snapshot=True) as offer,
-        xrank.take_weights(module, tmp_path, loader=load_weights) as taken,
-    ):
+    with both(tmp_path, weight(1.0, 2, 4), module, loader=load_weights) as (offer, taken):
         offer.publish(1)
         with pytest.raises(UsageError, match="weight: the loader replaces"):
             taken.update(timeout_seconds=5)
-
-
-def test_an_engine_hands_its_step_on_where_the_trainer_is_busy(tmp_path: Path) -> None:
-    """An engine that has started again takes the last step from another engine, then follows the trainer."""
-    first, second = weight(0.0), weight(0.0)
-    with xrank.offer_weights(weight(3.0), tmp_path / "trainer", snapshot=True) as trainer:
-        trainer.publish(3)
-        with xrank.take_weights(first, tmp_path / "trainer") as taken:
-            assert taken.update().step == 3
-    # The trainer is gone. The first engine lends its own tensors, as they are.
-    with (
-        xrank.offer_weights(first, tmp_path / "peers") as relay,
-        xrank.take_weights(second, tmp_path / "peers") as taken,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        published = pool.submit(relay.publish, 3)
-        assert taken.update().step == 3 and second["weight"].eq(3).all()
-        published.result()

@@ -1,4 +1,4 @@
-"""A rank of either side is killed or stopped at seeded moments: all others name it, and no engine serves a mixture."""
+"""A rank of either side, or of engines that copy from each other, is killed or stopped at seeded moments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conversion.forker import Forker
-from tests.refit.forked_jobs import SIDES, forked_jobs
+from tests.refit.forked_jobs import RELAYED_SIDES, SIDES, forked_jobs
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -19,9 +20,12 @@ NOTICED_SECONDS = 2
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the seeds: five, in `make soak` all 200."""
+    """Give the seeds: five and one (two by `make test-all`), in `make soak` all 200 and 100."""
+    is_soak = metafunc.config.getoption("soak")
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(0, 200, 1 if metafunc.config.getoption("soak") else 40))
+        metafunc.parametrize("seed", range(0, 200, 1 if is_soak else 40))
+    if "relay_seed" in metafunc.fixturenames:
+        metafunc.parametrize("relay_seed", range(100) if is_soak else sampled([75, 0], 2))
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,40 @@ def test_a_struck_rank_is_named_by_all_others(jobs: Forker, tmp_path: Path, seed
             assert answer["close"] is None, answer
         elif what == "kill":
             assert f"trainer rank {victim} failed" in answer["close"], answer
-    if seed % 3 == 0:  # new ranks at the same address, where dead ones have left their cards
+    if seed % 3 == 0:  # new ranks at the same address, where dead ones have left files
         (tmp_path / "struck").unlink()
         test_all_steps_are_right_where_nothing_happens(jobs, tmp_path)
+
+
+def test_a_struck_rank_of_a_relay_or_its_taker_is_named(
+    jobs: Forker, tmp_path: Path, relay_seed: int, soak: bool
+) -> None:
+    seed = relay_seed
+    rng = random.Random(seed)
+    side = ("relay", "taker")[seed % 2]
+    victim, what = rng.randrange(RELAYED_SIDES[side]), ("kill", "stop")[seed // 2 % 2]
+    job = {"side": side, "victim": victim, "what": what, "relays": True}
+    struck, answers = jobs.ask(address=str(tmp_path), steps=100_000, after=rng.random() ** 2 / 20, **job)
+    assert struck is not None, answers
+    last = max(answer["step"] for own_side, _, answer in answers if own_side == "trainer")
+    name = next(answer["engine"] for own_side, rank, answer in answers if own_side == side and rank != victim)
+    for own_side, rank, answer in answers:
+        if own_side != "trainer" and answer is not None:
+            assert answer["right"], (own_side, rank, answer)  # also the one that went on after a stop
+        if (own_side, rank) == (side, victim):
+            continue
+        if (side, own_side) == ("taker", "relay"):  # it went on until the trainer had closed
+            assert answer["held"] == last and "trainer rank" in answer["error"], (rank, answer)
+            continue
+        named = f"engine rank {victim}" if own_side == side else f"engine rank {victim} ({name})"
+        other = f"engine rank {1 - victim} ({name}) failed: RankFailedError: engine rank {victim} failed"
+        assert named in answer["error"] or other in answer["error"], (own_side, rank, name, answer)
+        assert answer["at"] - struck < NOTICED_SECONDS * (1 if soak else 5), (own_side, rank, answer)
+    (tmp_path / "struck").unlink()
+    _, answers = jobs.ask(address=str(tmp_path), steps=4, relays=True)  # new ranks, where dead ones have left files
+    assert all(answer["error"] is None for _, _, answer in answers), answers
+    engines = [answer for side, _, answer in answers if side != "trainer"]
+    assert all(answer["held"] == 4 and answer["right"] for answer in engines), answers
 
 
 def test_many_engines_and_strangers_share_few_descriptors(jobs: Forker, tmp_path: Path, soak: bool) -> None:
