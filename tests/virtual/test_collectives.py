@@ -3,10 +3,12 @@
 from collections import deque
 from itertools import product
 from math import prod
+from time import process_time
 
 import numpy as np
 import pytest
 
+from tests.virtual.stepwise import step_nbytes
 from xrank.errors import UsageError
 from xrank.virtual.arrays import ArraySpec
 from xrank.virtual.collectives import (
@@ -15,11 +17,14 @@ from xrank.virtual.collectives import (
     COLLECTIVES,
     ROOTED,
     SendSlot,
+    Traffic,
     check_algorithm,
+    count_traffic,
     course,
     output_spec,
-    step_specs,
 )
+from xrank.virtual.matmul import MatMul, MatMulSharding
+from xrank.virtual.planning import plan
 
 CASES = [
     (collective, algorithm, size, root)
@@ -108,17 +113,10 @@ def closed_form(collective, algorithm, g, b):
 @pytest.mark.parametrize(("collective", "algorithm", "size", "root"), CASES)
 def test_messages_and_bytes_are_the_closed_forms(collective, algorithm, size, root):
     given = [ArraySpec((size * 3, 2), "F32")] * size
-    messages = nbytes = received = 0
-    for member in range(size):
-        steps = course(collective, algorithm, size, member, root).steps
-        specs = step_specs(collective, algorithm, given, member, dim=0, root=root)
-        assert len(specs) == len(steps)
-        for step, spec in zip(steps, specs, strict=True):
-            messages += isinstance(step, SendSlot)
-            nbytes += spec.nbytes if isinstance(step, SendSlot) else 0
-            received += 0 if isinstance(step, SendSlot) else spec.nbytes
-    assert (messages, nbytes) == closed_form(collective, algorithm, size, given[0].nbytes)
-    assert received == nbytes
+    found = count_traffic(collective, algorithm, given, dim=0, root=root)
+    total = sum(found, Traffic())
+    assert (total.sent_messages, total.sent_nbytes) == closed_form(collective, algorithm, size, given[0].nbytes)
+    assert (total.sent_messages, total.sent_nbytes) == (total.received_messages, total.received_nbytes)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -132,22 +130,31 @@ def test_on_a_ring_each_member_sends_only_to_the_next(size):
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), list(product(COLLECTIVES, ALGORITHMS)))
-def test_bytes_of_uneven_parts(collective, algorithm):
-    """Each give is as large as the get of its partner, whatever the lengths."""
-    size, root, dim = 3, 1, 1
-    own = collective in ("all_scatter", "all_gather", "gather", "all_to_all")
-    given = [ArraySpec((2, 5 + m * own), "BF16") for m in range(size)]
-    sends, gets = {}, {}
-    for member in range(size):
-        steps = course(collective, algorithm, size, member, root).steps
-        for step, spec in zip(steps, step_specs(collective, algorithm, given, member, dim=dim, root=root), strict=True):
-            if isinstance(step, SendSlot):
-                sends.setdefault((member, step.member), []).append(spec)
-            else:
-                gets.setdefault((step.member, member), []).append(spec)
-    assert sends == gets
-    if collective == "reduce_scatter":
-        assert {spec.shape for specs in sends.values() for spec in specs} == {(2, 2), (2, 1)}
+def test_traffic_is_that_of_the_steps(collective, algorithm):
+    """Of arrays as uneven as the collective allows, empty ones among them."""
+    uneven = collective in ("all_scatter", "all_gather", "gather", "all_to_all")
+    for size, dim in product([1, 2, 3, 4, 7], [0, 1]):
+        lengths = [5 * (7 * member % 4) + member % 3 if uneven else 11 for member in range(size)]
+        given = tuple(ArraySpec((3, length) if dim == 1 else (length, 3), "BF16") for length in lengths)
+        for root in range(size) if collective in ROOTED else [0]:
+            found = count_traffic(collective, algorithm, given, dim=dim, root=root)
+            for member, traffic in enumerate(found):
+                want = Traffic(1)
+                for sends, _, n in step_nbytes(collective, algorithm, given, member, dim=dim, root=root):
+                    want += Traffic(0, 1, 0, n, 0) if sends else Traffic(0, 0, 1, 0, n)
+                assert traffic == want, (size, dim, root)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_plan_of_one_group_of_thousands_takes_seconds(algorithm):
+    matmul = MatMul(MatMulSharding(("[m, k/x]", "[k/x, n]", "[m, n]")))
+    size, whole = 4096, 64 * 32 * 4
+    begin = process_time()
+    found = plan(matmul, (size,), activations=((64, 2 * size),), parameters=((2 * size, 32),), algorithm=algorithm)
+    assert process_time() - begin < 10
+    # Push: the whole to all others; ring: every piece twice around.
+    assert found.nbytes == (size * (size - 1) if algorithm == "push" else 2 * (size - 1)) * whole
+    assert found.messages == size * (size - 1) * (1 if algorithm == "push" else 2)
 
 
 def test_output_specs_are_those_of_numpy():
@@ -174,5 +181,6 @@ def test_output_specs_are_those_of_numpy():
 def test_invalid_names_are_refused():
     with pytest.raises(UsageError, match="'tree'"):
         check_algorithm("tree")
-    with pytest.raises(UsageError, match="'all_sum'"):
-        course("all_sum", "push", 2, 0)
+    for make in (lambda: course("all_sum", "push", 2, 0), lambda: count_traffic("all_sum", "push", [ArraySpec((1,))])):
+        with pytest.raises(UsageError, match="'all_sum'"):
+            make()

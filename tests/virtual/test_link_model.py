@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from tests.sampled import count_of
 from tests.virtual.random_programs import RandomOperation
+from tests.virtual.stepwise import as_messages
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
-from xrank.virtual import ArraySpec, LinkModel, MatMul, MatMulSharding, Program, link_model
+from xrank.virtual import ArraySpec, LinkModel, MatMul, MatMulSharding, Program
 from xrank.virtual.link_model import LinkSample
 from xrank.virtual.programs import Communicate, Compute, Receive, Return, Send, Take
 
@@ -152,8 +153,8 @@ def test_programs_that_would_wait_for_ever_are_refused():
 
 @pytest.mark.parametrize("algorithm", ["push", "ring"])
 @pytest.mark.parametrize("name", ["all_gather", "all_scatter", "all_reduce", "reduce_scatter", "all_to_all"])
-def test_large_groups_are_timed_at_once_as_message_by_message(name, algorithm, monkeypatch):
-    size = 40
+def test_groups_are_timed_at_once_as_message_by_message(name, algorithm):
+    size = 12
     uneven = name in ("all_gather", "all_scatter", "all_to_all")
     brought = tuple(ArraySpec((50 + 37 * (device % 7) if uneven else 77, 3), "U8") for device in range(size))
     call = Communicate(name, tuple(range(size)), "x", "y", brought, brought[0], dim=0, reduction="sum")
@@ -167,8 +168,21 @@ def test_large_groups_are_timed_at_once_as_message_by_message(name, algorithm, m
     programs.insert(0, Program(0, (call, *taken, again)))
     model = LinkModel(0.5, 100.0, flops_per_second=3.0)
     at_once = model.play(programs, algorithm)
-    monkeypatch.setattr(link_model, "_MIN_WHOLE_GROUP_SIZE", size + 1)
-    one_by_one = model.play(programs, algorithm)
+    one_by_one = model.play(
+        [
+            Program(
+                one.device,
+                tuple(
+                    message
+                    for each in one.instructions
+                    for message in (
+                        as_messages(each, one.device, algorithm) if isinstance(each, Communicate) else [each]
+                    )
+                ),
+            )
+            for one in programs
+        ]
+    )
     for found, want in zip(at_once.devices, one_by_one.devices, strict=True):
         assert astuple(found) == pytest.approx(astuple(want))
     assert at_once.seconds == pytest.approx(one_by_one.seconds)

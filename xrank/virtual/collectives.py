@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from xrank.errors import UsageError
 from xrank.virtual.arrays import ArraySpec, num_elements, split_lengths, with_length
@@ -93,6 +96,8 @@ def merge_traffic(many: Iterable[Mapping[str, Traffic]]) -> dict[str, Traffic]:
             total[name] = total.get(name, Traffic()) + traffic
     return total
 
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 ALGORITHMS = ("push", "ring")
 
@@ -209,38 +214,87 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
             )
 
 
-def step_specs(
-    collective: str, algorithm: str, given: Sequence[ArraySpec], member: int, *, dim: int | None = None, root: int = 0
-) -> tuple[ArraySpec, ...]:
-    """Return the spec of the array that each step of a member's course moves.
+def iterate_steps(
+    collective: str, algorithm: str, given: Sequence[ArraySpec], dim: int | None = None
+) -> Iterator[tuple[Step, IntArray]]:
+    """Yield the steps of member 0 of a collective without a root, each with the bytes that every member sends in it.
+
+    Every other member does the same steps at places that are as much further on in the group as itself. A receive has
+    no bytes of its own: it takes what a send before it has sent.
 
     Args:
-        collective: one of `COLLECTIVES`.
+        collective: one of `COLLECTIVES`, none of `ROOTED`.
         algorithm: one of `ALGORITHMS`.
-        given: the input of each member, as in `program.Communicate`.
-        member: place of the member in the group.
+        given: the input of each member, as in `programs.Communicate`.
         dim: the dim along which parts are cut.
-        root: place of the root in the group.
+    """
+    size, where = len(given), dim or 0
+    ring = algorithm == "ring" and collective not in ALWAYS_PUSH
+    members, none = np.arange(size), np.zeros(0, np.int64)
+    slots = np.array([spec.nbytes for spec in given])
+    each = none
+    if collective == "all_reduce" and ring:
+        flat = ArraySpec((num_elements(given[0]),), given[0].dtype)
+        slots = np.array([piece.nbytes for piece in _cut_spec(flat, size, 0)])
+    elif collective == "reduce_scatter" and ring:
+        slots = np.array([part.nbytes for part in _cut_spec(given[0], size, where)])
+    elif collective in ("reduce_scatter", "all_to_all"):
+        lengths = np.array([spec.shape[where] for spec in given])
+        shorts, longer = np.divmod(lengths, size)
+        each = slots // np.maximum(lengths, 1)
+    for step in course(collective, algorithm, size, 0).steps:
+        if isinstance(step, ReceiveSlot):
+            yield step, none
+        elif len(each):
+            # As numpy.array_split cuts: the first `longer` parts have one element of the dim more.
+            yield step, (shorts + ((members + step.member) % size < longer)) * each
+        else:
+            yield step, np.roll(slots, -step.slot)
+
+
+def rooted_steps(
+    collective: str,
+    algorithm: str,
+    given: Sequence[ArraySpec],
+    member: int,
+    *,
+    dim: int | None = None,
+    root: int = 0,
+) -> Iterator[tuple[Step, int]]:
+    """Yield the steps of a member of a collective of `ROOTED`, each with its bytes."""
+    slots = _cut_spec(given[root], len(given), dim or 0) if collective == "scatter" else given
+    # Without the cache: on a ring, the members of a large group have millions of steps together.
+    for step in course.__wrapped__(collective, algorithm, len(given), member, root).steps:
+        yield step, slots[step.slot].nbytes
+
+
+def count_traffic(
+    collective: str, algorithm: str, given: Sequence[ArraySpec], *, dim: int | None = None, root: int = 0
+) -> tuple[Traffic, ...]:
+    """Count what each member sends and receives in one call, in the group's order.
+
+    Raises:
+        UsageError: the collective is unknown.
     """
     size = len(given)
-    steps = course(collective, algorithm, size, member, root).steps
-    if collective in ("all_scatter", "all_gather", "gather", "broadcast"):
-        return tuple(given[step.slot] for step in steps)
-    if collective == "all_reduce":
-        if algorithm == "push":
-            return tuple(given[step.slot] for step in steps)
-        lengths = split_lengths(num_elements(given[0]), size)
-        return tuple(ArraySpec((lengths[step.slot],), given[0].dtype) for step in steps)
-    if collective == "scatter":
-        return tuple(_part(given[root], size, step.slot, dim) for step in steps)
-    if collective == "reduce_scatter" and algorithm == "ring":
-        return tuple(_part(given[0], size, step.slot, dim) for step in steps)
-    return tuple(
-        _part(given[member], size, step.member, dim)
-        if isinstance(step, SendSlot)
-        else _part(given[step.member], size, member, dim)
-        for step in steps
-    )
+    if collective in ROOTED:
+        return tuple(
+            sum(
+                (
+                    Traffic(0, 1, 0, nbytes, 0) if isinstance(step, SendSlot) else Traffic(0, 0, 1, 0, nbytes)
+                    for step, nbytes in rooted_steps(collective, algorithm, given, member, dim=dim, root=root)
+                ),
+                Traffic(1),
+            )
+            for member in range(size)
+        )
+    sent, received, messages = np.zeros(size, np.int64), np.zeros(size, np.int64), 0
+    for step, nbytes in iterate_steps(collective, algorithm, given, dim):
+        if isinstance(step, SendSlot):
+            sent += nbytes
+            received += np.roll(nbytes, step.member)
+            messages += 1
+    return tuple(Traffic(1, messages, messages, *both) for both in zip(sent.tolist(), received.tolist(), strict=True))
 
 
 def output_spec(
@@ -266,8 +320,11 @@ def output_spec(
 
 
 def _part(spec: ArraySpec, size: int, number: int, dim: int | None) -> ArraySpec:
-    where = 0 if dim is None else dim
-    return with_length(spec, where, split_lengths(spec.shape[where], size)[number])
+    return _cut_spec(spec, size, dim or 0)[number]
+
+
+def _cut_spec(spec: ArraySpec, size: int, dim: int) -> list[ArraySpec]:
+    return [with_length(spec, dim, length) for length in split_lengths(spec.shape[dim], size)]
 
 
 def _join_specs(specs: Sequence[ArraySpec], dim: int | None) -> ArraySpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal, NamedTuple, TypeAlias
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from xrank.errors import UsageError
 from xrank.layout.layout_map import parse_toml
 from xrank.virtual.channels import HOST
-from xrank.virtual.collectives import ALWAYS_PUSH, ROOTED, check_algorithm
-from xrank.virtual.planning import flat_nbytes, moves, part_nbytes
+from xrank.virtual.collectives import ROOTED, SendSlot, check_algorithm, iterate_steps, rooted_steps
+from xrank.virtual.planning import check_group
 from xrank.virtual.programs import Communicate, Compute, Program, Receive, Return, Send, Take
 
 
@@ -167,7 +167,7 @@ def _unreadable(file: str | None, got: str, want: str) -> UsageError:
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
-class GroupTimes(NamedTuple):
+class _GroupTimes(NamedTuple):
     """Times of each member, in the group's order, in seconds."""
 
     left: FloatArray
@@ -178,15 +178,10 @@ class GroupTimes(NamedTuple):
     """Time spent waiting for others."""
 
 
-def waits_for_all(collective: str) -> bool:
-    """Return whether every member needs data of every other, as `group_times` assumes."""
-    return collective not in ROOTED
-
-
-def group_times(
+def _group_times(
     instruction: Communicate, algorithm: str, entered: FloatArray, latency: float, bandwidth: float
-) -> GroupTimes:
-    """Compute when the members leave a collective.
+) -> _GroupTimes:
+    """Compute when the members leave a collective without a root, for all of them at once.
 
     Args:
         instruction: the instruction of any member.
@@ -195,54 +190,20 @@ def group_times(
         latency: seconds per message.
         bandwidth: bytes per second of each sender.
     """
-    given, size, collective = instruction.given, len(instruction.group), instruction.collective
-    if algorithm == "ring" and collective not in ALWAYS_PUSH:
-        shifts: tuple[int, ...]
-        if collective == "all_gather":
-            slots, shifts = [spec.nbytes for spec in given], (0,)
-        elif collective == "all_reduce":
-            slots, shifts = flat_nbytes(given[0], size), (1, 0)
+    now, sent, waited = entered, np.zeros(len(entered)), np.zeros(len(entered))
+    last = entered
+    for step, nbytes in iterate_steps(instruction.collective, algorithm, instruction.given, instruction.dim):
+        if isinstance(step, SendSlot):
+            now = now + nbytes / bandwidth
+            sent += nbytes / bandwidth
+            # The roll moves each sender's arrival time to its receiver. Receives that follow one another take all
+            # messages in transit, so the last arrival alone counts.
+            last = np.maximum(last, np.roll(now + latency, step.member))
         else:
-            slots, shifts = part_nbytes(given[0], size, instruction.dim), (1,)
-        return _ring(entered, np.array(slots) / bandwidth, shifts, latency)
-    whole = np.array([spec.nbytes for spec in given]) / bandwidth
-    if collective not in ("reduce_scatter", "all_to_all"):
-        return _push(entered, lambda _: whole, latency)
-    dim = instruction.dim or 0
-    lengths = np.array([spec.shape[dim] for spec in given])
-    # As numpy.array_split cuts: the first `longer` parts have one element of the dim more.
-    shorts, longer = np.divmod(lengths, size)
-    each = whole / np.maximum(lengths, 1)
-    members = np.arange(size)
-    return _push(entered, lambda far: (shorts + ((members + far) % size < longer)) * each, latency)
-
-
-def _push(entered: FloatArray, seconds_to: Callable[[int], FloatArray], latency: float) -> GroupTimes:
-    """Each member sends to the next member first and to the previous one last, then waits for all."""
-    now, sent = entered.copy(), np.zeros(len(entered))
-    last = np.full(len(entered), -np.inf)
-    for far in range(1, len(entered)):
-        seconds = seconds_to(far)
-        now += seconds
-        sent += seconds
-        # The roll moves each sender's arrival time to its receiver.
-        np.maximum(last, np.roll(now + latency, far), out=last)
-    left = np.maximum(now, last)
-    return GroupTimes(left, sent, left - now)
-
-
-def _ring(entered: FloatArray, slots: FloatArray, shifts: tuple[int, ...], latency: float) -> GroupTimes:
-    """Slots go around once per shift; a member first sends the slot `shift` places before its own number."""
-    now, sent, waited = entered.copy(), np.zeros(len(entered)), np.zeros(len(entered))
-    for shift in shifts:
-        for turn in range(len(entered) - 1):
-            seconds = np.roll(slots, turn + shift)
-            now += seconds
-            sent += seconds
-            arrived = np.maximum(now, np.roll(now + latency, 1))
+            arrived = np.maximum(now, last)
             waited += arrived - now
             now = arrived
-    return GroupTimes(now, sent, waited)
+    return _GroupTimes(now, sent, waited)
 
 
 class LinkSample(NamedTuple):
@@ -389,16 +350,13 @@ A computation has neither device."""
 _WHOLE_GROUP = -2
 """In place of the device received from: all members of the group."""
 
-_MIN_WHOLE_GROUP_SIZE = 32
-"""Size from which a group's collective is computed at once with arrays instead of message by message."""
-
 
 @dataclass(slots=True)
 class _GroupCall:
-    """One call of a collective by a large group."""
+    """One call of a collective that every member leaves only after all have entered."""
 
     instruction: Communicate
-    num_entered: int = 0
+    entered: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -455,7 +413,7 @@ class _Play:
             seconds, target, source, latency = event
             if source == _WHOLE_GROUP:
                 clock.taking = event
-                if not self._enter_call(clock, ready):
+                if not self._enter_call(device, clock, ready):
                     return
                 continue
             if source is not None:
@@ -483,19 +441,19 @@ class _Play:
             if other is not None and other.taking is not None and other.taking[2] == device:
                 ready.append(target)
 
-    def _enter_call(self, clock: _Clock, ready: deque[int]) -> bool:
+    def _enter_call(self, device: int, clock: _Clock, ready: deque[int]) -> bool:
         """Let one more member enter a collective; when all have entered, let them leave and return True."""
         call = clock.call
         assert call is not None
         group = call.instruction.group
-        call.num_entered += 1
-        if call.num_entered < len(group):
+        call.entered.add(device)  # which may come twice, woken by several messages
+        if len(call.entered) < len(group):
             return False
         members = [self.clocks[device] for device in group]
         entered = np.array([member.now for member in members])
         link = self.model.link(call.instruction.axes)
         for member, left, sent, waited in zip(
-            members, *group_times(call.instruction, self.algorithm, entered, *link), strict=True
+            members, *_group_times(call.instruction, self.algorithm, entered, *link), strict=True
         ):
             member.now = float(left)
             member.send += float(sent)
@@ -533,16 +491,22 @@ class _Play:
                     yield instruction.spec.nbytes / bandwidth, instruction.device, None, latency
                 case Take():
                     yield 0.0, None, instruction.device, 0.0
-                case Communicate() if len(instruction.group) >= _MIN_WHOLE_GROUP_SIZE and waits_for_all(
-                    instruction.collective
-                ):
+                case Communicate() if instruction.collective not in ROOTED:
+                    check_group(instruction, device, instruction.group)
                     self.clocks[device].call = self._find_call(device, instruction)
                     yield 0.0, None, _WHOLE_GROUP, 0.0
                 case Communicate():
-                    # Small groups, and rooted collectives, go message by message: their members may leave early.
+                    # Message by message: members may leave before others enter.
                     latency, bandwidth = model.link(instruction.axes)
-                    for is_given, other, nbytes in moves(instruction, device, self.algorithm):
-                        yield (nbytes / bandwidth, other, None, latency) if is_given else (0.0, None, other, 0.0)
+                    check_group(instruction, device, group := instruction.group)
+                    root = 0 if instruction.root is None else group.index(instruction.root)
+                    collective, given, dim = instruction.collective, instruction.given, instruction.dim
+                    for step, nbytes in rooted_steps(
+                        collective, self.algorithm, given, group.index(device), dim=dim, root=root
+                    ):
+                        other = group[step.member]
+                        is_sent = isinstance(step, SendSlot)
+                        yield (nbytes / bandwidth, other, None, latency) if is_sent else (0.0, None, other, 0.0)
 
     def _send_packets(self, programs: Sequence[Program]) -> None:
         latency, bandwidth = self.model.host or self.model.link()

@@ -6,151 +6,15 @@ only the sums of each member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Callable, Container, Sequence
 from typing import Any, SupportsIndex
 
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.arrays import Array, ArraySpec, num_elements, spec_of, split_lengths
-from xrank.virtual.collectives import (
-    ALWAYS_PUSH,
-    DeviceStatistics,
-    SendSlot,
-    Statistics,
-    Traffic,
-    check_algorithm,
-    course,
-    step_specs,
-)
+from xrank.virtual.arrays import Array, ArraySpec, spec_of
+from xrank.virtual.collectives import DeviceStatistics, Statistics, Traffic, check_algorithm, count_traffic
 from xrank.virtual.mesh import MeshLike, as_device_mesh
 from xrank.virtual.programs import Communicate, Compute, Operation, Program, Receive, Return, Send, Take, peak_nbytes
-
-
-def group_traffic(
-    collective: str, algorithm: str, given: Sequence[ArraySpec], *, dim: int | None = None, root: int = 0
-) -> tuple[Traffic, ...]:
-    """Return each member's counts for one call, in the group's order; arguments as for `collectives.step_specs`.
-
-    Raises:
-        UsageError: the collective is unknown.
-    """
-    size = len(given)
-    course(collective, algorithm, 1, 0)  # Raises for an unknown collective.
-    ring = algorithm == "ring" and collective not in ALWAYS_PUSH
-    nbytes = [spec.nbytes for spec in given]
-    others = size - 1
-    match collective:
-        case "all_scatter" | "all_gather" | "all_reduce" if not ring:
-            total = sum(nbytes)
-            return tuple(Traffic(1, others, others, others * own, total - own) for own in nbytes)
-        case "all_gather":
-            return _count_ring(nbytes)
-        case "all_reduce":
-            pieces = flat_nbytes(given[0], size)
-            rounds = zip(_count_reduce_ring(pieces), _count_ring(pieces), strict=True)
-            return tuple(Traffic(1, 2 * others, 2 * others, *_sums(reducing, whole)) for reducing, whole in rounds)
-        case "reduce_scatter" if ring:
-            return _count_reduce_ring(part_nbytes(given[0], size, dim))
-        case "reduce_scatter" | "all_to_all":
-            return _count_all_to_all(given, dim)
-        case "broadcast":
-            gives = [1] * others + [0] if ring else [others] + [0] * others
-            return tuple(
-                Traffic(
-                    1,
-                    gives[distance],
-                    min(1, distance),
-                    gives[distance] * nbytes[root],
-                    min(1, distance) * nbytes[root],
-                )
-                for distance in ((member - root) % size for member in range(size))
-            )
-        case "scatter":
-            return _count_from_root(part_nbytes(given[root], size, dim), root, ring)
-        case _:
-            return tuple(map(_reverse, _count_from_root(nbytes, root, ring)))
-
-
-def _count_ring(slots: Sequence[int]) -> tuple[Traffic, ...]:
-    """Each slot once around: a member sends all but the next member's, and receives all but its own."""
-    size, total = len(slots), sum(slots)
-    return tuple(
-        Traffic(1, size - 1, size - 1, total - slots[(member + 1) % size], total - slots[member])
-        for member in range(size)
-    )
-
-
-def _count_reduce_ring(slots: Sequence[int]) -> tuple[Traffic, ...]:
-    """Each slot reduced around: a member sends all but its own, and receives all but the previous member's."""
-    size, total = len(slots), sum(slots)
-    return tuple(
-        Traffic(1, size - 1, size - 1, total - slots[member], total - slots[member - 1]) for member in range(size)
-    )
-
-
-def _count_all_to_all(given: Sequence[ArraySpec], dim: int | None) -> tuple[Traffic, ...]:
-    """Each member sends part j of its array to member j."""
-    size = len(given)
-    where = dim or 0
-    shorts = 0
-    # By receiver, as differences that `accumulate` sums: one step for each sender instead of one for each pair.
-    longer_nbytes = [0] * (size + 1)
-    own_parts = []
-    for member, spec in enumerate(given):
-        short, num_longer = divmod(spec.shape[where], size)
-        each = spec.nbytes // (spec.shape[where] or 1)
-        # The parts before `num_longer` have one element of the dim more than the others.
-        shorts += short * each
-        longer_nbytes[0] += each
-        longer_nbytes[num_longer] -= each
-        own_parts.append((short + (member < num_longer)) * each)
-    longer = list(accumulate(longer_nbytes))
-    return tuple(
-        Traffic(1, size - 1, size - 1, spec.nbytes - own, shorts + longer[member] - own)
-        for member, (spec, own) in enumerate(zip(given, own_parts, strict=True))
-    )
-
-
-def _count_from_root(slots: Sequence[int], root: int, ring: bool) -> tuple[Traffic, ...]:
-    """The root sends each member its slot, directly or along the ring."""
-    size = len(slots)
-    # Without a ring, only the root sends; with one, each member forwards the slots of all farther members.
-    if not ring:
-        leaving = Traffic(1, size - 1, 0, sum(slots) - slots[root], 0)
-        return tuple(leaving if member == root else Traffic(1, 0, 1, 0, own) for member, own in enumerate(slots))
-    traffic = []
-    farther = sum(slots)
-    for distance in range(size):
-        own = slots[(root + distance) % size]
-        farther -= own
-        messages = size - 1 - distance
-        taken = (messages + 1, farther + own) if distance else (0, 0)
-        traffic.append(Traffic(1, messages, taken[0], farther, taken[1]))
-    return tuple(traffic[(member - root) % size] for member in range(size))
-
-
-def _reverse(one: Traffic) -> Traffic:
-    """Swap sent and received: a gather receives what a scatter sends."""
-    return Traffic(one.calls, one.received_messages, one.sent_messages, one.received_nbytes, one.sent_nbytes)
-
-
-def _sums(left: Traffic, right: Traffic) -> tuple[int, int]:
-    return left.sent_nbytes + right.sent_nbytes, left.received_nbytes + right.received_nbytes
-
-
-def flat_nbytes(spec: ArraySpec, size: int) -> list[int]:
-    """Return the bytes of each member's flat piece of an array."""
-    each = spec.nbytes // (num_elements(spec) or 1)
-    return [length * each for length in split_lengths(num_elements(spec), size)]
-
-
-def part_nbytes(spec: ArraySpec, size: int, dim: int | None) -> list[int]:
-    """Return the bytes of each member's part of an array along a dim."""
-    length = spec.shape[dim or 0]
-    each = spec.nbytes // (length or 1)
-    return [part * each for part in split_lengths(length, size)]
 
 
 def plan(
@@ -238,17 +102,15 @@ class _Shares:
     def traffic(self, instruction: Communicate, device: int) -> Traffic:
         """Return the counts of a device in a collective."""
         # Keys use the tuples' identities, which the programs preserve: comparing tuples of thousands is too slow.
-        group, given = instruction.group, instruction.given
+        group, given, collective, dim = instruction.group, instruction.given, instruction.collective, instruction.dim
         places = self._places.get(id(group))
         if places is None:
             places = self._places[id(group)] = {member: place for place, member in enumerate(group)}
-        _check_group(instruction, device, places)
+        check_group(instruction, device, places)
         root = 0 if instruction.root is None else places[instruction.root]
-        key = (id(given), instruction.collective, instruction.dim, root)
+        key = (id(given), collective, dim, root)
         if key not in self._traffic:
-            self._traffic[key] = group_traffic(
-                instruction.collective, self._algorithm, given, dim=instruction.dim, root=root
-            )
+            self._traffic[key] = count_traffic(collective, self._algorithm, given, dim=dim, root=root)
         return self._traffic[key][places[device]]
 
 
@@ -275,19 +137,8 @@ def _count_one(program: Program, shares: _Shares) -> DeviceStatistics:
     return DeviceStatistics(collectives, from_host, to_host, flops, peak_nbytes(program))
 
 
-def moves(instruction: Communicate, device: int, algorithm: str) -> Iterator[tuple[bool, int, int]]:
-    """Yield (is sent, other device, bytes) for each message of a device in a collective, in order."""
-    group = instruction.group
-    _check_group(instruction, device, group)
-    root = 0 if instruction.root is None else group.index(instruction.root)
-    member = group.index(device)
-    for is_given, place, nbytes in _moves(
-        instruction.collective, algorithm, instruction.given, member, instruction.dim, root
-    ):
-        yield is_given, group[place], nbytes
-
-
-def _check_group(instruction: Communicate, device: int, members: Container[int]) -> None:
+def check_group(instruction: Communicate, device: int, members: Container[int]) -> None:
+    """Check that an instruction has an input for each member, and its device and its root among them."""
     group, root = instruction.group, instruction.root
     if len(instruction.given) != len(group) or device not in members or not (root is None or root in members):
         raise UsageError(
@@ -297,18 +148,6 @@ def _check_group(instruction: Communicate, device: int, members: Container[int])
             + ("" if root is None else f", root {root}"),
             want="a spec for each member, this device among them" + ("" if root is None else ", and the root"),
         )
-
-
-@lru_cache(maxsize=4096)
-def _moves(
-    collective: str, algorithm: str, given: tuple[ArraySpec, ...], member: int, dim: int | None, root: int
-) -> tuple[tuple[bool, int, int], ...]:
-    """Return one member's messages with the others' places; equal for all groups of a mesh with equal specs."""
-    steps = course(collective, algorithm, len(given), member, root).steps
-    specs = step_specs(collective, algorithm, given, member, dim=dim, root=root)
-    return tuple(
-        (isinstance(step, SendSlot), step.member, spec.nbytes) for step, spec in zip(steps, specs, strict=True)
-    )
 
 
 def _spec(given: Array | ArraySpec | Sequence[int]) -> ArraySpec:
