@@ -92,7 +92,7 @@ def simulation_rows(found: Simulation) -> list[tuple[str, str]]:
             *(("assumed", text) for text in ASSUMED),
         ]
     if not traffic.is_each_read:
-        counted = "windows in place of each read: messages are estimated, and so are bytes that lie between wanted ones"
+        counted = "reads of whole windows: messages are estimated, and so are bytes that lie between wanted ones"
         rows.append(("counted", counted))
     return rows
 

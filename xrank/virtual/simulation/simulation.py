@@ -14,14 +14,11 @@ from xrank.plan.division import divide
 from xrank.plan.executor import Budget
 from xrank.recipes.options import GatherOptions
 from xrank.virtual.simulation.rates import Prediction, Rates, predict, read_rates
-from xrank.virtual.simulation.traced_reads import trace_compared_nbytes, trace_rounds
-from xrank.virtual.simulation.traffic import ConversionTraffic, count_compared_nbytes, count_rounds, num_places
+from xrank.virtual.simulation.traffic import ConversionTraffic, count_compared_nbytes, count_rounds
 from xrank.virtual.simulation.work import PlannedWork, count_refit, place_engine, plan_work
 
 _WORKERS = 4
 """Threads per rank, which determine its buffers: the default on a machine with enough cores."""
-_MAX_TRACED = 20_000
-"""Up to this many (window, piece) pairs times ranks, each read is traced; above, reads are counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,27 +106,14 @@ def simulate(
     return Simulation(work, traffic, rates, prediction, budget.nbytes, time.monotonic() - started)
 
 
-def compute_traffic(work: PlannedWork, staging_nbytes: int, *, follow: bool | None = None) -> ConversionTraffic:
-    """Compute the traffic of planned work.
-
-    Args:
-        work: the planned work.
-        staging_nbytes: size of each worker's buffer.
-        follow: whether to trace each read; None decides by their number.
-    """
+def compute_traffic(work: PlannedWork, staging_nbytes: int) -> ConversionTraffic:
+    """Compute the traffic of planned work, with a buffer of so many bytes for each worker."""
     plan, holder = work.plan, work.holder
     if work.operation == "refit":
         return count_refit(work)
     division = divide(plan, range(len(plan.files)), work.num_ranks, holder=holder)
-    if follow is None:
-        # For records in memory, each rank prefers its own replicas, so tracing repeats for every rank.
-        follow = num_places(plan) * (1 if holder is None else work.num_ranks) <= _MAX_TRACED
-    rounds = (
-        trace_rounds(plan, division, holder, staging_nbytes)
-        if follow
-        else count_rounds(plan, division, holder, staging_nbytes)
-    )
+    rounds = count_rounds(plan, division, holder, staging_nbytes)
     compared = np.zeros(work.num_ranks, np.int64)
     if holder is not None:
-        compared = (trace_compared_nbytes if follow else count_compared_nbytes)(plan, holder, work.num_ranks)
-    return ConversionTraffic(rounds, compared, follow)
+        compared = count_compared_nbytes(plan, holder, work.num_ranks)
+    return ConversionTraffic(rounds, compared, is_each_read=False)

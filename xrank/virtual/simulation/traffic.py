@@ -86,7 +86,7 @@ class ConversionTraffic:
     compared_nbytes: IntArray
     """Bytes of its own memory that each rank digests before the first round, to compare replicas."""
     is_each_read: bool
-    """Whether each read was traced; otherwise messages, and bytes read between wanted ones, are estimated."""
+    """Whether messages are exact, as in a refit; otherwise they and bytes read between wanted ones are estimated."""
 
     @property
     def num_ranks(self) -> int:
@@ -141,21 +141,21 @@ _MAX_PAIRS = 1 << 21
 """Approximate number of (window, piece) pairs computed at once, to bound memory."""
 
 
-def num_places(plan: Plan) -> int:
-    """Estimate the number of (window, piece) pairs, which is the cost of tracing each read."""
-    found = 0
-    for tensor in plan.tensors:
-        width = dtypes.dtype(tensor.output.dtype).nbytes
-        for copies in (tensor.copies, tensor.replicas):
-            reach = (copies.nests.y_ends - copies.nests.y) * width
-            found += int((reach // WINDOW_NBYTES + 1).sum())
-    return found
-
-
 def count_rounds(
     plan: Plan, division: Division, holder: IntArray | None, staging_nbytes: int
 ) -> tuple[RoundTraffic, ...]:
-    """Count the traffic of a division's ranks per round; arguments as for `trace_rounds`."""
+    """Count the traffic of a division's ranks per round.
+
+    Adjacent windows of one rank are counted together. Bytes are exact for pieces without gaps in the source; for other
+    pieces, the bytes read between wanted ones are estimated. Messages are estimated too: one per window and piece, plus
+    two per window edge that probably cuts a row.
+
+    Args:
+        plan: the plan of all files.
+        division: the division of the plan over ranks.
+        holder: the rank whose memory contains each record; None if the records are in files.
+        staging_nbytes: size of each worker's buffer.
+    """
     rest = [] if holder is not None else list(_count_rest(plan, division, staging_nbytes))
     rounds = []
     for number, one in enumerate(division.rounds):
