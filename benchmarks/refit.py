@@ -152,11 +152,11 @@ def _train(rank: int, cut: str, shapes: Any, group: Any, fed: Any, arguments: ar
 
 
 def _move_away(file: Path) -> None:
-    """Change the trainer's card so that its ranks seem to be on another host, and are read over sockets."""
-    card = json.loads(file.read_text())
-    for part in card["parts"]:
+    """Change the trainer's registration so that its ranks seem to be on another host, and are read over sockets."""
+    registration = json.loads(file.read_text())
+    for part in registration["parts"]:
         part["offer"]["space"] = "another host"
-    file.write_text(json.dumps(card))
+    file.write_text(json.dumps(registration))
 
 
 def _start_mooncake(folder: str | None) -> Any:

@@ -1,9 +1,10 @@
 """Times the plan of one engine rank for a mixture of experts with 1T parameters, from 256 trainer ranks into 128.
 
 The trainer cuts experts by expert parallelism over FSDP and the other tensors by FSDP; the engine has an equal share of
-the experts on each rank, and tensor parallelism in groups of 8. The trainer's card is made first, of memory that
-nothing touches. The work of the first update before bytes move is timed: reading the card, composing the layouts, the
-proof that each element of each tensor is written once, and the runs of bytes. docs/refit.md has the figures.
+the experts on each rank, and tensor parallelism in groups of 8. The trainer's registration is made first, of memory
+that nothing touches. The work of the first update before bytes move is timed: reading the registration, composing the
+layouts, the proof that each element of each tensor is written once, and the runs of bytes. docs/refit.md has the
+figures.
 """
 
 from __future__ import annotations
@@ -96,21 +97,21 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=61)
-    parser.add_argument("--card", type=Path, help="file that keeps the trainer's card between two runs")
+    parser.add_argument("--registration", type=Path, help="file that keeps the trainer's registration between two runs")
     arguments = parser.parse_args()
     names = shapes(arguments.layers)
-    if arguments.card is None or not arguments.card.exists():
-        content = _make_card(names)
-        if arguments.card is not None:
-            arguments.card.write_text(json.dumps(content))
-            print("the card is written; run the command again")
+    if arguments.registration is None or not arguments.registration.exists():
+        content = _make_registration(names)
+        if arguments.registration is not None:
+            arguments.registration.write_text(json.dumps(content))
+            print("the registration is written; run the command again")
             return
     layouts = engine_layouts(names)
     target = ModuleTarget(held_by(5, layouts, names), layouts, None, 5, 128)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
-    if arguments.card is not None:
-        content = json.loads(arguments.card.read_text())
+    if arguments.registration is not None:
+        content = json.loads(arguments.registration.read_text())
     model = read_trainer_model(Registration("", content, "registration"))
     read = time.process_time()
     plan = spread_copies(target.plan(model).plan, 5)
@@ -129,17 +130,18 @@ def main() -> None:
     print(
         f"{total / 1e12:.2f}T parameters, {len(names):,} tensors; a rank holds {len(plan.files):,} tensors, "
         f"{plan.nbytes / 1e9:.1f} GB, of {len(parts)} ranks in {pieces:,} pieces, {num_calls:,} calls: "
-        f"{ended - started:.1f} s of one core ({read - started:.1f} the card, {planned - read:.1f} the proven plan, "
+        f"{ended - started:.1f} s of one core ({read - started:.1f} the registration, "
+        f"{planned - read:.1f} the proven plan, "
         f"{ended - planned:.1f} the runs), {growth:.0f} MB"
     )
 
 
-def _make_card(names: dict[str, tuple[int, ...]]) -> dict[str, object]:
+def _make_registration(names: dict[str, tuple[int, ...]]) -> dict[str, object]:
     layouts = trainer_layouts(names)
     parts = []
     for rank in range(256):
         local = local_model(held_by(rank, layouts, names), layouts=layouts, rank=rank, world_size=256)
-        parts.append({"model": local.describe(), "own": asdict(OwnConfig())})
+        parts.append({"model": local.describe(), "own": asdict(OwnConfig()), "offer": {}})
     return {
         "ranks": list(range(256)),
         "parts": parts,

@@ -57,8 +57,8 @@ def test_a_second_trainer_at_an_address_is_refused(tmp_path: Path) -> None:
 
 def test_a_trainer_whose_registration_was_replaced_publishes_nothing(tmp_path: Path) -> None:
     with xrank.offer_weights(weight(), tmp_path, snapshot=True) as offer:
-        card = json.loads((tmp_path / "trainer.json").read_text())
-        (tmp_path / "trainer.json").write_text(json.dumps({**card, "id": "of another trainer"}))
+        registration = json.loads((tmp_path / "trainer.json").read_text())
+        (tmp_path / "trainer.json").write_text(json.dumps({**registration, "id": "of another trainer"}))
         with pytest.raises(ContradictionError, match="replaced this offer"):
             offer.publish(1)
     assert (tmp_path / "trainer.json").exists()  # the other one's
@@ -200,8 +200,8 @@ def test_no_trainer_and_damaged_or_foreign_registrations_are_named(tmp_path: Pat
                     taken.update(timeout_seconds=5)
 
 
-def _change_model(card: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> None:
-    part = card["parts"][0]
+def _change_model(registration: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> None:
+    part = registration["parts"][0]
     model = json.loads(part["model"])
     change(model)
     part["model"] = json.dumps(model)
@@ -210,18 +210,20 @@ def _change_model(card: dict[str, Any], change: Callable[[dict[str, Any]], objec
 @pytest.mark.parametrize(
     "change",
     [
-        lambda card: "[" * 100_000,
-        lambda card: b'{"\xff": 1}',
-        lambda card: card.update(ranks=[], parts=[]),
-        lambda card: card.update(config=["x"]),
-        lambda card: card["parts"][0]["offer"].update(pid=2**64),
-        lambda card: card["parts"][0]["offer"].update(views=[]),
-        lambda card: card["parts"][0]["offer"].update(socket="x" * 5000),
-        lambda card: card["parts"][0]["own"].update(unsaved=3),
-        lambda card: card["parts"][0].update(model="\ufeff{}"),
-        lambda card: _change_model(card, lambda model: model.update(record=0)),
-        lambda card: _change_model(card, lambda model: model["tensors"].update(weight=["float32", [2**64], 0])),
-        lambda card: _change_model(card, lambda model: model.pop("aliases")),
+        lambda registration: "[" * 100_000,
+        lambda registration: b'{"\xff": 1}',
+        lambda registration: registration.update(ranks=[], parts=[]),
+        lambda registration: registration.update(config=["x"]),
+        lambda registration: registration["parts"][0]["offer"].update(pid=2**64),
+        lambda registration: registration["parts"][0]["offer"].update(views=[]),
+        lambda registration: registration["parts"][0]["offer"].update(socket="x" * 5000),
+        lambda registration: registration["parts"][0]["own"].update(unsaved=3),
+        lambda registration: registration["parts"][0].update(model="\ufeff{}"),
+        lambda registration: _change_model(registration, lambda model: model.update(record=0)),
+        lambda registration: _change_model(
+            registration, lambda model: model["tensors"].update(weight=["float32", [2**64], 0])
+        ),
+        lambda registration: _change_model(registration, lambda model: model.pop("aliases")),
     ],
     ids=range(12),
 )
@@ -234,8 +236,8 @@ def test_registrations_of_another_structure_are_named(
     ):
         offer.publish(1)
         path = tmp_path / "trainer.json"
-        card = json.loads(path.read_text())
-        content = change(card) or json.dumps(card)
+        registration = json.loads(path.read_text())
+        content = change(registration) or json.dumps(registration)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(CorruptError) as caught:
             taken.update(timeout_seconds=5)
@@ -247,14 +249,14 @@ def test_a_wrong_token_and_another_process_are_refused(tmp_path: Path, what: str
     """The engine must use sockets for the first: the kernel's reads need no token."""
     with both(tmp_path, weight(), weight()) as (offer, taken):
         offer.publish(1)
-        card = json.loads((tmp_path / "trainer.json").read_text())
-        lent = card["parts"][0]["offer"]
+        registration = json.loads((tmp_path / "trainer.json").read_text())
+        lent = registration["parts"][0]["offer"]
         if what == "token":
             lent |= {"space": "another host", "token": "00" * (len(lent["token"]) // 2)}
         else:
             # Another process has the number by now, and nothing listens any more.
             lent |= {"nonce": "11" * 16, "socket": "xrank-gone", "port": None}
-        (tmp_path / "trainer.json").write_text(json.dumps(card))
+        (tmp_path / "trainer.json").write_text(json.dumps(registration))
         with pytest.raises((IncompleteError, RankFailedError), match="trainer"):
             taken.update(timeout_seconds=0.5)
         assert taken.step is None
@@ -265,9 +267,9 @@ def test_an_engine_of_another_host_takes_over_sockets(tmp_path: Path) -> None:
     held = {"weight": torch.randn(300, 300), "half": torch.randn(300)}
     with both(tmp_path, held, target) as (offer, taken):
         offer.publish(1)
-        card = json.loads((tmp_path / "trainer.json").read_text())
-        card["parts"][0]["offer"]["space"] = "another host"
-        (tmp_path / "trainer.json").write_text(json.dumps(card))
+        registration = json.loads((tmp_path / "trainer.json").read_text())
+        registration["parts"][0]["offer"]["space"] = "another host"
+        (tmp_path / "trainer.json").write_text(json.dumps(registration))
         report = taken.update(timeout_seconds=10)
     assert report.direct_nbytes == 0 and report.moved_nbytes == 300 * 300 * 4 + 300 * 4
     assert target["weight"].equal(held["weight"]) and target["half"].equal(held["half"].bfloat16())

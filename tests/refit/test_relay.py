@@ -142,9 +142,9 @@ def test_a_dead_engine_is_named_and_another_one_is_taken(tmp_path: Path) -> None
         offer.publish(1)
         dead.update(timeout_seconds=10)
         (path,) = tmp_path.glob("relay-*")
-        card = json.loads(path.read_text())
-        card["status"] |= {"nonce": "11" * 16, "socket": "xrank-gone", "port": None}  # another process by now
-        path.write_text(json.dumps(card))
+        registration = json.loads(path.read_text())
+        registration["status"] |= {"nonce": "11" * 16, "socket": "xrank-gone", "port": None}  # another process by now
+        path.write_text(json.dumps(registration))
         with pytest.raises(RankFailedError, match="engine rank 0"):
             new.copy_from_engines(timeout_seconds=10)
         assert new.step is None and not targets[1]["weight"].any()

@@ -1,4 +1,4 @@
-"""Trainers and engines in a directory where all users may write: anything may have a card's name."""
+"""Trainers and engines in a directory where all users may write: anything may have a registration's name."""
 
 from __future__ import annotations
 
