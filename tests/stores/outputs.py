@@ -126,7 +126,7 @@ class StoreOutput:
 def part_of(place: Bucket | GoogleBucket | Container, request: Request) -> tuple[str, str] | None:
     """Return the key and the number, or name, of the part that a request has sent."""
     if isinstance(place, Bucket):
-        found = re.fullmatch(rf"/{place.name}/(.*)\?partNumber=(\d+)&uploadId=.*", request.path)
+        found = re.fullmatch(rf"/{place.name}/(.*)\?uploadId=.*&partNumber=(\d+)", request.path)
     elif isinstance(place, GoogleBucket):
         found = re.fullmatch(rf"/{place.name}/\.xrank-parts/(.*)/([^/?]*)", request.path)
     else:

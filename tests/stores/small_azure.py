@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if md5 is not None and base64.b64decode(md5) != hashlib.md5(self.body).digest():
                 raise RefusalError(400, "Md5Mismatch")
-            answer = {"PUT": self._put, "POST": self._batch, "DELETE": self._delete}.get(self.command, self._get)
+            answer = {"PUT": self._put, "DELETE": self._delete}.get(self.command, self._get)
             with self.server.lock:
                 status, headers, body = answer()
         except RefusalError as refusal:
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815  http.server's names
+    do_GET = do_HEAD = do_PUT = do_DELETE = _serve  # noqa: N815  http.server's names
 
     def _blob(self) -> Blob:
         return self.server.blobs.get((self.container, self.key)) or Blob()
@@ -194,15 +194,3 @@ class _Handler(BaseHTTPRequestHandler):
         if blob is None:
             raise RefusalError(404, "BlobNotFound")
         return 202, {}, b""
-
-    def _batch(self) -> Answer:
-        """Delete the blobs that the parts of a request name; obstore deletes so."""
-        answers = []
-        for number, path in enumerate(re.findall(rb"^DELETE (\S+) HTTP", self.body, re.MULTILINE)):
-            container, _, key = path.decode().removeprefix(f"/{ACCOUNT}/").partition("/")
-            found = self.server.blobs.pop((container, unquote(key.partition("?")[0])), None)
-            status = "202 Accepted" if found else "404 Not Found\r\nx-ms-error-code: BlobNotFound"
-            head = f"--batch\r\nContent-Type: application/http\r\nContent-ID: {number}"
-            answers.append(f"{head}\r\n\r\nHTTP/1.1 {status}\r\n\r\n\r\n")
-        headers = {"Content-Type": "multipart/mixed; boundary=batch"}
-        return 202, headers, ("".join(answers) + "--batch--\r\n").encode()

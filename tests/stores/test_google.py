@@ -139,7 +139,7 @@ def test_gets_over_faults(bucket: GoogleBucket, monkeypatch: pytest.MonkeyPatch,
 def test_refuses_without_permission(bucket: GoogleBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_google(bucket, allow_http=False)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
-    with pytest.raises(UsageError, match="cannot be read") as caught:
+    with pytest.raises(UsageError, match="what the environment says") as caught:
         open_uploads(store)
     assert caught.value.got == "FileNotFoundError"
     (tmp_path / "key.json").write_text(json.dumps({"gcs_base_url": bucket.server}))

@@ -90,7 +90,7 @@ def read_model(objects: dict[str, bytes], prefix: str) -> dict[str, bytes] | Non
 
 def part_of(bucket: Bucket, request: Request) -> tuple[str, int] | None:
     """Return the key and the number of the part that a request sent."""
-    found = re.fullmatch(rf"/{bucket.name}/(.*)\?partNumber=(\d+)&uploadId=.*", request.path)
+    found = re.fullmatch(rf"/{bucket.name}/(.*)\?uploadId=.*&partNumber=(\d+)", request.path)
     return (found[1], int(found[2])) if found and request.method == "PUT" else None
 
 

@@ -105,24 +105,17 @@ class BucketPlace:
         """
         url = clean_path(out)
         place = split_url(url)
-        want, next_step = None, f"choose another {option('out')}"
+        if place.scheme in WRITABLE and place.key:
+            return cls(*open_store(url))
         if place.scheme == "hf":
             what = "a repository of the Hub is written by one commit from a folder"
             next_step = f"give {option('out')} a folder, and upload it: hf upload {url.removeprefix('hf://')} FOLDER"
-        elif place.scheme not in WRITABLE:
-            what = f"outputs are not written to {place.scheme}:// stores"
-            want = "s3://, gs:// or az://, whose uploads appear at one instant, or a folder"
-        elif not place.key:
-            what, next_step = (
-                "is a whole bucket, not a name for an output",
-                f"name a new prefix in it, such as {url}/model",
-            )
+        elif place.scheme in WRITABLE:
+            what, next_step = "is a whole bucket, not a name for an output", f"give a new prefix, such as {url}/model"
         else:
-            what = ""
-        if what:
-            raise UsageError(f"{url}: {what}", file=url, want=want, next_step=next_step)
-        store, key = open_store(url)
-        return cls(store, key)
+            what = f"outputs are not written to {place.scheme}:// stores"
+            next_step = f"choose another {option('out')}: s3://, gs:// or az://, or a folder"
+        raise UsageError(f"{url}: {what}", file=url, next_step=next_step)
 
     @property
     def url(self) -> str:
@@ -398,11 +391,8 @@ def find_replaced(place: BucketPlace) -> Replaced | None:
     try:
         content, manifest_version = _read_small(place, MANIFEST_NAME)
     except IncompleteError as error:
-        what = (
-            f"holds {_list(there)}, and no model that xrank wrote, so {option('overwrite', True)} does not replace it"
-        )
-        want = "a model with its manifest, or nothing"
-        raise make_exists_error(place.url, what, want=want, next_step=f"choose another {option('out')}") from error
+        what = f"holds {_list(there)}, and no model that xrank wrote; {option('overwrite', True)} does not replace it"
+        raise make_exists_error(place.url, what, next_step=f"choose another {option('out')}") from error
     manifest = parse_manifest(content, place.file_url(MANIFEST_NAME))
     weights = tuple(sorted({tensor["file"] for tensor in manifest["tensors"].values()}))
     others = [one["name"] for one in (*manifest["files"], *manifest["companions"]) if one["name"] not in weights]
@@ -436,12 +426,8 @@ def name_weights(name: str, replaced: Replaced, stage: str, url: str) -> str:
 
 def make_unlike_error(url: str, why: str) -> UsageError:
     """Return the error for a model that a store cannot replace by the new one."""
-    return UsageError(
-        f"{url}: a store replaces one object at an instant, and more than the weights would change: {why}",
-        file=url,
-        want="a model whose weights alone are replaced",
-        next_step=f"choose another {option('out')}, and move readers to it",
-    )
+    what = f"{url}: a store replaces one object at an instant, and more than the weights would change: {why}"
+    return UsageError(what, file=url, next_step=f"choose another {option('out')}, and move readers to it")
 
 
 def _read_small(place: BucketPlace, name: str) -> tuple[bytes, str]:
@@ -516,10 +502,7 @@ class BucketStage(Stage):
         return Upload(self._uploads.create(key, content.stage), part_nbytes_for(nbytes), final), None
 
     def begin_uploads(self, files: Mapping[str, int]) -> dict[str, tuple[Upload, bool]]:
-        """Begin to upload many files, for several ranks to send their parts.
-
-        Args:
-            files: name -> bytes.
+        """Begin to upload many files, whose parts several ranks send: name -> bytes.
 
         Returns:
             Name -> its upload, and whether an interrupted run has begun it.
@@ -549,13 +532,9 @@ class BucketStage(Stage):
         sizes = [min(upload.part_nbytes, nbytes - start) for start in range(0, nbytes, upload.part_nbytes)]
         if [(part.number, part.nbytes) for part in parts] != [*enumerate(sizes, start=1)]:
             url = self._place.file_url(name)
-            raise CorruptError(
-                f"{url}: the ranks have not sent each part of it once",
-                file=url,
-                got=f"{len(parts)} parts, {sum(part.nbytes for part in parts):,} bytes",
-                want=f"{len(sizes)} parts, {nbytes:,} bytes",
-                next_step="run the same version of xrank on all ranks",
-            )
+            got = f"{len(parts)} parts, {sum(part.nbytes for part in parts):,} bytes"
+            what = f"{url}: the ranks have sent {got} of it, not {len(sizes)} parts, {nbytes:,} bytes"
+            raise CorruptError(what, file=url, next_step="run the same version of xrank on all ranks")
         self._record(name, upload.upload_id, nbytes, digest, tensors, tuple(parts))
 
     def finish_file(self, name: str, file: UploadedFile, digest: str, tensors: Sequence[bytes]) -> None:
@@ -714,13 +693,10 @@ class BucketStage(Stage):
             there = self._uploads.head(self._key_of(name))
             if there is None or (there.nbytes, there.mark) != (nbytes, self._journal.content.stage):
                 url = self._place.store.url(self._key_of(name))
-                raise CorruptError(
-                    f"{url} is not the object that this gather wrote",
-                    file=url,
-                    got="none" if there is None else f"{there.nbytes:,} bytes",
-                    want=f"{nbytes:,} bytes",
-                    next_step=f"look who else writes there; then {AGAIN}",
-                )
+                got = "none" if there is None else f"{there.nbytes:,} bytes"
+                what = f"{url} is not the object that this gather wrote"
+                next_step = f"look who else writes there; then {AGAIN}"
+                raise CorruptError(what, file=url, got=got, want=f"{nbytes:,} bytes", next_step=next_step)
 
 
 def _is_listed(part: Part, listed: KnownParts) -> bool:
@@ -756,11 +732,8 @@ def check_bucket_output(place: BucketPlace, *, overwrite: bool, is_states: bool)
     """Refuse an output in a bucket where objects are already; see `xrank.writers.staging.check_output`."""
     open_uploads(place.store, place.url)  # without credentials, or a package, the call must change
     if is_states and overwrite:
-        raise UsageError(
-            f"{place.url}: states of ranks in a store are not replaced",
-            file=place.url,
-            next_step=f"choose another {option('out')}",
-        )
+        what = f"{place.url}: states of ranks in a store are not replaced"
+        raise UsageError(what, file=place.url, next_step=f"choose another {option('out')}")
     found = read_journal(place)
     if found is None or found[0] is None or not found[0].is_committing:
         _find_replaced(place, overwrite=overwrite)

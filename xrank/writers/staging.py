@@ -142,24 +142,16 @@ def check_store_writer(out: str, *, ranks: int) -> None:
         UsageError: it is one.
     """
     if is_url(out) and ranks > 1:
-        raise UsageError(
-            f"{out}: an output in a store is signed by the one process that makes it",
-            file=out,
-            got=f"{ranks} ranks",
-            want="one process",
-            next_step=f"gather in one process, or leave {option('sign')} out",
-        )
+        what = f"{out}: an output in a store is signed by the one process that makes it, not by {ranks} ranks"
+        raise UsageError(what, file=out, next_step=f"gather in one process, or leave {option('sign')} out")
 
 
 def check_apart(source: str, out: str) -> None:
     """Refuse an output that is its source or contains it: replacing the output would remove the source."""
     inner, outer = (clean_path(path) if is_url(path) else os.path.realpath(path) for path in (source, out))
     if inner == outer or inner.startswith((outer + "/", outer + os.sep)):
-        raise UsageError(
-            f"the output {out} would replace its source {source}",
-            file=out,
-            next_step=f"give {option('out')} a folder of its own",
-        )
+        next_step = f"give {option('out')} a folder of its own"
+        raise UsageError(f"the output {out} would replace its source {source}", file=out, next_step=next_step)
 
 
 def plan_apart(
@@ -171,18 +163,9 @@ def plan_apart(
     replaces_states: bool = False,
     checks_output: bool = True,
 ) -> Planned:
-    """Return a plan whose source and output are apart.
+    """Make a plan whose source and output are apart; errors of `check_apart`, `check_output` and `plan`.
 
-    Args:
-        source: the path that the user gave.
-        out: the output.
-        plan: makes the plan, which names the folder where the source was found.
-        overwrite: as `check_output`.
-        replaces_states: as `check_output`.
-        checks_output: whether this rank looks at the output. Only the first does: others may see an outdated folder.
-
-    Raises:
-        UsageError: as `check_apart` and `check_output`; errors of `plan`.
+    Only the first rank `checks_output`: others may see an outdated folder.
     """
     check_apart(source, out)
     # Whether an output that records its plan is the one to make shows once this plan is made.
