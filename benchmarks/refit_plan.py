@@ -25,7 +25,7 @@ from xrank.layout.local_part import local_part
 from xrank.plan.replicas import spread_copies
 from xrank.readers.live.local_model import local_model
 from xrank.recipes.own_config import OwnConfig
-from xrank.refit.directory import Registration, read_trainer_model
+from xrank.refit.directory import RankRegistration, read_trainer_model
 from xrank.refit.targets import ModuleTarget, Runs, cut_calls, find_runs, join_runs
 
 HIDDEN, FFN, DENSE_FFN, EXPERTS, VOCAB, HEADS = 7168, 2048, 18432, 384, 163_840, 64 * 128
@@ -112,7 +112,7 @@ def main() -> None:
     started = time.process_time()
     if arguments.registration is not None:
         content = json.loads(arguments.registration.read_text())
-    model = read_trainer_model(Registration("", content, "registration"))
+    model = read_trainer_model(RankRegistration("", content, "registration"))
     read = time.process_time()
     plan = spread_copies(target.plan(model).plan, 5)
     planned = time.process_time()

@@ -45,7 +45,7 @@ from xrank.readers.orbax import OrbaxReader
 from xrank.readers.orbax.items import read_leaves
 from xrank.readers.torch_checkpointing.item_files import find_model_files
 from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_model
-from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, Status
+from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, RankStatus
 from xrank.refit.relay import RelayedEngines
 from xrank.refit.trainer_ranks import EngineWatch
 from xrank.writers.bucket_stage import BucketPlace, BucketStage, read_journal, read_record
@@ -121,7 +121,7 @@ def _make_targets(folder: Path) -> list[Target]:
         *_signatures(folder / "signed"),
         *_cards(folder / "cards"),
         *_journals(),
-        Target("status", _statuses, lambda content: Status.from_bytes(content), 5),
+        Target("status", _statuses, lambda content: RankStatus.from_bytes(content), 5),
         target("manifest", json.loads(texts._manifest()), of_file(read_manifest)),
         target("rank record", json.loads(record.to_json()), of_text(lambda t: RankRecord.from_json(t, file="x"))),
         target("memory place", json.loads(memory.to_json()), of_text(lambda text: MemoryPlace.from_json(text, 0)), 3),

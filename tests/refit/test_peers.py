@@ -9,9 +9,9 @@ import pytest
 
 from xrank.errors import RankFailedError
 from xrank.ranks.loans import MemoryOffer
-from xrank.refit.peers import EngineRanks, PeerRank, Phase, Status, StatusBlock
+from xrank.refit.peers import EngineRanks, PeerRank, Phase, RankStatus, StatusBlock
 
-DONE = Status(Phase.DONE, step=7, round=3, offer=5)
+DONE = RankStatus(Phase.DONE, step=7, round=3, offer=5)
 
 
 class Peer:
@@ -19,10 +19,10 @@ class Peer:
 
     role = "engine rank 1"
 
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: RankStatus) -> None:
         self.status = status
 
-    def read(self) -> Status:
+    def read(self) -> RankStatus:
         return self.status
 
     try_read = read
@@ -31,7 +31,7 @@ class Peer:
         return RankFailedError(f"{self.role} failed: {cause}", rank=1)
 
 
-def engine_ranks(own: Status, other: Status) -> EngineRanks:
+def engine_ranks(own: RankStatus, other: RankStatus) -> EngineRanks:
     block, peers = StatusBlock(), [Peer(other)]
     block.write(own)
     return EngineRanks(block, peers)  # type: ignore[arg-type]
@@ -44,26 +44,26 @@ def engine_ranks(own: Status, other: Status) -> EngineRanks:
         replace(DONE, phase=Phase.READING, step=-1, round=4, committed=3),  # in its next call already
     ],
 )
-def test_a_rank_that_has_committed_the_step_is_not_waited_for(other: Status) -> None:
+def test_a_rank_that_has_committed_the_step_is_not_waited_for(other: RankStatus) -> None:
     ranks = engine_ranks(DONE, other)
     assert ranks.wait_for_all(DONE, ranks.check)
 
 
 def test_a_rank_that_failed_and_repeated_its_call_has_not_committed() -> None:
-    ranks = engine_ranks(DONE, Status(Phase.WAITING, step=-1, round=4, committed=2))
+    ranks = engine_ranks(DONE, RankStatus(Phase.WAITING, step=-1, round=4, committed=2))
     with pytest.raises(RankFailedError, match="engine rank 1 failed: it has failed in this call, and has repeated it"):
         ranks.wait_for_all(DONE, ranks.check)
 
 
 @pytest.mark.parametrize(("other", "round_"), [(2, 4), (3, 4), (4, 4), (9, 9)])
 def test_a_call_joins_those_of_ranks_that_have_repeated_theirs(other: int, round_: int) -> None:
-    assert engine_ranks(DONE, Status(round=other)).find_round() == round_
+    assert engine_ranks(DONE, RankStatus(round=other)).find_round() == round_
 
 
 def test_the_failure_of_an_earlier_call_does_not_count() -> None:
-    engine_ranks(DONE, Status(Phase.FAILED, round=2, cause="late")).check()
+    engine_ranks(DONE, RankStatus(Phase.FAILED, round=2, cause="late")).check()
     with pytest.raises(RankFailedError, match="late"):
-        engine_ranks(DONE, Status(Phase.FAILED, round=3, cause="late")).check()
+        engine_ranks(DONE, RankStatus(Phase.FAILED, round=3, cause="late")).check()
 
 
 def test_a_status_that_its_owner_is_paused_in_writing_is_read_afterwards() -> None:
@@ -73,7 +73,7 @@ def test_a_status_that_its_owner_is_paused_in_writing_is_read_afterwards() -> No
     row[:4] = b"torn"
     offer = MemoryOffer([block], across_hosts=True)
     peer = PeerRank("engine rank 1", 1, offer.describe())
-    found: list[Status] = []
+    found: list[RankStatus] = []
 
     def read() -> None:
         found.append(peer.read())

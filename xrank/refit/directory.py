@@ -46,7 +46,7 @@ _TAKEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class RankRegistration:
     """What a rank has registered."""
 
     id: str
@@ -87,7 +87,7 @@ class Address:
             )
         self.trainer_path = os.path.join(self.path, _TRAINER)
 
-    def read_trainer(self) -> Registration | None:
+    def read_trainer(self) -> RankRegistration | None:
         """Return the trainer's registration; None if there is none.
 
         Raises:
@@ -100,7 +100,7 @@ class Address:
         """Return the id of the trainer's registration, without its content, which may be large; errors as before."""
         return self._read_id(_TRAINER)
 
-    def find_all(self, kind: str, known: Mapping[str, Registration] | None = None) -> dict[str, Registration]:
+    def find_all(self, kind: str, known: Mapping[str, RankRegistration] | None = None) -> dict[str, RankRegistration]:
         """Return the registrations of a kind by file name; those of known names are not read again.
 
         Args:
@@ -117,7 +117,7 @@ class Address:
                         found[name] = one
         return found
 
-    def register_trainer(self, content: Mapping[str, Any]) -> Registration:
+    def register_trainer(self, content: Mapping[str, Any]) -> RankRegistration:
         """Register a trainer, in place of an earlier one."""
         made = self._write(_TRAINER, content)
         with suppress(CorruptError):
@@ -125,30 +125,30 @@ class Address:
                 self.remove(failure)
         return made
 
-    def register(self, kind: str, engine: str, rank: int, content: Mapping[str, Any]) -> Registration:
+    def register(self, kind: str, engine: str, rank: int, content: Mapping[str, Any]) -> RankRegistration:
         """Register an engine rank as of a kind (`find_all`), in place of an earlier registration."""
         return self._write(f"{kind}-{engine}-{rank}.json", {"engine": engine, "rank": rank, **content})
 
-    def write_failure(self, offer: Registration, error: Mapping[str, Any]) -> None:
+    def write_failure(self, offer: RankRegistration, error: Mapping[str, Any]) -> None:
         """Write down why an offer ended, for the ranks of the trainer that have not closed it yet."""
         self._write(f"failure-{offer.id}.json", {"error": dict(error)})
 
-    def read_failure(self, offer: Registration) -> Mapping[str, Any] | None:
+    def read_failure(self, offer: RankRegistration) -> Mapping[str, Any] | None:
         """Return why an offer ended; None if no rank has written it down."""
         found = self._read(f"failure-{offer.id}.json")
         return None if found is None else found.describe("the end of an offer", "its error")["error"].table()
 
-    def has(self, registration: Registration) -> bool:
+    def has(self, registration: RankRegistration) -> bool:
         """Return whether a registration, or a newer one in its place, is there."""
         return os.path.exists(registration.path)
 
-    def remove(self, registration: Registration) -> None:
+    def remove(self, registration: RankRegistration) -> None:
         """Remove a registration, unless another one is there in its place."""
         with suppress(OSError, UsageError, CorruptError):
             if self._read_id(os.path.basename(registration.path)) == registration.id:
                 os.unlink(registration.path)
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> Registration:
+    def _write(self, name: str, content: Mapping[str, Any]) -> RankRegistration:
         path, own_id = os.path.join(self.path, name), secrets.token_hex(16)
         staged = os.path.join(self.path, f".{name}-{own_id}")
         text = json.dumps({"format": _FORMAT, "id": own_id, **content})
@@ -164,9 +164,9 @@ class Address:
             if isinstance(error, OSError) and error.errno in _TAKEN:
                 raise _place_error(path, str(error.strerror)) from None
             raise
-        return Registration(own_id, content, path)
+        return RankRegistration(own_id, content, path)
 
-    def _read(self, name: str) -> Registration | None:
+    def _read(self, name: str) -> RankRegistration | None:
         path = os.path.join(self.path, name)
         text = _read_own_file(path, _MAX_NBYTES)
         if text is None:
@@ -177,7 +177,7 @@ class Address:
         )
         if content["format"].value != _FORMAT:
             content["format"].refuse(str(_FORMAT))
-        return Registration(content["id"].text(), content.table(), path)
+        return RankRegistration(content["id"].text(), content.table(), path)
 
     def _read_id(self, name: str) -> str | None:
         head = _HEAD.match(_read_own_file(os.path.join(self.path, name), 100) or b"")
@@ -244,7 +244,7 @@ class TrainerModel:
         return decide(found, Request(Purpose.MODULE, module_shapes=module_shapes)).source
 
 
-def find_trainer_ranks(registration: Registration) -> list[tuple[int, dict[str, Any]]]:
+def find_trainer_ranks(registration: RankRegistration) -> list[tuple[int, dict[str, Any]]]:
     """Return the ranks of a trainer, each with its offer; a `CorruptError` if its registration lacks them."""
     content = registration.describe("a trainer's ranks", "ranks, and each one's model and offer")
     ranks = content["ranks"].counts(below=1 << 31)
@@ -254,7 +254,7 @@ def find_trainer_ranks(registration: Registration) -> list[tuple[int, dict[str, 
     return [(rank, part["offer"].table()) for rank, part in zip(ranks, parts, strict=True)]
 
 
-def read_trainer_model(registration: Registration) -> TrainerModel:
+def read_trainer_model(registration: RankRegistration) -> TrainerModel:
     """Return the model of a trainer's registration; nothing of the ranks' memory is read.
 
     Raises:

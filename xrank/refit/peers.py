@@ -75,7 +75,7 @@ _PHASES = frozenset(Phase)
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class RankStatus:
     """The state of a rank at one moment."""
 
     phase: Phase = Phase.CLOSED
@@ -104,7 +104,7 @@ class Status:
         return crc32(body).to_bytes(4, "little") + body.ljust(STATUS_NBYTES - 4, b"\0")
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Status | None:
+    def from_bytes(cls, content: bytes) -> RankStatus | None:
         """Return the status; None if the bytes are not one, as while their owner writes them."""
         body = content[4:]
         phase, step, generation, checks, round_, offer, committed, length = _FIELDS.unpack_from(body)
@@ -120,7 +120,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """The outcome of a step: the trainer's first rank decides it, and the other ranks take it over."""
 
     step: int
@@ -138,7 +138,7 @@ class Outcome:
         return json.dumps([self.step, self.takers, dict(self.failed), error, self.is_over]).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Outcome:
+    def from_json(cls, text: bytes) -> StepOutcome:
         """Return the outcome of such a text."""
         step, takers, failed, error, is_over = json.loads(text)
         return cls(step, tuple(takers), failed, None if error is None else make_described_error(error), is_over)
@@ -164,7 +164,7 @@ def make_described_error(described: Mapping[str, Any]) -> XrankError:
     return error
 
 
-class _Block:
+class _LentBlock:
     """Memory of this process that other ranks read, as `LocalBytes`; no page is in use before it is written."""
 
     def __init__(self, nbytes: int) -> None:
@@ -181,26 +181,26 @@ class _Block:
         into[:] = self._memory[start : start + len(into)]
 
 
-class StatusBlock(_Block):
+class StatusBlock(_LentBlock):
     """This rank's status; one thread writes it. A reader that sees a part of it reads again."""
 
-    def __init__(self, status: Status = Status()) -> None:  # it is immutable
+    def __init__(self, status: RankStatus = RankStatus()) -> None:  # it is immutable
         super().__init__(STATUS_NBYTES)
         self.write(status)
 
-    def write(self, status: Status) -> None:
+    def write(self, status: RankStatus) -> None:
         """Replace the status."""
         self.value = status
         self._memory[:] = status.to_bytes()
 
 
-class OutcomeBlock(_Block):
+class OutcomeBlock(_LentBlock):
     """The last outcome that this rank knows. Its status shows the step of it afterwards."""
 
     def __init__(self) -> None:
         super().__init__(_OUTCOME_NBYTES)
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, outcome: StepOutcome) -> None:
         """Replace the outcome."""
         text = outcome.to_json()
         self._memory[: _OUTCOME_HEAD.size + len(text)] = _OUTCOME_HEAD.pack(crc32(text), len(text)) + text
@@ -261,7 +261,7 @@ class PeerRank:
         self._looked_at = -_LOOK_SECONDS
         self._stopped_since: float | None = None
         self._content = bytearray(STATUS_NBYTES)
-        self._last: tuple[bytes, Status | None] = (b"", None)
+        self._last: tuple[bytes, RankStatus | None] = (b"", None)
         self._lock = threading.Lock()
         self.may_return = False
         """Whether the last error was that the rank is stopped or silent, and not that it ended."""
@@ -274,11 +274,11 @@ class PeerRank:
         return f"host {self._offer.host}, pid {self._offer.pid}"
 
     @property
-    def last(self) -> Status | None:
+    def last(self) -> RankStatus | None:
         """The status that was read last, also of a rank that is stopped since; None if it was damaged."""
         return self._last[1]
 
-    def read(self) -> Status:
+    def read(self) -> RankStatus:
         """Return its status.
 
         Raises:
@@ -293,7 +293,7 @@ class PeerRank:
                 self._bring(self._view, memoryview(self._content))
                 if self._last[0] != self._content:  # most looks find the bytes of the last one
                     content = bytes(self._content)
-                    self._last = content, Status.from_bytes(content)
+                    self._last = content, RankStatus.from_bytes(content)
                 self._check_running()
                 if self._last[1] is not None:
                     self.has_answered = True
@@ -303,14 +303,14 @@ class PeerRank:
                 self._check_alive()
                 sleep(PAUSE_SECONDS)
 
-    def try_read(self) -> Status | None:
+    def try_read(self) -> RankStatus | None:
         """Return its status; None if it cannot be read."""
         try:
             return self.read()
         except (RankFailedError, RankTimeoutError):
             return None
 
-    def read_outcome(self) -> Outcome:
+    def read_outcome(self) -> StepOutcome:
         """Return the outcome that a trainer rank keeps beside its status; errors as `read`."""
         view, head = self._view - 1, bytearray(_OUTCOME_HEAD.size)
         with self._lock:
@@ -321,7 +321,7 @@ class PeerRank:
                 text = bytearray(len(head) + min(length, int(self._offer.nbytes[view]) - len(head)))
                 self._bring(view, memoryview(text))
                 if text.startswith(head) and crc32(text[len(head) :]) == checksum:
-                    return Outcome.from_json(bytes(text[len(head) :]))
+                    return StepOutcome.from_json(bytes(text[len(head) :]))
                 sleep(PAUSE_SECONDS)
         raise self.make_error("its outcome is damaged")
 
@@ -422,7 +422,7 @@ def make_failure(role: str, rank: int, cause: str, host: str | None = None, pid:
     )
 
 
-def check_phase(peer: PeerRank, status: Status) -> None:
+def check_phase(peer: PeerRank, status: RankStatus) -> None:
     """Raise a `RankFailedError` if a rank reports that it has failed or ended."""
     if status.phase in (Phase.FAILED, Phase.LATE):
         raise peer.make_error(status.cause)
@@ -471,7 +471,7 @@ class EngineRanks:
             elif status.round > own > status.committed:
                 raise peer.make_error("it has failed in this call, and has repeated it meanwhile")
 
-    def wait_for_all(self, own: Status, check: Callable[[], object]) -> bool:
+    def wait_for_all(self, own: RankStatus, check: Callable[[], object]) -> bool:
         """Wait until all ranks hold this rank's step; return False if one holds a newer step, or another trainer's.
 
         A rank that holds a step leaves it only for a newer one of another rank. So if each rank was seen with the same

@@ -34,15 +34,15 @@ from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.recipes.options import GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
 from xrank.recipes.quantization import Quantization
 from xrank.recipes.transforms import Transform
-from xrank.refit.directory import Address, Registration, find_trainer_ranks
+from xrank.refit.directory import Address, RankRegistration, find_trainer_ranks
 from xrank.refit.peers import (
-    Outcome,
     OutcomeBlock,
     Pause,
     PeerRank,
     Phase,
-    Status,
+    RankStatus,
     StatusBlock,
+    StepOutcome,
     describe_error,
     make_described_error,
     make_failure,
@@ -204,7 +204,7 @@ class OwnPart:
 
     def __init__(self, team: Team, *, is_snapshot: bool, is_prepared: bool) -> None:
         self.rank, self.is_snapshot, self.is_prepared, self._team = team.rank, is_snapshot, is_prepared, team
-        self.block, self.outcomes = StatusBlock(Status(committed=-1)), OutcomeBlock()
+        self.block, self.outcomes = StatusBlock(RankStatus(committed=-1)), OutcomeBlock()
         self.prepared: PreparedPart | None = None
         self.tensors: Sequence[torch.Tensor] = ()
         self._copies: Sequence[LocalBytes] = ()
@@ -307,7 +307,7 @@ def _register(
     request: ModelRequest,
     parts: Sequence[Mapping[str, Any]],
     dropped: Sequence[str],
-) -> Registration:
+) -> RankRegistration:
     """Register the trainer on the first rank, and return the registration on every rank."""
     made = None
     if team.is_first:
@@ -323,7 +323,7 @@ def _register(
         }
         made = place.register_trainer(content)
     offer_id = team.broadcast("the offer's registration", None if made is None else made.id)
-    return made or Registration(offer_id, {}, place.trainer_path)
+    return made or RankRegistration(offer_id, {}, place.trainer_path)
 
 
 class WeightsOffer:
@@ -332,7 +332,7 @@ class WeightsOffer:
     def __init__(
         self,
         place: Address,
-        registration: Registration,
+        registration: RankRegistration,
         ranks: TrainerRanks,
         part: OwnPart,
         list_places: Callable[[], MemoryPlaces],
@@ -384,7 +384,7 @@ class WeightsOffer:
             except BaseException as error:
                 self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
                 if self._ranks.is_first and isinstance(error, RankFailedError | RankTimeoutError):
-                    self._ranks.decide(Outcome(step, error=error, is_over=True))
+                    self._ranks.decide(StepOutcome(step, error=error, is_over=True))
                 raise
             if not self._part.is_snapshot:
                 self._set(Phase.CLOSED, step)
@@ -471,7 +471,7 @@ class WeightsOffer:
         noted = self._place.read_failure(self._registration) if self._ranks.peers else None
         return None if noted is None else make_described_error(noted)
 
-    def _publish_in_place(self, step: int, deadline: Deadline) -> Outcome:
+    def _publish_in_place(self, step: int, deadline: Deadline) -> StepOutcome:
         versions = self._part.count_versions()
         if self._part.prepared is not None:
             self._refill(step, deadline)
@@ -499,7 +499,7 @@ class WeightsOffer:
                 pause = Pause()  # the rank goes on at once, and others come to the same point
             pause()
 
-    def _publish_copy(self, step: int, deadline: Deadline) -> Outcome:
+    def _publish_copy(self, step: int, deadline: Deadline) -> StepOutcome:
         pause = Pause()
         while (found := self._engines.look(step)).reading:
             self._ranks.check(step)
@@ -522,7 +522,7 @@ class WeightsOffer:
                 return outcome
             pause()
 
-    def _decide(self, found: EngineParts, step: int, deadline: Deadline) -> Outcome | None:
+    def _decide(self, found: EngineParts, step: int, deadline: Deadline) -> StepOutcome | None:
         """Decide the outcome of a step on the first rank, once it is known.
 
         Raises:
@@ -530,7 +530,7 @@ class WeightsOffer:
             XrankError: as `TrainerRanks.check`.
         """
         if not self._ranks.is_first:
-            if deadline.has_passed and not self._ranks.has_first_come(step):
+            if deadline.has_passed and self._ranks.peers[0].read().step < step:
                 raise self._late_error(self._ranks.peers[:1], f"come to step {step}", deadline)
             return None
         late = self._ranks.find_late(step)
@@ -546,7 +546,7 @@ class WeightsOffer:
             error = errors[0]
             if isinstance(error, RankFailedError):
                 error.failures = tuple(errors)
-        outcome = Outcome(step, tuple(found.taken), failed, error)
+        outcome = StepOutcome(step, tuple(found.taken), failed, error)
         self._ranks.decide(outcome)
         self._ranks.wait_until_known(step)
         return outcome

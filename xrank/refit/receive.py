@@ -31,7 +31,7 @@ from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, is
 from xrank.ranks.team import check_alike, find_group_team, find_world, nbytes_text
 from xrank.readers.live.module_tensors import FilledModule
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
-from xrank.refit.directory import Address, Registration
+from xrank.refit.directory import Address, RankRegistration
 from xrank.refit.peers import EngineRanks, PeerRank, Phase, StatusBlock
 from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngines
 from xrank.refit.targets import Loader, LoaderTarget, ModuleTarget, TargetPlan, Transfer
@@ -209,7 +209,7 @@ class TakenWeights:
         self._planned = False
         self._is_late = False
         """Whether the present call has waited in vain for a new step."""
-        self._trainer: Registration | None = None
+        self._trainer: RankRegistration | None = None
         """The last trainer that was there."""
         self._held_offer = 0
         """Number of the trainer's offer that `step` is of."""

@@ -26,8 +26,8 @@ from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.ranks import LiveModel
 from xrank.recipes.options import default_workers
-from xrank.refit.directory import Address, Registration, TrainerModel
-from xrank.refit.peers import GRACE_SECONDS, SILENT_SECONDS, PeerRank, Phase, Status
+from xrank.refit.directory import Address, RankRegistration, TrainerModel
+from xrank.refit.peers import GRACE_SECONDS, SILENT_SECONDS, PeerRank, Phase, RankStatus
 from xrank.refit.targets import ModuleTarget, TargetPlan, Transfer, make_transfer
 
 _DIGEST_NBYTES = 16
@@ -126,7 +126,7 @@ class RelayedEngines:
 
     def find(self) -> tuple[list[RelayedEngine], RankFailedError | RankTimeoutError | None]:
         """Return the engines of which all ranks lend a step, the one with the newest first, and another's failure."""
-        by_engine: dict[str, dict[int, Registration]] = {}
+        by_engine: dict[str, dict[int, RankRegistration]] = {}
         ranks_of: dict[str, tuple[int, ...]] = {}
         for one in self._place.find_all("relay").values():
             content = one.describe("an engine's rank", "engine, rank and all ranks")
@@ -146,7 +146,7 @@ class RelayedEngines:
                 failure = error
         return [engine for _, engine in sorted(found, key=lambda one: -one[0])], failure
 
-    def _connect(self, name: str, registrations: Sequence[Registration]) -> RelayedEngine:
+    def _connect(self, name: str, registrations: Sequence[RankRegistration]) -> RelayedEngine:
         ids = tuple(one.id for one in registrations)
         if ids not in self._known:
             with ExitStack() as loan:
@@ -168,10 +168,10 @@ class RelayedEngines:
 class RelayedEngine:
     """The ranks of an engine that lends its step."""
 
-    registrations: tuple[Registration, ...]
+    registrations: tuple[RankRegistration, ...]
     peers: tuple[PeerRank, ...]
 
-    def read(self) -> tuple[Status, ...]:
+    def read(self) -> tuple[RankStatus, ...]:
         """Return the statuses of all ranks; errors as `PeerRank.read`."""
         return tuple(peer.read() for peer in self.peers)
 
@@ -320,7 +320,7 @@ class RelayedEngine:
         return None
 
 
-def _is_steady(statuses: Sequence[Status]) -> bool:
+def _is_steady(statuses: Sequence[RankStatus]) -> bool:
     """Return whether all ranks of an engine hold one step, and write to no tensor."""
     first = statuses[0]
     return first.step >= 0 and all(

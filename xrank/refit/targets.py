@@ -233,14 +233,9 @@ class Runs:
     """Address in this process."""
     nbytes: IntArray
 
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of all runs."""
-        return int(self.nbytes.sum())
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class SpanCall:
     """The arguments of one process_vm_readv(2)."""
 
     there: SpanArray
@@ -294,7 +289,7 @@ def join_runs(parts: Sequence[Runs]) -> Runs:
     return Runs(there[first], here[first], np.add.reduceat(nbytes, first) if len(first) else nbytes)
 
 
-def cut_calls(runs: Runs) -> Iterator[Call]:
+def cut_calls(runs: Runs) -> Iterator[SpanCall]:
     """Yield the calls that copy all runs, in order.
 
     Either side of a call is joined by itself: rows of a matrix that become columns elsewhere are one span here, and
@@ -314,7 +309,7 @@ def cut_calls(runs: Runs) -> Iterator[Call]:
         end = max(end, begin + 1)
         nbytes = runs.nbytes[begin:end]
         there, here = _join_side(runs.there[begin:end], nbytes), _join_side(runs.here[begin:end], nbytes)
-        yield Call(there, here, int(nbytes.sum()))
+        yield SpanCall(there, here, int(nbytes.sum()))
         begin = end
 
 
@@ -333,7 +328,7 @@ class Transfer:
     """Bytes that the copies fill."""
     source: PeerSource
     """To be closed by the caller."""
-    calls: list[tuple[SpanMemory, Call]]
+    calls: list[tuple[SpanMemory, SpanCall]]
     buffered: Plan | None
     buffered_tensors: tuple[torch.Tensor, ...]
     budget: Budget
@@ -370,7 +365,7 @@ class Transfer:
 
     def _run_calls(self, check: Callable[[], object]) -> None:
         lock, next_check = threading.Lock(), 0.0
-        left: Iterator[tuple[SpanMemory, Call]] = iter(self.calls)
+        left: Iterator[tuple[SpanMemory, SpanCall]] = iter(self.calls)
         failures: list[BaseException] = []
 
         def work() -> None:

@@ -15,7 +15,7 @@ from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.peer_memory import MooncakeEngine
 from xrank.ranks.tensor_bytes import locate_elements
 from xrank.recipes.options import default_workers
-from xrank.refit.directory import Address, Registration, find_trainer_ranks, read_trainer_model
+from xrank.refit.directory import Address, RankRegistration, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (
     GRACE_SECONDS,
     PAUSE_SECONDS,
@@ -23,7 +23,7 @@ from xrank.refit.peers import (
     Pause,
     PeerRank,
     Phase,
-    Status,
+    RankStatus,
     check_phase,
 )
 from xrank.refit.targets import MemoryPlaces, ModuleTarget, TargetPlan, Transfer, make_transfer
@@ -39,7 +39,7 @@ _OWN = -1
 class TrainerLink:
     """A trainer as this rank reads it; see `connect_trainer`."""
 
-    registration: Registration
+    registration: RankRegistration
     peers: list[PeerRank]
     planned: TargetPlan
     transfer: Transfer
@@ -61,7 +61,7 @@ class TrainerLink:
         """Number of the offer in statuses."""
         return self.registration.number
 
-    def read(self) -> list[Status]:
+    def read(self) -> list[RankStatus]:
         """Return the statuses of all ranks; raise a failure of a step once, the end of a rank always.
 
         Raises:
@@ -90,7 +90,7 @@ class TrainerLink:
 
     def wait_for_step(
         self, place: Address, step: int | None, engine_step: int | None, check: Callable[[], object]
-    ) -> list[Status] | None:
+    ) -> list[RankStatus] | None:
         """Return the statuses once all ranks show one new step; None if another trainer has come to the address.
 
         With a step, no other one is waited for; without, any that is not `engine_step`, which the engine holds.
@@ -126,13 +126,13 @@ class TrainerLink:
                     return None
             pause()
 
-    def wait_for_confirmation(self, before: Sequence[Status], check: Callable[[], object]) -> bool:
+    def wait_for_confirmation(self, before: Sequence[RankStatus], check: Callable[[], object]) -> bool:
         """Wait until all ranks confirm the bytes that were read; return False if they have closed the step.
 
         Raises:
             RankFailedError, RankTimeoutError: as `read`.
         """
-        first: list[Status] | None = None
+        first: list[RankStatus] | None = None
         pause = Pause()
         while True:
             statuses = self.read()
@@ -154,7 +154,7 @@ class TrainerLink:
 
 
 def connect_trainer(
-    registration: Registration,
+    registration: RankRegistration,
     target: ModuleTarget,
     offer: MemoryOffer,
     max_memory_nbytes: int,

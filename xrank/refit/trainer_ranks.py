@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError
-from xrank.refit.directory import Address, Registration
+from xrank.refit.directory import Address, RankRegistration
 from xrank.refit.peers import (
-    Outcome,
     OutcomeBlock,
     PeerRank,
     Phase,
-    Status,
+    RankStatus,
     StatusBlock,
+    StepOutcome,
     check_phase,
     make_failure,
     wait_while,
@@ -47,7 +47,7 @@ class EngineParts:
     waiting: list[PeerRank] = field(default_factory=list)
     """Ranks that have not yet taken the step."""
     taken: list[str] = field(default_factory=list)
-    failed: list[tuple[PeerRank, Status]] = field(default_factory=list)
+    failed: list[tuple[PeerRank, RankStatus]] = field(default_factory=list)
     """Ranks whose last call of `update` has raised; for a moment they are among `waiting`, too."""
     reading: list[PeerRank] = field(default_factory=list)
     """Those of `waiting` that write to their tensors, or wait until what they wrote is confirmed."""
@@ -60,7 +60,7 @@ class EngineWatch:
 
     def __init__(self, place: Address, offer: int, *, is_first: bool) -> None:
         self._place, self._offer, self._is_first = place, offer, is_first
-        self._registrations: dict[str, Registration] = {}
+        self._registrations: dict[str, RankRegistration] = {}
         self._peers: dict[str, PeerRank] = {}
         self._reported: dict[str, int] = {}
         """Rank -> the call of `update` whose failure was reported."""
@@ -154,7 +154,7 @@ class EngineWatch:
                 self._add(name, one)
         self._registrations = {name: one for name, one in found.items() if name not in self._paused}
 
-    def _add(self, name: str, registration: Registration) -> None:
+    def _add(self, name: str, registration: RankRegistration) -> None:
         try:
             content = registration.describe("an engine's rank", "engine, rank and offer")
             rank, engine = content["rank"].count(below=1 << 31), content["engine"].text()
@@ -244,7 +244,7 @@ class TrainerRanks:
             raise failure
         return late
 
-    def decide(self, outcome: Outcome) -> None:
+    def decide(self, outcome: StepOutcome) -> None:
         """Let the other ranks take an outcome over."""
         self._outcomes.write(outcome)
         self.block.write(replace(self.block.value, committed=outcome.step))
@@ -256,7 +256,7 @@ class TrainerRanks:
             RankFailedError: none has, because they took this rank for a failed one.
         """
         known: list[PeerRank] = []
-        refusals: list[tuple[PeerRank, Status]] = []
+        refusals: list[tuple[PeerRank, RankStatus]] = []
 
         def is_waited_for(peer: PeerRank) -> bool:
             status = peer.try_read()
@@ -274,7 +274,7 @@ class TrainerRanks:
         if refusals and not known:
             check_phase(*refusals[-1])
 
-    def find_outcome(self, step: int) -> Outcome | None:
+    def find_outcome(self, step: int) -> StepOutcome | None:
         """Return the outcome of a step once the first rank has decided it.
 
         Raises:
@@ -294,10 +294,6 @@ class TrainerRanks:
             return self._take_over(first, step)
         _check_step(first, status, step)
         return None
-
-    def has_first_come(self, step: int) -> bool:
-        """Return whether the first rank has come to a step."""
-        return self.is_first or self.peers[0].read().step >= step
 
     def leave(self, cause: str) -> RankFailedError | None:
         """Show that this rank closes, and return the error of a rank that has ended before it closed.
@@ -333,14 +329,14 @@ class TrainerRanks:
         for peer in self.peers:
             peer.close()
 
-    def _take_over(self, peer: PeerRank, step: int) -> Outcome:
+    def _take_over(self, peer: PeerRank, step: int) -> StepOutcome:
         outcome = peer.read_outcome()
         if outcome.step != step:
             raise _step_error(peer, outcome.step, step)
         self.decide(outcome)
         return outcome
 
-    def _ask_others(self, step: int, error: XrankError) -> Outcome:
+    def _ask_others(self, step: int, error: XrankError) -> StepOutcome:
         """Return the outcome that another rank has taken over from the first one, which has ended; else raise.
 
         A rank that shows its failure here takes no outcome from the first rank any more. So if all do, none has one.
@@ -364,7 +360,7 @@ class TrainerRanks:
         raise error
 
 
-def _check_step(peer: PeerRank, status: Status, step: int) -> None:
+def _check_step(peer: PeerRank, status: RankStatus, step: int) -> None:
     """Raise if a rank has failed in a step, has closed, or publishes a later step."""
     if status.step >= step or status.phase is Phase.ENDED:  # failures of earlier steps are over
         check_phase(peer, status)
