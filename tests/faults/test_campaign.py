@@ -211,9 +211,12 @@ def _repeat(unit: bytes, start: bytes = b"(") -> bytes:
 _BOMBS = {
     "memo": _repeat(b"\x94", b"]"),
     "memo of numbers": _repeat(b"K\x01\x94"),
-    "globals": b"\x80\x04(" + b"".join(b"c\n%x\n" % number for number in range(1_250_000)) + b"t.",
+    "globals": b"\x80\x04(" + b"".join(b"ca\n%x\n" % number for number in range(1_100_000)) + b"t.",
     "frozensets": _repeat(b"(\x91"),
     "no items": _repeat(b"(u", b"}"),
+    "nothing": _repeat(b"N", b"](")[:-1] + b"e.",
+    "integers": _repeat(b"\x8a\x01\x01", b"](")[:-1] + b"e.",
+    "appending": _repeat(b"Na", b"]"),
 }
 """Pickles of 10 MB: a few opcodes that cost time or memory, repeated."""
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
-from xrank.formats.pickles import InertRecord, PickleMachine, check_tree, read_pickle, refuse_inert
+from xrank.formats.pickles import InertRecord, PickleReader, check_tree, read_pickle, refuse_inert
 from xrank.formats.regular_file import Origin
 
 pytestmark = pytest.mark.quick
@@ -221,17 +221,15 @@ def test_attributes_of_a_dict_are_searched_too():
     assert list(read_pickle(pickle.dumps(held, 2), ORIGIN).foreign) == [(Point.__module__, "Point")]
 
 
-@pytest.mark.parametrize("code", [b"]", b"}", b"\x8f", b"(", b"N0", b"N\x85", b"Nq\x00"])
-def test_many_objects_of_a_small_file_are_refused(code, monkeypatch):
-    monkeypatch.setattr(PickleMachine, "max_made_nbytes", 1 << 20)
-    with pytest.raises((UsageError, CorruptError)) as caught:
-        read_pickle(b"\x80\x02" + code * 100_000 + b".", ORIGIN)
-    if code != b"Nq\x00":  # each value overwrites the memo of the last; the stack is left
-        assert isinstance(caught.value, UsageError) and "more objects than xrank reads" in str(caught.value)
+@pytest.mark.parametrize("code", [b"]", b"}", b"\x8f", b"(", b"N\x85", b"N\x94", b"K\x01Ns", b")R", b"ca\n%x\n"])
+def test_many_objects_of_a_small_file_are_refused(code):
+    units = (code % k if b"%" in code else code for k in range(100_000))
+    with pytest.raises(UsageError, match="more objects than xrank reads"):
+        PickleReader(b"\x80\x02" + b"".join(units) + b".", ORIGIN, {}, max_made_nbytes=1 << 20).read()
 
 
 def test_a_memo_of_sparse_numbers_is_that_of_pickle():
-    puts = b"K\x09q\x03K\x01q\x00K\x02q\x01K\x04q\x02K\x05q\x03K\x06q\x09"
+    puts = b"K\x09q\x03K\x01q\x00K\x02q\x01K\x04q\x02K\x05q\x03K\x06r\x09\0\0\0"
     data = b"\x80\x02(" + puts + b"h\x03h\x00h\x02h\x09t."
     assert read_pickle(data, ORIGIN).value == pickle.loads(data)
 
@@ -327,7 +325,9 @@ def test_lists_that_double_are_refused_for_what_they_are():
 
 def test_a_memo_index_allocates_nothing():
     # pickle.Unpickler would ask for 64 GiB here (python/cpython#115952).
-    assert read_pickle(b"Nr\xff\xff\xff\xff.", ORIGIN).value is None
+    with pytest.raises(CorruptError, match="damaged") as caught:
+        read_pickle(b"Nr\xff\xff\xff\xff.", ORIGIN)
+    assert caught.value.got == "memo number 4294967295"
 
 
 def test_deep_records_are_left_without_recursion():
@@ -347,10 +347,7 @@ def test_a_cycle_through_an_object_is_no_damage():
     assert record.state["x"] is record
 
 
-def test_steps_are_bounded(monkeypatch):
-    monkeypatch.setattr("xrank.formats.pickles.MAX_OPCODES", 1000)
-    with pytest.raises(CorruptError, match="steps"):
-        read_pickle(b"N0" * 1000 + b"N.", ORIGIN)
+def test_the_length_is_bounded(monkeypatch):
     monkeypatch.setattr("xrank.formats.pickles.MAX_PICKLE_NBYTES", 10)
     with pytest.raises(CorruptError, match="too long"):
         read_pickle(b"N0" * 1000 + b"N.", ORIGIN)
@@ -401,8 +398,9 @@ def test_the_reader_agrees_with_pickle_on_random_streams():
         data = b"\x80\x04" + b"".join(chance.choices(pieces, k=chance.randrange(1, 9))) + b"."
         try:
             value = read_pickle(data, ORIGIN).value
-        except XrankError:
+            plain = pickle.Unpickler(io.BytesIO(data)).load()
+        except (XrankError, pickle.UnpicklingError):
             continue
-        assert repr(value) == repr(pickle.Unpickler(io.BytesIO(data)).load())
+        assert repr(value) == repr(plain)
         agreed += 1
     assert agreed > 500

@@ -1,7 +1,8 @@
-"""Regular expressions over opcodes for the chunks and entries of storage in the pickle of a ``.metadata``.
+"""Read the ``.metadata`` of a torch DCP checkpoint: its tensors, and the shapes and places of their pieces.
 
-The pickler writes all of a kind alike, except for numbers and for texts from another rank. It writes classes and names
-of fields once, and later refers to them by their numbers in the memo.
+The classes are those of ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py: _StorageInfo``, of torch 2.1
+to 2.13. torch is not imported, and the pickle calls nothing. A checkpoint of 1,000 tensors by 1,024 ranks has a million
+pieces: their objects become rows of arrays as soon as the tensor, or the batch of places, is complete.
 """
 
 from __future__ import annotations
@@ -11,459 +12,38 @@ import os
 import re
 import struct
 from array import array
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from xrank.errors import XrankError
 from xrank.formats.pickles import (
-    COSTS,
+    OPCODE_LENGTHS,
     PLAIN_BUILDERS,
     PROTOCOL,
-    STEPS,
-    STEPS_A_CHECK,
+    RUN,
     STOP,
     InertRecord,
-    PickleMachine,
+    PickleReader,
+    PickleRun,
+    PickleScan,
+    WrongRunError,
     is_known,
-    run_machine,
+    measure_opcode,
 )
 from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
 from xrank.layout.nest_table import IntArray
 from xrank.stores.client import ObjectStatus
 
-Matcher: TypeAlias = Callable[[bytes, int], "re.Match[bytes] | None"]
-"""Matches at a byte of a pickle; the functions that make matchers define its groups."""
-
-NUM_FIXED_MEMOS = 6
-"""Number of memo values in every object of either kind: one instance, its state, and two Sizes with their argument
-tuples; or two instances, their states, and one Size with its tuple. A tuple with numbers and a full text add one."""
-
-_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-
-# BININT1, BININT2, BININT, LONG1
-_COUNT = rb"(?:K.|M..|J....|\x8a(?:\x05.....|\x06......|\x07.......|\x08........))"
-_PLACE = rb"(" + _COUNT + rb")"
-# EMPTY_TUPLE; TUPLE1 to 3, or TUPLE down to its MARK, and MEMOIZE; then the call of torch.Size on it
-_SIZE = rb"(\)|\(?" + _COUNT + rb"+[\x85\x86\x87t]\x94)\x85\x94R\x94"
-# BINGET, LONG_BINGET, SHORT_BINUNICODE and MEMOIZE
-_TEXT = rb"(h.|j....|\x8c.[^\x94]*\x94)"
-_INDEX = rb"(?:N|K.|M..|J....)"
-_MADE = rb"\)\x81\x94\}\x94\("  # an empty instance, and the start of its state
-_SET = rb"ub"
-
-_NBYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}  # of BININT1, BININT2 and BININT, with their opcodes
-_ARITIES = {0x85: 1, 0x86: 2, 0x87: 3}  # of TUPLE1 to 3
-
-_Part: TypeAlias = bytes | str | tuple[str, str]
-
-
-def chunk_matcher(memo: Mapping[int, object]) -> Matcher | None:
-    """Return the matcher of a ``ChunkStorageMetadata``; its groups are the tuples of offsets and sizes.
-
-    Args:
-        memo: the memo of a machine that has just read one; None is returned if the object had another form.
-    """
-    size = ("torch", "Size")
-    return _matcher(
-        memo, (_METADATA, "ChunkStorageMetadata"), _MADE, "offsets", size, _SIZE, "sizes", size, _SIZE, _SET
-    )
-
-
-def entry_matcher(memo: Mapping[int, object]) -> Matcher | None:
-    """Return the matcher of a ``MetadataIndex`` and its ``_StorageInfo``: name, offsets, path, first byte, length.
-
-    Args:
-        memo: the memo of a machine that has just read one; None is returned if the object had another form.
-    """
-    index = (
-        (_METADATA, "MetadataIndex"),
-        _MADE,
-        "fqn",
-        _TEXT,
-        "index",
-        _INDEX,
-        "offset",
-        ("torch", "Size"),
-        _SIZE,
-        _SET,
-    )
-    info = ((_FILESYSTEM, "_StorageInfo"), _MADE, "relative_path", _TEXT, "offset", _PLACE, "length", _PLACE, _SET)
-    return _matcher(memo, *index, *info)
-
-
-def _matcher(memo: Mapping[int, object], *parts: _Part) -> Matcher | None:
-    """Return the matcher of these parts; a text or a class stands for the reference to its memo number."""
-    numbers: dict[object, int] = {}
-    for number, value in memo.items():
-        if isinstance(value, str):
-            numbers.setdefault(value, number)
-        elif type(value) is InertRecord and value.args is None:
-            numbers.setdefault((value.module, value.name), number)
-    pattern = b""
-    for part in parts:
-        if isinstance(part, bytes):
-            pattern += part
-        elif part not in numbers:
-            return None
-        else:
-            number = numbers[part]
-            get = b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
-            pattern += re.escape(get)
-    return re.compile(pattern, re.DOTALL).match
-
-
-def pack_tuple(raw: bytes) -> bytes:
-    """Return the integers of a matched tuple as consecutive int64.
-
-    Raises:
-        ValueError: an integer is negative, or the opcodes do not form a tuple.
-    """
-    if raw == b")":
-        return b""
-    values: list[int] = []
-    marked = raw[0] == 0x28
-    at, end = int(marked), len(raw) - 2  # the opcode of the tuple and that of its memo
-    while at < end:
-        nbytes = 2 + raw[at + 1] if raw[at] == 0x8A else _NBYTES[raw[at]]
-        values.append(parse_count(raw[at : at + nbytes]))
-        at += nbytes
-    if _ARITIES.get(raw[end]) != (None if marked else len(values)):
-        raise ValueError("a tuple takes more or fewer values than there are")
-    return struct.pack(f"<{len(values)}q", *values)
-
-
-def parse_count(raw: bytes) -> int:
-    """Return the value of a matched integer.
-
-    Raises:
-        ValueError: it is negative.
-    """
-    opcode = raw[0]
-    # LONG1 has its length before it.
-    value = int.from_bytes(raw[2 if opcode == 0x8A else 1 :], "little", signed=opcode in (0x8A, 0x4A))
-    if value < 0:
-        raise ValueError("a count below 0")
-    return value
-
-
-_MAX_PACKED = 1 << 16
-_MAX_LEARNED = 16
-# A tensor takes about 400 bytes, and objects of 2,000; its pieces become rows of arrays.
-_MIN_MADE_NBYTES, _MADE_NBYTES_A_BYTE, _MAX_MADE_NBYTES = 1 << 26, 8, 1 << 30
-
-_GETS = (0x68, 0x6A)  # BINGET, LONG_BINGET: the first opcode of every entry except the first of its kind
-
-
-class ChunkRun:
-    """Consecutive chunks of one tensor; stands for them in a list."""
-
-    __slots__ = ("count", "offsets", "sizes", "width")
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        """Bytes of one chunk's offsets: 8 per dimension."""
-        self.offsets = bytearray()
-        self.sizes = bytearray()
-        self.count = 0
-
-
-class EntryRun:
-    """Consecutive pairs of an index and a place, kept in the machine's tables; stands for them in a dict."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-class EntryTable:
-    """The places of the stored pieces of one tensor."""
-
-    __slots__ = ("offsets", "places", "width")
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        """Bytes of one piece's offsets: 8 per dimension."""
-        self.offsets = bytearray()
-        self.places = array("q")
-        """For each piece the number of its file, its first byte and its length in bytes."""
-
-
-class MetadataMachine(PickleMachine):
-    """The machine of `xrank.formats.pickles` that reads chunks and entries of storage in one step each."""
-
-    def __init__(self, data: bytes, origin: Origin) -> None:
-        builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
-        super().__init__(data, origin, builders, InertRecord, None)
-        self.max_made_nbytes = min(_MIN_MADE_NBYTES + _MADE_NBYTES_A_BYTE * len(data), _MAX_MADE_NBYTES)
-        self.calls = deque(maxlen=0)  # `reduce` has looked at them; a list would keep all records alive
-        self._memo = _Memo(self)
-        self.memo = self._memo
-        self.files: dict[str, int] = {}
-        """Relative path -> number, in the order of first use."""
-        self.tables: dict[str, EntryTable] = {}
-        """Flat name of a tensor -> its entries."""
-        self.num_matched_entries = 0
-        self._match_chunk: Matcher | None = None
-        self._match_entry: Matcher | None = None
-        self._num_learned = 0
-        self._packed: dict[bytes, bytes] = {}
-        self._names: dict[bytes, EntryTable] = {}
-        self._paths: dict[bytes, int] = {}
-
-    def run(self) -> object:
-        """Return the value of the pickle."""
-        data, steps = self.data, _STEPS
-        made_nbytes = num_steps = 0
-        # Every step takes at least one byte, so the length bounds their number.
-        while True:
-            opcode = data[self.at]
-            if opcode in _GETS and (self._take_chunks() or self._take_entries()):
-                continue
-            self.at += 1
-            step = steps.get(opcode)
-            if step is not None:
-                step(self)
-                made_nbytes += COSTS[opcode]
-                num_steps += 1
-                if num_steps % STEPS_A_CHECK == 0:
-                    self.check_size(made_nbytes)
-                    made_nbytes = 0
-            elif opcode == STOP:
-                return self.stop()
-            else:
-                raise self.refusal(opcode)
-
-    def forget(self) -> None:
-        """Free all memory except the tables, after `run`."""
-        self.data = b""
-        self.memo = {}
-        self._memo = _Memo(self)
-        self._packed.clear()
-        self._names.clear()
-        self._match_chunk = self._match_entry = None
-
-    def replay(self, start: int, end: int) -> None:
-        """Run a stretch again to restore its memo values."""
-        kept = self.at, self.stack, self.marks
-        self.at, self.stack, self.marks = start, [], []
-        while self.at < end:
-            opcode = self.data[self.at]
-            self.at += 1
-            _STEPS[opcode](self)
-        self.at, self.stack, self.marks = kept
-
-    # ---- chunks
-
-    def _take_chunks(self) -> bool:
-        match = self._match_chunk
-        found = None if match is None else match(self.data, self.at)
-        if found is None or match is None:
-            return False
-        data, packed, skip = self.data, self._packed, self._memo.skip
-        top = self.stack[-1] if self.stack else None
-        run = top if type(top) is ChunkRun else None
-        while found is not None:
-            offsets, sizes = found.group(1, 2)
-            low = packed.get(offsets) or self._pack(offsets)
-            extents = packed.get(sizes) or self._pack(sizes)
-            if len(low) != len(extents):
-                raise ValueError("a chunk's offsets and sizes differ in number")
-            if run is None:
-                run = ChunkRun(len(low))
-                self.stack.append(run)
-            elif run.width != len(low):
-                raise ValueError("chunks of one tensor differ in their number of dimensions")
-            run.offsets += low
-            run.sizes += extents
-            run.count += 1
-            # A non-empty tuple is memoized, too.
-            skip(found.span(), NUM_FIXED_MEMOS + (offsets != b")") + (sizes != b")"))
-            self.at = found.end()
-            found = match(data, self.at)
-        return True
-
-    def append_one(self) -> None:
-        """Append one item; a run must have exactly one chunk."""
-        item = self.stack.pop()
-        if isinstance(item, ChunkRun) and item.count != 1:
-            raise ValueError("several chunks appended as one")
-        self.append([item])
-
-    def reduce(self) -> None:
-        """Make the record of a call. Its result may be discarded unseen, since `_Memo` keeps no records alive."""
-        target = self.stack[-2]
-        if isinstance(target, InertRecord) and not is_known((target.module, target.name)):
-            name = f"{target.module}.{target.name}"
-            raise self.origin.unsafe(f"the pickle runs {quote(name)}, which no framework writes there", got=quote(name))
-        self.call()
-
-    # ---- entries of storage
-
-    def _take_entries(self) -> bool:
-        match = self._match_entry
-        found = None if match is None else match(self.data, self.at)
-        if found is None or match is None:
-            return False
-        data, packed, names, paths, skip = self.data, self._packed, self._names, self._paths, self._memo.skip
-        top = self.stack[-1] if self.stack else None
-        run = top if type(top) is EntryRun else None
-        if run is None:
-            run = EntryRun()
-            self.stack.append(run)
-        while found is not None:
-            name, offsets, path, start, nbytes = found.group(1, 2, 3, 4, 5)
-            low = packed.get(offsets) or self._pack(offsets)
-            table = names.get(name) or self._table(name, len(low))
-            if table.width != len(low):
-                raise ValueError("the pieces of one tensor differ in their number of dimensions")
-            file = paths.get(path)
-            if file is None:
-                file = self._file(path)
-            table.offsets += low
-            table.places.extend((file, parse_count(start), parse_count(nbytes)))
-            run.count += 1
-            skip(found.span(), NUM_FIXED_MEMOS + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C))
-            self.at = found.end()
-            found = match(data, self.at)
-        return True
-
-    def set_items(self, items: list[object]) -> None:
-        """Set pairs; a run of entries stands for several pairs."""
-        if any(type(item) is EntryRun for item in items):
-            target = self.stack[-1]
-            if type(target) is not dict:
-                raise TypeError(f"entries of storage in a {type(target).__name__}")
-            plain: list[object] = []
-            for item in items:
-                if not isinstance(item, EntryRun):
-                    plain.append(item)
-                elif len(plain) % 2:
-                    raise ValueError("entries of storage in the place of a value")
-                else:
-                    target[item] = None
-                    self.num_matched_entries += item.count
-            items = plain
-        super().set_items(items)
-
-    def set_item(self) -> None:
-        """Set one pair, which may be a run of one pair."""
-        top = self.stack[-1]
-        if isinstance(top, EntryRun):
-            if top.count != 1:
-                raise ValueError("several entries of storage set as one")
-            self.set_items([self.stack.pop()])
-        else:
-            super().set_item()
-
-    def _table(self, raw: bytes, width: int) -> EntryTable:
-        name = self._text(raw)
-        table = self.tables.get(name)
-        if table is None:
-            table = self.tables[name] = EntryTable(width)
-        if raw[0] == 0x8C:  # every rank writes the same texts again; a reference rarely repeats
-            self._names[raw] = table
-        return table
-
-    def _file(self, raw: bytes) -> int:
-        number = self._paths[raw] = self.files.setdefault(self._text(raw), len(self.files))
-        return number
-
-    def _text(self, raw: bytes) -> str:
-        if raw[0] == 0x8C:
-            text: object = raw[2:-1].decode("utf-8")
-            if raw[1] != len(raw) - 3:
-                raise ValueError("a text's length is wrong")
-        else:
-            text = self.memo[int.from_bytes(raw[1:], "little")]
-        if not isinstance(text, str):
-            raise TypeError("a name that is not a text")
-        return text
-
-    # ---- templates
-
-    def build(self) -> None:
-        """Set a state; after the first object of each kind, make the matcher of the others."""
-        super().build()
-        target = self.stack[-1]
-        if type(target) is InertRecord and self._num_learned < _MAX_LEARNED:
-            if target.name == "ChunkStorageMetadata" and self._match_chunk is None:
-                self._num_learned += 1
-                self._match_chunk = chunk_matcher(self.memo)
-            elif target.name == "_StorageInfo" and self._match_entry is None:
-                self._num_learned += 1
-                self._match_entry = entry_matcher(self.memo)
-
-    def _pack(self, raw: bytes) -> bytes:
-        """Return the integers of a tuple as consecutive int64."""
-        packed = pack_tuple(raw)
-        if len(self._packed) >= _MAX_PACKED:
-            self._packed.clear()
-        self._packed[raw] = packed
-        return packed
-
-
-def _size(args: tuple[object, ...]) -> object:
-    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented
-
-
-class _Memo(dict[int, object]):
-    """The memo; values of matched stretches are restored only when a reference needs them."""
-
-    def __init__(self, machine: MetadataMachine) -> None:
-        super().__init__()
-        self._machine = machine
-        self._count = 0
-        # For each stretch: its first memo number, its count of numbers, and its first and last byte in the pickle.
-        self._firsts, self._counts, self._spans = array("q"), bytearray(), array("q")
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __setitem__(self, number: int, value: object) -> None:
-        # Pickle numbers in order (Modules/_pickle.c: memo_put); a matcher refers to values by number.
-        if number != self._count:
-            raise ValueError(f"memo number {number} after {self._count}")
-        super().__setitem__(number, value)
-        self._count += 1
-
-    def skip(self, span: tuple[int, int], count: int) -> None:
-        """Reserve the memo numbers of a matched stretch."""
-        self._firsts.append(self._count)
-        self._counts.append(count)
-        self._spans.extend(span)
-        self._count += count
-
-    def __missing__(self, number: int) -> object:
-        row = bisect_right(self._firsts, number) - 1
-        if row < 0 or number >= self._firsts[row] + self._counts[row]:
-            raise KeyError(number)
-        kept, self._count = self._count, self._firsts[row]
-        self._machine.replay(self._spans[2 * row], self._spans[2 * row + 1])
-        self._count = kept
-        return dict.__getitem__(self, number)
-
-
-_STEPS: dict[int, Callable[[Any], object]] = {
-    **STEPS,
-    ord("s"): MetadataMachine.set_item,
-    ord("b"): MetadataMachine.build,
-    ord("a"): MetadataMachine.append_one,
-    ord("R"): MetadataMachine.reduce,
-}
-
-
 MAX_METADATA_NBYTES = 1 << 32
 """Largest ``.metadata`` that is read, in bytes; a piece of a tensor takes about 200."""
 
 _MAX_EXTENT = (1 << 63) - 1
+_MIN_MADE_NBYTES, _MADE_NBYTES_A_BYTE = 1 << 26, 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -532,12 +112,14 @@ def read_metadata(path: str) -> DcpMetadata:
             raise origin.corrupt("is not a whole pickle", want="the pickled metadata of a checkpoint")
         status = file.status
         with _pause_collector():
-            machine = MetadataMachine(file.read(0, file.nbytes), origin)
-            value = run_machine(machine)
-            # The memo takes some hundred MB for a million pieces, and the arrays do not need it.
-            machine.forget()
             try:
-                return _Metadata(machine, origin).read(value, path, status)
+                try:
+                    reader = _MetadataReader(file.read(0, file.nbytes), origin)
+                    value = reader.read()
+                except WrongRunError:
+                    reader = _MetadataReader(file.read(0, file.nbytes), origin, takes_runs=False)
+                    value = reader.read()
+                return reader.make_metadata(value, path, status)
             except XrankError:
                 raise
             except (ValueError, TypeError, OverflowError) as error:
@@ -556,23 +138,389 @@ def _pause_collector() -> Iterator[None]:
             gc.enable()
 
 
-class _Metadata:
-    """Makes arrays from the tables and values of the machine."""
+# ---- runs of pieces and of their places
 
-    def __init__(self, machine: MetadataMachine, origin: Origin) -> None:
-        self.machine = machine
-        self.origin = origin
+_GET = rb"(h.|j....)"  # BINGET, LONG_BINGET
+_COUNT = rb"(?:K.|M..|J....|\x8a(?:\x05.....|\x06......|\x07.......|\x08........))"  # BININT1, BININT2, BININT, LONG1
+# EMPTY_TUPLE; TUPLE1 to 3, or TUPLE down to its MARK, and MEMOIZE; then the call of torch.Size on it
+_SIZE = _GET + rb"(\)|\(?" + _COUNT + rb"+[\x85\x86\x87t]\x94)\x85\x94R\x94"
+_NAME = rb"(h.|j....|\x8c.[^\x94]*\x94)"  # or SHORT_BINUNICODE and MEMOIZE
+_MADE, _SET = _GET + rb"\)\x81\x94\}\x94\(", rb"ub"  # an empty instance, and the start and end of its state
+_PLACE = _GET + rb"(" + _COUNT + rb")"
+_INDEX = _MADE + _GET + _NAME + _GET + rb"(?:N|K.|M..|J....)" + _GET + _SIZE + _SET
+# As picklers write all objects but the first: with classes and names of fields from the memo.
+_CHUNK = re.compile(_MADE + _GET + _SIZE + _GET + _SIZE + _SET, re.DOTALL)
+_ENTRY = re.compile(_INDEX + _MADE + _GET + _NAME + _PLACE + _PLACE + _SET, re.DOTALL)
+_METADATA, _SIZE_CLASS = "torch.distributed.checkpoint.metadata", ("torch", "Size")
+_CHUNK_FORM = ((_METADATA, "ChunkStorageMetadata"), "offsets", _SIZE_CLASS, "sizes", _SIZE_CLASS)
+_ENTRY_FORM = (
+    *((_METADATA, "MetadataIndex"), "fqn", "index", "offset", _SIZE_CLASS),
+    *(("torch.distributed.checkpoint.filesystem", "_StorageInfo"), "relative_path", "offset", "length"),
+)
+"""The memo values of a run, but for the texts of names and paths."""
+_INT_NBYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}  # of BININT1, BININT2 and BININT, with their opcodes
+_ARITIES = {0x85: 1, 0x86: 2, 0x87: 3}  # of TUPLE1 to 3
+_MAX_PACKED = 1 << 16
+
+
+class _Run(PickleRun):
+    """Consecutive chunks of a tensor, or entries of storage; stands for them in a list or a dict."""
+
+    def __init__(self, gets: tuple[bytes, ...], start: int, width: int, *, is_entries: bool) -> None:
+        super().__init__(gets)
+        self.is_entries = is_entries
+        self.start = self.stop = start
+        """First byte in the pickle, and the byte after the last one."""
+        self.width = width
+        """Bytes of one piece's offsets: 8 per dimension."""
+        self.starts, self.memos = array("q"), array("q")
+        """First byte of each object, and number of memo values up to its end."""
+        self.offsets = bytearray()
+        self.values = array("q")
+        """Sizes of chunks; or first byte and length of each entry."""
+        self.texts = array("q")
+        """Numbers of the opcodes of the name and of the path of each entry."""
+        self.count = 0
+
+
+class _RunFinder:
+    """Cuts runs out of a pickle: each chunk or entry, thirty to forty opcodes, by one regular expression.
+
+    Args:
+        data: the pickle.
+        origin: the file, for errors.
+        excluded: first bytes of objects that are read opcode by opcode.
+    """
+
+    def __init__(self, data: bytes, origin: Origin, excluded: set[int]) -> None:
+        self._data, self._origin, self._excluded = data, origin, excluded
+        self._packed: dict[bytes, bytes] = {}
+        self.texts: dict[bytes, int] = {}
+        """Opcodes of names and paths -> number."""
+        self._has_own_path = False
+
+    def cut(self) -> tuple[bytes, list[_Run]]:
+        """Return the pickle with `RUN` in the place of each run, and the runs."""
+        data, lengths = self._data, [0 if opcode in b"hj" else n for opcode, n in enumerate(OPCODE_LENGTHS)]
+        parts: list[bytes] = []
+        runs: list[_Run] = []
+        at = last = 0
+        while at < len(data):
+            length = lengths[data[at]]
+            if length:
+                at += length
+                continue
+            run = self._find_run(at) if data[at] in b"hj" else None
+            if run is None:
+                at += OPCODE_LENGTHS[data[at]] or measure_opcode(data, at, self._origin)
+                continue
+            run.num_memos, run.count = run.memos[-1], len(run.starts)
+            runs.append(run)
+            parts += [data[last:at], bytes([RUN])]
+            at = last = run.stop
+        return b"".join([*parts, data[last:]]), runs
+
+    def _find_run(self, at: int) -> _Run | None:
+        found = _CHUNK.match(self._data, at)
+        if found is not None:
+            return self._take_chunks(found)
+        found = _ENTRY.match(self._data, at)
+        return None if found is None else self._take_entries(found)
+
+    def _take_chunks(self, found: re.Match[bytes] | None) -> _Run | None:
+        run, num_memos = None, 0
+        while found is not None and found.start() not in self._excluded:
+            gets, offsets, sizes = found.group(1, 2, 3, 5, 6), found[4], found[7]
+            low = self._packed.get(offsets) or self._pack(offsets)
+            extents = self._packed.get(sizes) or self._pack(sizes)
+            if low is None or extents is None or len(low) != len(extents):
+                break
+            if run is None:
+                run = _Run(gets, found.start(), len(low), is_entries=False)
+            elif (run.gets, run.width) != (gets, len(low)):
+                break
+            # An instance, its state, and two Sizes with their arguments.
+            num_memos += 6 + (offsets != b")") + (sizes != b")")
+            run.starts.append(found.start())
+            run.memos.append(num_memos)
+            run.stop = found.end()
+            run.offsets += low
+            run.values.frombytes(extents)
+            found = _CHUNK.match(self._data, run.stop)
+        return run
+
+    def _take_entries(self, found: re.Match[bytes] | None) -> _Run | None:
+        run, num_memos = None, 0
+        while found is not None and found.start() not in self._excluded:
+            *gets, name, path, offsets, first, size = found.group(1, 2, 4, 5, 6, 8, 9, 11, 13, 3, 10, 7, 12, 14)
+            low = self._packed.get(offsets) or self._pack(offsets)
+            start, nbytes = _parse_count(first), _parse_count(size)
+            # Mostly, a rank's entries share the text of their path, whose first mention must stay in the memo; and an
+            # entry before SETITEM is two values, where a run is one.
+            is_first, self._has_own_path = not self._has_own_path, path[0] == 0x8C
+            is_odd = start < 0 or nbytes < 0 or low is None or self._data[found.end()] == ord("s")
+            for text in (name, path):
+                if text[0] != 0x8C:
+                    gets.append(text)
+                elif text[1] != len(text) - 3:
+                    is_odd = True
+            if is_odd or low is None or (is_first and self._has_own_path):
+                break
+            if run is None:
+                run = _Run(tuple(gets), found.start(), len(low), is_entries=True)
+            elif run.gets != tuple(gets) or run.width != len(low):
+                break
+            # Two instances, two states, and one Size with its argument.
+            num_memos += 6 + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C)
+            run.starts.append(found.start())
+            run.memos.append(num_memos)
+            run.stop = found.end()
+            run.offsets += low
+            run.values.extend((start, nbytes))
+            texts = self.texts
+            run.texts.extend((texts.setdefault(name, len(texts)), texts.setdefault(path, len(texts))))
+            found = _ENTRY.match(self._data, run.stop)
+        return run
+
+    def _pack(self, raw: bytes) -> bytes | None:
+        packed = _pack_tuple(raw)
+        if packed is not None:
+            if len(self._packed) >= _MAX_PACKED:
+                self._packed.clear()
+            self._packed[raw] = packed
+        return packed
+
+
+def _find_referenced(scan: PickleScan, runs: Sequence[_Run]) -> set[int]:
+    """Return the first bytes of the objects in runs with memo values that the pickle refers to."""
+    if not scan.is_in_order:
+        return {start for run in runs for start in run.starts}
+    gets = np.unique(np.concatenate(scan.gets))
+    found: set[int] = set()
+    for run in runs:
+        low, high = np.searchsorted(gets, (run.first_memo, run.first_memo + run.num_memos))
+        places = np.searchsorted(run.memos, gets[low:high] - run.first_memo, side="right")
+        found.update(run.starts[k] for k in places.tolist())
+    return found
+
+
+def _pack_tuple(raw: bytes) -> bytes | None:
+    """Return the integers of a tuple in a run as consecutive int64; None if it is not a tuple of counts."""
+    if raw == b")":
+        return b""
+    values: list[int] = []
+    is_marked = raw[0] == 0x28
+    at, end = int(is_marked), len(raw) - 2  # the opcode of the tuple and that of its memo
+    while at < end:
+        nbytes = 2 + raw[at + 1] if raw[at] == 0x8A else _INT_NBYTES[raw[at]]
+        values.append(_parse_count(raw[at : at + nbytes]))
+        at += nbytes
+    if _ARITIES.get(raw[end]) != (None if is_marked else len(values)) or min(values) < 0:
+        return None
+    return struct.pack(f"<{len(values)}q", *values)
+
+
+def _parse_count(raw: bytes) -> int:
+    opcode = raw[0]
+    # LONG1 has its length before it.
+    return int.from_bytes(raw[2 if opcode == 0x8A else 1 :], "little", signed=opcode in (0x8A, 0x4A))
+
+
+def _original_places(places: Sequence[int], runs: Sequence[_Run]) -> list[int]:
+    """Return places in a pickle without its runs as places in the whole pickle."""
+    cut = np.cumsum([0, *(run.stop - run.start - 1 for run in runs)])
+    starts = np.array([run.start for run in runs]) - cut[:-1]
+    return [int(place) for place in np.array(places, dtype=np.int64) + cut[np.searchsorted(starts, places)]]
+
+
+class _Places:
+    """The places of the stored pieces of one tensor."""
+
+    def __init__(self, name: str, num_dims: int) -> None:
+        self.name, self.num_dims = name, num_dims
+        self.offsets = bytearray()
+        self.places = array("q")
+        """For each piece the number of its file, its first byte and its length in bytes."""
+
+
+class _MetadataReader(PickleReader):
+    """Reads the pickle, then makes arrays of its values."""
+
+    def __init__(self, data: bytes, origin: Origin, *, takes_runs: bool = True) -> None:
+        self._takes_runs = takes_runs
+        self._runs: list[_Run] = []
+        self._texts: list[bytes] = []
+        self._tables: dict[bytes, _Places] = {}
+        self._files: dict[bytes, int] = {}
+        builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
+        # A piece takes about 170 bytes, and objects of 2,700, most of them only for a moment.
+        super().__init__(data, origin, builders, max_made_nbytes=_MIN_MADE_NBYTES + _MADE_NBYTES_A_BYTE * len(data))
+        self.calls = deque(maxlen=0)  # `call` has looked at them; a list would keep all records alive
+        self.files: dict[str, int] = {}
+        """Relative path -> number, in the order of first use."""
+        self.pieces: dict[str, _Places] = {}
+        """Flat name of a tensor -> the places of its pieces."""
         self.byte_items: dict[str, tuple[int, int, int]] = {}
+        self._stored: object = None
+        """The dict that the entries of storage were set in."""
+        self.num_open_runs = 0
+        """Number of runs of entries that were set in no dict yet."""
 
-    def read(self, value: object, path: str, status: os.stat_result | ObjectStatus) -> DcpMetadata:
+    def scan(self, data: bytes, origin: Origin, max_made_nbytes: int) -> PickleScan:
+        """Return the scanned pickle."""
+        excluded: set[int] = set()
+        # Usually once, as picklers let few runs' values be referred to.
+        while self._takes_runs:
+            try:
+                finder = _RunFinder(data, origin, excluded)
+                rest, runs = finder.cut()
+                scan = PickleScan(rest, origin, max_made_nbytes, runs)
+            except XrankError:
+                break  # let the scan of the whole pickle name the byte
+            referenced = _find_referenced(scan, runs)
+            if not referenced:
+                self._runs, self._texts = runs[::-1], list(finder.texts)
+                for run in runs:
+                    del run.starts, run.memos
+                scan.named_at = _original_places(scan.named_at, runs)
+                return scan
+            excluded |= referenced
+        return PickleScan(data, origin, max_made_nbytes)
+
+    def take_run(self, operands: tuple[object, ...]) -> object:
+        """Return a run, after the check that its classes and fields are what they should be."""
+        run = self._runs.pop()
+        form = tuple(
+            (one.module, one.name) if isinstance(one, InertRecord) and one.args is None else one for one in operands[:9]
+        )
+        if form != (_ENTRY_FORM if run.is_entries else _CHUNK_FORM) or not all(
+            type(one) is str for one in operands[9:]
+        ):
+            raise WrongRunError
+        if not run.is_entries:
+            return run
+        # Texts from the memo are the run's own; the others recur in the runs of other ranks.
+        tables, files = self._tables, self._files
+        own = {raw: str(text) for raw, text in zip(run.gets[9:], operands[9:], strict=True)}
+        width, offsets, values = run.width, run.offsets, run.values
+        for k in range(run.count):
+            raw_name, raw_path = self._texts[run.texts[2 * k]], self._texts[run.texts[2 * k + 1]]
+            table = tables.get(raw_name)
+            if table is None:
+                table = self._find_table(own[raw_name] if raw_name in own else raw_name[2:-1].decode(), width // 8)
+                if raw_name not in own:
+                    tables[raw_name] = table
+            file = files.get(raw_path)
+            if file is None:
+                path = own[raw_path] if raw_path in own else raw_path[2:-1].decode()
+                file = self.files.setdefault(path, len(self.files))
+                if raw_path not in own:
+                    files[raw_path] = file
+            if 8 * table.num_dims != width:
+                raise self.corrupt(table.name, "has pieces of different numbers of dimensions")
+            table.offsets += offsets[k * width : (k + 1) * width]
+            table.places.extend((file, values[2 * k], values[2 * k + 1]))
+        self.num_open_runs += 1
+        return run
+
+    def _find_table(self, name: str, num_dims: int) -> _Places:
+        table = self.pieces.get(name)
+        if table is None:
+            table = self.pieces[name] = _Places(name, num_dims)
+        if table.num_dims != num_dims:
+            raise self.corrupt(name, "has pieces of different numbers of dimensions")
+        return table
+
+    def call(self, operands: tuple[object, object], kwargs: object = None) -> object:
+        """Make the record of a call, of a class that is written there: the result may be discarded unseen."""
+        target = operands[0]
+        if isinstance(target, InertRecord) and not is_known((target.module, target.name)):
+            name = quote(f"{target.module}.{target.name}")
+            raise self.origin.unsafe(f"the pickle runs {name}, which no framework writes there", got=name)
+        return super().call(operands, kwargs)
+
+    def build(self, operands: tuple[object, object]) -> object:
+        """Set a state; of a tensor, turn the pieces into arrays."""
+        target = super().build(operands)
+        if isinstance(target, InertRecord) and target.name == "TensorStorageMetadata" and type(target.state) is dict:
+            target.state["chunks"] = _read_chunks(target.state.get("chunks"))
+        return target
+
+    def set_items(self, operands: tuple[object, tuple[object, ...]]) -> object:
+        """Set items of a dict; entries of storage become rows."""
+        target, items = operands
+        if any(type(item) is _Run for item in items):
+            items = self._take_runs(target, items)
+        if (
+            any(isinstance(key, InertRecord) and key.name == "MetadataIndex" for key in items[::2])
+            and not len(items) % 2
+        ):
+            self._set_stored(target)
+            for index, info in zip(items[::2], items[1::2], strict=True):
+                self._take_entry(index, info)
+            return target
+        return super().set_items((target, items))
+
+    def _take_runs(self, target: object, items: tuple[object, ...]) -> tuple[object, ...]:
+        """Return the items without the runs of entries, each of which stands for whole pairs."""
+        others: list[object] = []
+        for item in items:
+            if type(item) is _Run and item.is_entries and len(others) % 2 == 0:
+                self._set_stored(target)
+                self.num_open_runs -= 1
+            elif type(item) is _Run and (item.is_entries or item.count > 1):
+                raise self.origin.corrupt("entries of storage are in a wrong place")
+            else:
+                others.append(item)
+        return tuple(others)
+
+    def _set_stored(self, target: object) -> None:
+        if type(target) is not dict or (self._stored is not None and target is not self._stored):
+            raise self.origin.corrupt("entries of storage are in a wrong place")
+        self._stored = target
+
+    def append(self, operands: tuple[object, object]) -> object:
+        """Append one item."""
+        if type(operands[1]) is _Run and operands[1].count > 1:
+            raise ValueError("several chunks appended as one")
+        return super().append(operands)
+
+    def _take_entry(self, index: object, info: object) -> None:
+        key, place = self.state(index, "MetadataIndex"), self.state(info, "_StorageInfo")
+        name, offset, path = key.get("fqn"), key.get("offset"), place.get("relative_path")
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise self.origin.corrupt("an entry of storage lacks its name or its file")
+        if place.get("transform_descriptors"):
+            raise self.origin.usage(
+                f"{quote(name)[1:-1]} was stored through a transform",
+                got=quote(str(place["transform_descriptors"])),
+                want="plain bytes",
+                next_step="save the checkpoint again without extensions",
+            )
+        first, size = self.counts((place.get("offset"), place.get("length")), name)
+        file = self.files.setdefault(path, len(self.files))
+        if offset is None:
+            if name in self.byte_items:
+                raise self.corrupt(name, "is stored twice")
+            self.byte_items[name] = (file, first, size)
+            return
+        low = self.counts(offset, name)
+        table = self._find_table(name, len(low))
+        table.offsets += struct.pack(f"<{len(low)}q", *low)
+        table.places.extend((file, first, size))
+
+    def make_metadata(self, value: object, path: str, status: os.stat_result | ObjectStatus) -> DcpMetadata:
+        """Return the metadata, after `read` has returned their value."""
         state = self.state(value, "Metadata")
-        stored = state.get("storage_data")
-        listed = state.get("state_dict_metadata")
+        stored, listed = state.get("storage_data"), state.get("state_dict_metadata")
         if not isinstance(stored, dict) or not isinstance(listed, dict) or "planner_data" not in state:
             raise self.origin.corrupt("the metadata lists no tensors, or not where they are stored")
-        self.take_entries(stored)
+        for index, info in stored.items():
+            self._take_entry(index, info)
+        if self.num_open_runs or (self._stored is not None and stored is not self._stored):
+            raise self.origin.corrupt("entries of storage are in a wrong place")
         nbytes = sum(item[2] for item in self.byte_items.values()) + sum(
-            sum(t.places[2::3]) for t in self.machine.tables.values()
+            sum(table.places[2::3]) for table in self.pieces.values()
         )
         ends = self.ends()
         tensors = {}
@@ -584,8 +532,8 @@ class _Metadata:
                     raise self.corrupt(name, "is listed, but stored nowhere")
                 continue
             tensors[name] = self.tensor(name, item)
-            self.machine.tables.pop(name, None)
-        for name in (*self.machine.tables, *self.byte_items):
+            self.pieces.pop(name, None)
+        for name in (*self.pieces, *self.byte_items):
             if name not in listed:
                 raise self.corrupt(name, "is stored, but not listed")
         version = state.get("version")
@@ -593,13 +541,13 @@ class _Metadata:
             path,
             status,
             version if isinstance(version, str) else None,
-            tuple(self.machine.files),
+            tuple(self.files),
             ends,
             MappingProxyType(tensors),
             nbytes,
             MappingProxyType(self.byte_items),
             self.paths(state.get("planner_data"), listed),
-            {name: at for name, at in self.machine.named.items() if not is_known(name)},
+            {name: at for name, at in self.named.items() if not is_known(name)},
         )
 
     def corrupt(self, name: str, problem: str, *, got: str | None = None, want: str | None = None) -> XrankError:
@@ -614,71 +562,35 @@ class _Metadata:
             raise self.origin.corrupt("the pickle holds an unexpected value", want=f"a {kind}")
         return state
 
-    # ---- where pieces are stored
-
-    def take_entries(self, stored: dict[object, object]) -> None:
-        """Add the entries that the plain machine read to the tables of matched entries."""
-        num_matched = 0
-        for index, info in stored.items():
-            if isinstance(index, EntryRun):
-                num_matched += index.count
-                continue
-            key, place = self.state(index, "MetadataIndex"), self.state(info, "_StorageInfo")
-            name, offset = key.get("fqn"), key.get("offset")
-            path, start, nbytes = (place.get(field) for field in ("relative_path", "offset", "length"))
-            if not isinstance(name, str) or not isinstance(path, str):
-                raise self.origin.corrupt("an entry of storage lacks its name or its file")
-            if place.get("transform_descriptors"):
-                raise self.origin.usage(
-                    f"{quote(name)[1:-1]} was stored through a transform",
-                    got=quote(str(place["transform_descriptors"])),
-                    want="plain bytes",
-                    next_step="save the checkpoint again without extensions",
-                )
-            first, size = (self.count(part, name) for part in (start, nbytes))
-            file = self.machine.files.setdefault(path, len(self.machine.files))
-            if offset is None:
-                if name in self.byte_items:
-                    raise self.corrupt(name, "is stored twice")
-                self.byte_items[name] = (file, first, size)
-                continue
-            low = self.counts(offset, name)
-            table = self.machine.tables.setdefault(name, EntryTable(8 * len(low)))
-            if table.width != 8 * len(low):
-                raise self.corrupt(name, "has pieces of different numbers of dimensions")
-            table.offsets += np.array(low, dtype=np.int64).tobytes()
-            table.places.extend((file, first, size))
-        if num_matched != self.machine.num_matched_entries:
-            raise self.origin.corrupt("entries of storage are in a wrong place")
-
     def ends(self) -> IntArray:
         """Return the length that each file must have to hold its items."""
-        ends = np.zeros(len(self.machine.files), dtype=np.int64)
-        for table in self.machine.tables.values():
+        ends = np.zeros(len(self.files), dtype=np.int64)
+        for table in self.pieces.values():
             file, start, nbytes = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3).T
             np.maximum.at(ends, file, np.minimum(start, _MAX_EXTENT - nbytes) + nbytes)
         for number, first, size in self.byte_items.values():
             ends[number] = max(ends[number], min(first + size, _MAX_EXTENT))
         return ends
 
-    def count(self, value: object, name: str) -> int:
-        if type(value) is not int or not 0 <= value <= _MAX_EXTENT:
-            raise self.corrupt(name, "has an offset or a length that is not a count")
-        return value
-
-    def counts(self, value: object, name: str) -> tuple[int, ...]:
-        if not isinstance(value, tuple):
-            raise self.corrupt(name, "has offsets or sizes that are not a tuple", got=type(value).__name__)
-        return tuple(self.count(part, name) for part in value)
-
-    # ---- tensors
+    def counts(self, values: object, name: str) -> tuple[int, ...]:
+        if not isinstance(values, tuple):
+            raise self.corrupt(name, "has offsets or sizes that are not a tuple", got=type(values).__name__)
+        for value in values:
+            if type(value) is not int or not 0 <= value <= _MAX_EXTENT:
+                raise self.corrupt(name, "has an offset or a length that is not a count")
+        return values
 
     def tensor(self, name: str, item: object) -> DcpTensor:
         state = self.state(item, "TensorStorageMetadata")
         shape = self.counts(state.get("size"), name)
-        offsets, sizes = self.chunks(name, state.get("chunks"), len(shape))
-        table = self.machine.tables.get(name) or EntryTable(8 * len(shape))
-        if table.width != 8 * len(shape):
+        chunks = state.get("chunks")
+        if not isinstance(chunks, np.ndarray):
+            raise self.corrupt(name, str(chunks))
+        if chunks.shape[2] != len(shape) and len(chunks):
+            raise self.corrupt(name, "has pieces of another number of dimensions than it has")
+        offsets, sizes = _sort_chunks(chunks.reshape(len(chunks), 2, len(shape)))
+        table = self.pieces.get(name) or _Places(name, len(shape))
+        if table.num_dims != len(shape):
             raise self.corrupt(name, "is stored in pieces of another number of dimensions than it has")
         places = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3)
         stored = np.frombuffer(table.offsets, dtype=np.int64).reshape(len(places), len(shape))
@@ -696,33 +608,6 @@ class _Metadata:
             *(column[keep] for column in (offsets, sizes)),
             *(np.ascontiguousarray(places[keep, column]) for column in range(3)),
         )
-
-    def chunks(self, name: str, listed: object, num_dims: int) -> tuple[IntArray, IntArray]:
-        """Return offsets and sizes [n, d], sorted by offsets, without repeats."""
-        if not isinstance(listed, list):
-            raise self.corrupt(name, "has no list of pieces")
-        lows, extents = bytearray(), bytearray()
-        for item in listed:
-            if isinstance(item, ChunkRun):
-                if item.width != 8 * num_dims:
-                    raise self.corrupt(name, "has pieces of another number of dimensions than it has")
-                lows += item.offsets
-                extents += item.sizes
-                continue
-            state = self.state(item, "ChunkStorageMetadata")
-            for into, field in ((lows, "offsets"), (extents, "sizes")):
-                values = self.counts(state.get(field), name)
-                if len(values) != num_dims:
-                    raise self.corrupt(name, "has pieces of another number of dimensions than it has")
-                into += np.array(values, dtype=np.int64).tobytes()
-        num_chunks = sum(item.count if isinstance(item, ChunkRun) else 1 for item in listed)
-        offsets, sizes = (np.frombuffer(raw, dtype=np.int64).reshape(num_chunks, num_dims) for raw in (lows, extents))
-        order = _sort_by_offset(offsets)
-        offsets, sizes = offsets[order], sizes[order]
-        # Replicas that were not deduplicated at saving are listed several times, and stored once.
-        is_again = np.zeros(num_chunks, dtype=bool)
-        is_again[1:] = (offsets[1:] == offsets[:-1]).all(axis=1) & (sizes[1:] == sizes[:-1]).all(axis=1)
-        return offsets[~is_again], sizes[~is_again]
 
     def mismatch(self, name: str, offsets: IntArray, stored: IntArray) -> XrankError:
         listed = {tuple(row) for row in offsets.tolist()}
@@ -754,8 +639,6 @@ class _Metadata:
             )
         return dtype
 
-    # ---- nesting
-
     def paths(self, recorded: object, listed: Mapping[object, object]) -> Mapping[str, tuple[str | int, ...]] | None:
         # default_planner.py records the result of _flatten_state_dict.py: flatten_state_dict; other planners their own.
         if not isinstance(recorded, dict) or 2 * sum(type(path) is tuple for path in recorded.values()) <= len(
@@ -782,3 +665,42 @@ def _sort_by_offset(offsets: IntArray) -> IntArray:
     if offsets.shape[1] == 0:
         return np.arange(len(offsets))
     return np.lexsort(offsets.T[::-1])
+
+
+def _sort_chunks(chunks: IntArray) -> tuple[IntArray, IntArray]:
+    """Return offsets and sizes [n, d], sorted by offsets, without repeats."""
+    chunks = chunks[_sort_by_offset(chunks[:, 0])]
+    # Replicas that were not deduplicated at saving are listed several times, and stored once.
+    is_new = np.ones(len(chunks), dtype=bool)
+    is_new[1:] = (chunks[1:] != chunks[:-1]).any(axis=(1, 2))
+    return chunks[is_new, 0], chunks[is_new, 1]
+
+
+def _read_chunks(listed: object) -> IntArray | str:
+    """Return offsets and sizes of listed pieces, [n, 2, d]; or the problem that there is."""
+    if not isinstance(listed, list):
+        return "has no list of pieces"
+    parts: list[IntArray] = []
+    for item in listed:
+        if type(item) is _Run and not item.is_entries:
+            sides = [np.frombuffer(side, np.int64).reshape(item.count, -1) for side in (item.offsets, item.values)]
+            parts.append(np.stack(sides, axis=1))
+            continue
+        state = item.state if isinstance(item, InertRecord) and item.name == "ChunkStorageMetadata" else None
+        if not isinstance(state, dict):
+            return "has a piece of another class"
+        low, extents = state.get("offsets"), state.get("sizes")
+        if not isinstance(low, tuple) or not isinstance(extents, tuple):
+            return "has offsets or sizes that are not a tuple"
+        if len(low) != len(extents):
+            return "has pieces of another number of dimensions than it has"
+        if any(type(value) is not int or not 0 <= value <= _MAX_EXTENT for value in (*low, *extents)):
+            return "has an offset or a length that is not a count"
+        parts.append(np.array([[low, extents]], dtype=np.int64))
+    if len({part.shape[2] for part in parts}) > 1:
+        return "has pieces of another number of dimensions than it has"
+    return np.concatenate(parts) if parts else np.zeros((0, 2, 0), np.int64)
+
+
+def _size(args: tuple[object, ...]) -> object:
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented

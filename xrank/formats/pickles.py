@@ -1,17 +1,28 @@
-"""Read a pickle as data: plain values are built, everything else becomes an inert record, and nothing is called."""
+"""Read a pickle as data: plain values are built, everything else becomes an inert record, and nothing is called.
+
+A scan checks all opcodes and rewrites those that would call something; then CPython's Unpickler reads the rest. It gets
+opcodes for constants, tuples, and empty lists, dicts and sets only; `PickleReader` builds the rest, by this module's
+rules.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 import pickletools
 import re
-import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from xrank.errors import XrankError
 from xrank.formats.regular_file import Origin, quote
+
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 
 MAX_DEPTH = 200
 """Largest nesting depth of a state, so callers can walk it by plain recursion."""
@@ -142,6 +153,9 @@ def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
         while path:
             visit = path[-1]
             for child in visit.children:
+                if type(child) in _LEAVES:
+                    visit.size += 1
+                    continue
                 if isinstance(child, InertRecord) and id(child) not in records:
                     records.add(id(child))
                     roots += [child.args, child.kwargs, child.state, child.items]
@@ -172,11 +186,14 @@ class _Visit:
 
     def __init__(self, node: object) -> None:
         self.node = node
-        self.children = iter([node] if isinstance(node, InertRecord) else (_children(node) or ()))
-        self.size = 1
+        parts = [node] if isinstance(node, InertRecord) else (_children(node) or ())
+        # Most large containers hold leaves alone, which need no look at each.
+        is_flat = _LEAVES.issuperset(map(type, parts))
+        self.children = iter(() if is_flat else parts)
+        self.size = 1 + (len(parts) if is_flat else 0)
 
 
-def _children(node: object) -> Iterable[object] | None:
+def _children(node: object) -> Collection[object] | None:
     """Return the items of a container, of a dict keys and values; None for a leaf."""
     if isinstance(node, dict):
         return [part for pair in node.items() for part in pair]
@@ -419,103 +436,307 @@ def _find_records(roots: Iterable[object]) -> list[InertRecord]:
     return found
 
 
+# ---- the scan of the opcodes
+
+MAX_PICKLE_NBYTES = 1 << 29
+"""Largest pickle that is read, in bytes; a tensor takes about 150."""
 MAX_MADE_NBYTES = 1 << 28
 """Largest memory of the objects that a pickle makes, in bytes; a tensor takes about 1,000."""
-STEPS_A_CHECK = 4096
-"""Opcodes between two checks of the memory."""
-MARK_NBYTES = 72
-"""Memory of the stack below a mark."""
-MEMO_NBYTES = 16
-"""Memory of one memo number."""
-NAME_NBYTES = 600
-"""Memory of the record of a class or function, and of its names; a pickle that repeats a name makes it once."""
-ODD_NBYTES = 256
-"""What a step counts that no pickler writes, such as a discarded value: files with millions of them cost time."""
-COSTS = [8] * 256
-"""Opcode -> bytes of memory of the object that it makes.
-
-Empty lists, dicts and sets count twice: files with millions of them are made to cost time.
-"""
-for _opcodes, _nbytes in {
-    "\x85\x86\x87t": 64,
-    "]}": 136,
-    "\x91": 224,
-    "\x8f": 448,
-    "R\x81\x92Q": 216,
-    "01\x80\x95": ODD_NBYTES,
-}.items():
-    for _code in _opcodes:
-        COSTS[ord(_code)] = _nbytes
-for _code in "JMGX\x8cCB":
-    COSTS[ord(_code)] = 40
-for _code in "as\x8a":  # items alone in their list or dict, and integers of 4 bytes or more, are few
-    COSTS[ord(_code)] = 64
-
-
-class Memo(dict[int, object]):
-    """The memo. Pickle numbers its values in order, and a list of them takes a tenth of a dict's memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ordered: list[object] = []
-
-    def __setitem__(self, number: int, value: object) -> None:
-        ordered = self._ordered
-        if number <= len(ordered) and super().__len__():
-            self.pop(number, None)
-        if number == len(ordered):
-            ordered.append(value)
-        elif number < len(ordered):
-            ordered[number] = value
-        else:
-            super().__setitem__(number, value)
-
-    def __missing__(self, number: int) -> object:
-        return self._ordered[number]
-
-    def __len__(self) -> int:
-        return super().__len__() + len(self._ordered)
-
-
-# ruff: noqa: D102 (`pickletools.opcodes` documents the opcode of each method)
-
-
-MAX_OPCODES = 20_000_000
-"""Largest number of opcodes of a pickle; a tensor takes about 50."""
-
 MAX_INTEGER_NBYTES = 256
+"""Larger integers could not be printed (``sys.int_info.default_max_str_digits``)."""
+PROTOCOL, STOP = b"\x80", ord(".")
+RUN = 0
+"""Opcode of a `PickleRun`; no pickle has it."""
 
-_NEVER_MEMOIZED = frozenset({type(None), bool, int, float})
+_NAME_NBYTES = 600
+"""Memory of the record of a class or function, and of its names."""
+_BLOCK_NBYTES = 1 << 20
+_MARK, _MARK_TAKERS = ord("("), list(b"teu1\x90\x91")
+_FRAME, _MEMOIZE, _BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET, _GLOBAL, _STACK_GLOBAL = b"\x95\x94qrhjc\x93"
+_COUNTED = {**dict.fromkeys(b"\x8a\x8cC", 1), **dict.fromkeys(b"\x8bXB", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
+"""Opcode -> bytes of the length before its argument."""
+OPCODE_LENGTHS = [0] * 256
+"""Opcode -> its bytes with its argument; 0 if they depend on it, or if picklers of protocols 2 to 5 never write it.
+
+Never written are the text opcodes, INST, OBJ, DUP, the copyreg extensions and out-of-band buffers, as in
+``torch/_weights_only_unpickler.py``.
+"""
+_COSTS = [8] * 256
+"""Opcode -> bytes of memory of the object that it makes. Empty lists, dicts and sets, and opcodes that call this
+module, count more: files with millions of them are made to cost time."""
+for _opcodes, _value in {
+    b"(01N\x88\x89)\x85\x86\x87t]ae}su\x8f\x90\x91\x93\x94R\x81\x92bQ": 1,
+    b"\x80Khq": 2,
+    b"M": 3,
+    b"Jjr": 5,
+    b"G\x95": 9,
+}.items():
+    for _opcode in _opcodes:
+        OPCODE_LENGTHS[_opcode] = _value
+for _opcodes, _value in {
+    b"qr\x94": 16,
+    b"JMGX\x8cCB": 40,
+    b"(\x85\x86\x87t\x8aeub\x90": 64,
+    b"as": 128,
+    b"]}": 136,
+    b"R\x81\x92Q": 216,
+    b"\x91": 224,
+    b"\x8f": 448,
+}.items():
+    for _opcode in _opcodes:
+        _COSTS[_opcode] = _value
+_ACTIONS: Mapping[int, bytes] = {
+    **dict.fromkeys(b"aR\x81b", b"\x86Q"),
+    **dict.fromkeys(b"s\x92", b"\x87Q"),
+    **dict.fromkeys(b"eu\x90", b"t\x86Q"),
+    ord("\x91"): b"tQ",
+    ord("Q"): b"Q",
+}
+"""Opcode that calls something or fills an object -> opcodes that hand its operands to `persistent_load`, as a tuple."""
+
+_Places: TypeAlias = npt.NDArray[np.int64]
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+_Block: TypeAlias = tuple[int, int, _Bytes, int, int]
+"""First byte, the byte after the last one, mask of the opcodes, packed, and numbers of puts and runs before it."""
 
 
-class PickleMachine:
-    """The pickle virtual machine without code: a stack, the stacks below its marks, and the memo."""
+class PickleRun:
+    """Objects that were cut out of a pickle: the opcode `RUN` stands for them, and makes one value of some of the memo.
 
-    max_made_nbytes = MAX_MADE_NBYTES
+    Args:
+        gets: BINGET or LONG_BINGET, with its argument, of each memo value.
+    """
+
+    def __init__(self, gets: tuple[bytes, ...]) -> None:
+        self.gets = gets
+        self.num_memos = 0
+        """Number of memo values that the objects set."""
+        self.first_memo = 0
+
+
+class WrongRunError(Exception):
+    """A run has the form, but not the classes, of the objects that it was taken for."""
+
+
+class PickleScan:
+    """The opcodes of a pickle, checked, and rewritten so that CPython's Unpickler runs nothing.
+
+    The scan follows the opcodes from the first to the last by their lengths. It refuses unknown opcodes, lengths beyond
+    the pickle, and more objects than `max_made_nbytes` allows. CPython 3.11 allocates any memo index that a file names
+    (python/cpython#115952): indexes are bounded by their number, and values that nothing refers to are not kept.
+
+    Raises (from the constructor and `rewrite`):
+        CorruptError: the pickle is damaged.
+        UnsafeError: it uses an opcode that torch.save never writes.
+        UsageError: it makes too many objects.
+    """
+
+    def __init__(
+        self, data: bytes, origin: Origin, max_made_nbytes: int = MAX_MADE_NBYTES, runs: Sequence[PickleRun] = ()
+    ) -> None:
+        self._data, self._origin, self.runs = data, origin, runs
+        self._bytes = np.frombuffer(data, np.uint8)
+        self._blocks: list[_Block] = []
+        self.gets = [np.array([int.from_bytes(get[1:], "little") for run in runs for get in run.gets], np.int64)]
+        """The memo numbers that are read."""
+        self.is_in_order = True
+        """Whether the pickle numbers its memo values in order, as picklers do (Modules/_pickle.c: memo_put)."""
+        self.named_at: list[int] = []
+        """For each time that the pickle names a class or function, the byte after the name."""
+        lengths, costs = [int(bool(runs)), *OPCODE_LENGTHS[1:]], np.array(_COSTS)
+        made_nbytes = num_marks = largest = num_puts = num_runs = start = 0
+        while start < len(data):
+            part, at = data[start : start + _BLOCK_NBYTES], 0
+            mask, end = bytearray(len(part)), len(part)
+            while at < end:
+                mask[at] = 1
+                at += lengths[part[at]] or measure_opcode(data, start + at, origin)
+            block = (start, start + at, np.packbits(np.frombuffer(mask, np.uint8)), num_puts, num_runs)
+            self._blocks.append(block)
+            start += at
+            places, opcodes = self._opcodes_of(block)
+            counts = np.bincount(opcodes, minlength=256)
+            made_nbytes += int(counts @ costs)
+            if made_nbytes > max_made_nbytes:
+                raise refuse_size(origin, max_made_nbytes, start, len(data))
+            open_marks = num_marks + np.cumsum((opcodes == _MARK).astype(np.int64) - np.isin(opcodes, _MARK_TAKERS))
+            num_marks = int(open_marks[-1])
+            ordinals = self._number_puts(block, opcodes)
+            for opcode, nbytes in ((_BINPUT, 1), (_LONG_BINPUT, 4)):
+                numbers = self._arguments(places[opcodes == opcode], nbytes)
+                self.is_in_order &= np.array_equal(numbers, ordinals[opcodes == opcode])
+                largest = max(largest, int(numbers.max(initial=0)))
+            for opcode, nbytes in ((_BINGET, 1), (_LONG_BINGET, 4)):
+                self.gets.append(self._arguments(places[opcodes == opcode], nbytes))
+            is_name = (opcodes == _GLOBAL) | (opcodes == _STACK_GLOBAL)
+            self.named_at += np.append(places, start)[1:][is_name].tolist()
+            num_puts, num_runs = int(ordinals[-1]) + 1, num_runs + int(counts[RUN])
+            if start > len(data):
+                raise _damaged(origin, len(data), "no end")
+            if open_marks.min() < 0 or self._arguments(places[opcodes == PROTOCOL[0]], 1).max(initial=0) > 5:
+                raise _damaged(origin, start, "opcodes without a mark" if open_marks.min() < 0 else "a later protocol")
+        if not data or opcodes[-1] != STOP:
+            raise _damaged(origin, len(data), "no end")
+        if num_marks or largest > num_puts + 255:
+            raise _damaged(origin, len(data), f"{num_marks} open marks" if num_marks else f"memo number {largest}")
+        self._num_puts = num_puts
+
+    def _opcodes_of(self, block: _Block) -> tuple[_Places, _Bytes]:
+        """Return the places of a block's opcodes in the pickle, and the opcodes."""
+        places = np.flatnonzero(np.unpackbits(block[2])) + block[0]
+        return places, self._bytes[places]
+
+    def _arguments(self, places: _Places, nbytes: int) -> _Places:
+        """Return the unsigned arguments of opcodes at these places."""
+        found = np.zeros(len(places), np.int64)
+        for k in range(1, nbytes + 1):
+            found |= self._bytes[np.minimum(places + k, len(self._bytes) - 1)].astype(np.int64) << 8 * (k - 1)
+        return found
+
+    def _number_puts(self, block: _Block, opcodes: _Bytes) -> _Places:
+        """Return for each opcode of a block the number of values that the memo has after it, less one."""
+        counts = np.isin(opcodes, (_MEMOIZE, _BINPUT, _LONG_BINPUT)).astype(np.int64)
+        is_run = np.flatnonzero(opcodes == RUN)
+        runs = self.runs[block[4] : block[4] + len(is_run)]
+        counts[is_run] = [run.num_memos for run in runs]
+        numbers: _Places = block[3] - 1 + np.cumsum(counts)
+        for run, at in zip(runs, is_run, strict=True):
+            run.first_memo = int(numbers[at]) + 1 - run.num_memos
+        return numbers
+
+    def rewrite(self) -> tuple[bytes, bytes]:
+        """Return opcodes for CPython's Unpickler, and the original opcode of each `persistent_load` in them."""
+        gets, is_used = np.concatenate(self.gets), np.ones(max(1, self._num_puts), np.bool_)
+        if self.is_in_order:
+            if gets.max(initial=-1) >= self._num_puts:
+                raise _damaged(self._origin, 0, f"no memo value {gets.max()}")
+            is_used[:] = False
+            is_used[gets] = True
+        numbers = np.cumsum(is_used) - 1
+        parts = [self._rewrite_block(block, is_used, numbers) for block in self._blocks]
+        # The value comes alone in a tuple, so that values left below it are seen.
+        code = b"(" + b"".join(code for code, _ in parts)[:-1] + b"t."
+        return b"\x80\x04\x95" + len(code).to_bytes(8, "little") + code, b"".join(actions for _, actions in parts)
+
+    def _rewrite_block(self, block: _Block, is_used: npt.NDArray[np.bool_], numbers: _Places) -> tuple[bytes, bytes]:
+        start, stop = block[:2]
+        places, opcodes = self._opcodes_of(block)
+        data, repeats = self._bytes[start:stop].copy(), np.ones(stop - start, np.int8)
+        for opcode, nbytes in ((PROTOCOL[0], 2), (_FRAME, 9)):
+            for k in range(nbytes):
+                repeats[places[opcodes == opcode] - start + k] = 0
+        if self.is_in_order:
+            is_dropped = ~is_used[np.maximum(self._number_puts(block, opcodes), 0)]
+            for opcode, nbytes in ((_MEMOIZE, 1), (_BINPUT, 2), (_LONG_BINPUT, 5)):
+                puts = places[opcodes == opcode] - start
+                data[puts] = _MEMOIZE
+                for k in range(1, nbytes):
+                    repeats[puts + k] = 0
+                repeats[puts[is_dropped[opcodes == opcode]]] = 0
+            for opcode, nbytes in ((_BINGET, 1), (_LONG_BINGET, 4)):
+                gets = places[opcodes == opcode]
+                wanted = numbers[self._arguments(gets, nbytes)]
+                for k in range(nbytes):
+                    data[gets - start + 1 + k] = wanted >> 8 * k & 0xFF
+        codes = [(places[opcodes == opcode] - start, code) for opcode, code in _ACTIONS.items()]
+        for place, run in zip(places[opcodes == RUN] - start, self.runs[block[4] :], strict=False):
+            code = b""
+            for get in run.gets:
+                code += get[:1] + int(numbers[int.from_bytes(get[1:], "little")]).to_bytes(len(get) - 1, "little")
+            codes.append((np.array([place]), b"(" + code + b"tQ"))
+        for at, code in codes:
+            repeats[at] = len(code)
+        result, ends = np.repeat(data, repeats), np.cumsum(repeats)
+        for at, code in codes:
+            for k, byte in enumerate(reversed(code), 1):
+                result[ends[at] - k] = byte
+        return result.tobytes(), opcodes[np.isin(opcodes, [RUN, *_ACTIONS])].tobytes()
+
+
+def _damaged(origin: Origin, at: int, got: str) -> XrankError:
+    return origin.corrupt(f"the pickle is damaged near its byte {at}", got=got)
+
+
+def measure_opcode(data: bytes, at: int, origin: Origin) -> int:
+    """Return the bytes of an opcode whose length depends on its argument."""
+    opcode = data[at]
+    if opcode in _COUNTED:
+        start = at + 1 + _COUNTED[opcode]
+        nbytes = int.from_bytes(data[at + 1 : start], "little")
+        if nbytes > len(data) - start or (opcode in b"\x8a\x8b" and nbytes > MAX_INTEGER_NBYTES):
+            raise _damaged(origin, at, f"{quote(nbytes)} bytes wanted, {max(0, len(data) - start)} left")
+        return start + nbytes - at
+    if opcode == _GLOBAL:
+        first = data.find(b"\n", at)
+        second = data.find(b"\n", first + 1)
+        if first < 0 or second < 0:
+            raise _damaged(origin, at, "a name without an end")
+        return second + 1 - at
+    if opcode == STOP:
+        if at + 1 < len(data):
+            raise _damaged(origin, at, f"{len(data) - at - 1} bytes after its end")
+        return 1
+    known = [info.name for info in pickletools.opcodes if info.code == chr(opcode)]
+    if not known:
+        raise _damaged(origin, at, f"opcode {opcode:#04x}")
+    raise origin.unsafe(f"the pickle uses opcode {known[0]}, which torch.save never writes", got=known[0])
+
+
+def refuse_size(origin: Origin, max_made_nbytes: int, at: int, nbytes: int) -> XrankError:
+    """Return the error for a pickle whose objects take too much memory; a small file may describe many."""
+    return origin.usage(
+        "the pickle holds more objects than xrank reads from one file",
+        got=f"{max_made_nbytes >> 20} MB of objects in {at:,} of its {nbytes:,} bytes",
+        want=f"{max_made_nbytes >> 20} MB at most",
+        next_step="if you wrote the file, save its tensors in several files, or as safetensors",
+    )
+
+
+# ---- the reader
+
+
+class _Stream:
+    """A pickle's first 11 bytes, then its only frame at once: as a file, without a copy of it."""
+
+    def __init__(self, code: bytes) -> None:
+        self._head, self._frame = io.BytesIO(code[:11]), code[11:]
+        self.readline = self._head.readline
+
+    def read(self, nbytes: int) -> bytes:
+        return self._head.read(nbytes) or self._frame[:nbytes]
+
+
+class PickleReader(pickle.Unpickler):
+    """Builds what a scanned pickle describes; its methods replace the opcodes that would run code.
+
+    Args:
+        data: exactly the bytes of the pickle.
+        origin: the file, for errors.
+        builders: (module, name) of a call -> the function that builds its value.
+        load_global: returns the value of a global name.
+        load_persistent: returns the value of a persistent id; None: persistent ids are refused.
+        max_made_nbytes: largest memory of the objects that the pickle makes.
+    """
 
     def __init__(
         self,
         data: bytes,
         origin: Origin,
         builders: Mapping[tuple[str, str], Builder],
-        load_global: Callable[[str, str], object],
-        load_persistent: Callable[[object], object] | None,
+        load_global: Callable[[str, str], object] = InertRecord,
+        load_persistent: Callable[[object], object] | None = None,
+        *,
+        max_made_nbytes: int = MAX_MADE_NBYTES,
     ) -> None:
-        self.data = data
-        self.at = 0
+        self._max_made_nbytes = max_made_nbytes
+        scan = self.scan(data, origin, max_made_nbytes)
+        code, actions = scan.rewrite()
+        super().__init__(_Stream(code))
         self.origin = origin
-        self.builders = builders
-        self.load_global = load_global
-        self.load_persistent = load_persistent
-        self.stack: list[object] = []
-        self.marks: list[list[object]] = []
-        self.memo: MutableMapping[int, object] = Memo()
-        self.memoized: object = self.memo
-        """The object that was memoized last."""
+        self.nbytes = len(data)
+        self.builders, self.load_global, self.load_persistent = builders, load_global, load_persistent
         self.globals: dict[tuple[str, str], object] = {}
         """Values of the classes and functions that the pickle names."""
-        self.made_nbytes = 0
-        """Bytes of the objects that the pickle made, as `COSTS` counts them."""
         self.named: dict[tuple[str, str], int] = {}
         """Each class or function that the pickle names -> the first byte after its first name."""
         self.calls: MutableSequence[InertRecord] = []
@@ -524,221 +745,154 @@ class PickleMachine:
         """Names whose calls became plain values."""
         self.dropped: list[object] = []
         """Attributes of dicts, which are left out."""
+        self._actions, self._named_at = iter(actions), iter(scan.named_at)
+        self._steps: dict[int, Callable[[Any], object]] = {
+            ord("a"): self.append,
+            ord("e"): self.extend,
+            ord("s"): self.set_item,
+            ord("u"): self.set_items,
+            0x90: self.add_items,
+            0x91: self.build_frozenset,
+            ord("R"): self.call,
+            0x81: self.call,  # NEWOBJ: for records the same as a call
+            0x92: self.call_with_keywords,
+            ord("b"): self.build,
+            ord("Q"): self.load_id,
+            RUN: self.take_run,
+        }
 
-    def run(self) -> object:
-        data, costs, steps = self.data, COSTS, [STEPS.get(opcode) for opcode in range(256)]
-        for done in range(0, MAX_OPCODES, STEPS_A_CHECK):
-            made_nbytes = 0
-            for _ in range(min(STEPS_A_CHECK, MAX_OPCODES - done)):
-                opcode = data[self.at]
-                self.at += 1
-                step = steps[opcode]
-                if step is not None:
-                    step(self)
-                    made_nbytes += costs[opcode]
-                elif opcode == STOP:
-                    return self.stop()
-                else:
-                    raise self.refusal(opcode)
-            self.check_size(made_nbytes)
-        raise self.origin.corrupt("the pickle takes too many steps", want=f"at most {MAX_OPCODES}")
+    def scan(self, data: bytes, origin: Origin, max_made_nbytes: int) -> PickleScan:
+        """Return the scanned pickle."""
+        return PickleScan(data, origin, max_made_nbytes)
 
-    def check_size(self, made_nbytes: int) -> None:
-        """Refuse a pickle whose objects take too much memory; a small file may describe many.
+    def take_run(self, operands: tuple[object, ...]) -> object:
+        """Return what stands for a run on the stack; for subclasses whose `scan` cuts runs out."""
+        raise NotImplementedError
 
-        Args:
-            made_nbytes: bytes of the objects made since the last check.
+    def read(self) -> object:
+        """Return the value of the pickle.
+
+        Raises:
+            CorruptError: the pickle is damaged.
+            UnsafeError: it uses a call that needs code to run.
         """
-        self.made_nbytes += made_nbytes
-        if self.made_nbytes + MARK_NBYTES * len(self.marks) + MEMO_NBYTES * len(self.memo) > self.max_made_nbytes:
-            raise self.origin.usage(
-                "the pickle holds more objects than xrank reads from one file",
-                got=f"{self.max_made_nbytes >> 20} MB of objects in {self.at:,} of its {len(self.data):,} bytes",
-                want=f"{self.max_made_nbytes >> 20} MB at most",
-                next_step="if you wrote the file, save its tensors in several files, or as safetensors",
-            )
-
-    def stop(self) -> object:
-        """Return the only value on the stack."""
-        value = self.stack.pop()
-        if self.stack or self.marks or self.at != len(self.data):
-            raise ValueError("values or bytes left over")
+        try:
+            (value,) = self.load()
+        except (XrankError, WrongRunError):
+            raise
+        # Any other failure, such as a pop from an empty stack or a text that is not UTF-8, means a damaged pickle.
+        except Exception as error:
+            at = max(self.named.values(), default=0)
+            raise self.origin.corrupt(
+                f"the pickle is damaged after its byte {at}", got=f"{type(error).__name__}: {quote(str(error))}"
+            ) from error
+        finally:
+            self._steps = {}  # its methods refer back to this object
         return value
 
-    def refusal(self, opcode: int) -> XrankError:
-        known = [info.name for info in pickletools.opcodes if info.code == chr(opcode)]
-        if not known:
-            return self.origin.corrupt(f"the pickle is damaged at its byte {self.at - 1}", got=f"opcode {opcode:#04x}")
-        return self.origin.unsafe(f"the pickle uses opcode {known[0]}, which torch.save never writes", got=known[0])
+    def persistent_load(self, operands: Any) -> object:
+        """Take the step of an opcode of the original pickle."""
+        return self._steps[next(self._actions)](operands)
 
-    def take(self, nbytes: int) -> bytes:
-        end = self.at + nbytes
-        # Check before slicing, so a false length allocates nothing.
-        if end > len(self.data):
-            raise EOFError(f"{quote(nbytes)} bytes wanted, {len(self.data) - self.at} left")
-        part = self.data[self.at : end]
-        self.at = end
-        return part
+    def find_class(self, module: str, name: str) -> object:
+        """Return the value of a global name; nothing is imported."""
+        at, key = next(self._named_at), (module, name)
+        if key not in self.globals:
+            if type(module) is not str or type(name) is not str:
+                raise TypeError("a global's name is not a text")
+            if len(self.globals) * _NAME_NBYTES > self._max_made_nbytes // 2:
+                raise refuse_size(self.origin, self._max_made_nbytes, at, self.nbytes)
+            self.named[key] = at
+            self.globals[key] = self.load_global(module, name)
+        return self.globals[key]
 
-    def take_int(self, nbytes: int) -> int:
-        return int.from_bytes(self.take(nbytes), "little")
+    def load_id(self, saved_id: object) -> object:
+        """Return the value of a persistent id."""
+        if self.load_persistent is None:
+            raise self.origin.unsafe("the pickle refers to data outside itself", got="BINPERSID")
+        return self.load_persistent(saved_id)
 
-    def take_byte(self) -> int:
-        at = self.at
-        self.at = at + 1
-        return self.data[at]  # an IndexError at the end
+    def append(self, operands: tuple[object, object]) -> object:
+        """Append an item to a list or a record."""
+        return self.extend((operands[0], operands[1:]))
 
-    def take_line(self) -> str:
-        end = self.data.index(b"\n", self.at)
-        line = self.data[self.at : end].decode("utf-8")
-        self.at = end + 1
-        return line
-
-    def pop_mark(self) -> list[object]:
-        items = self.stack
-        self.stack = self.marks.pop()
-        return items
-
-    def pop_items(self) -> list[object]:
-        items = self.pop_mark()
-        if not items:  # a pickler adds none where it has none
-            self.made_nbytes += ODD_NBYTES
-        return items
-
-    def mark(self) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
-
-    def memoize(self, number: int) -> None:
-        value = self.stack[-1]
-        # A pickler memoizes an object once, and none of these.
-        if value is self.memoized or type(value) in _NEVER_MEMOIZED:
-            self.made_nbytes += ODD_NBYTES
-        self.memoized = self.memo[number] = value
-
-    def skip_protocol(self) -> None:
-        protocol = self.take_int(1)
-        if protocol > 5:
-            raise ValueError(f"protocol {protocol}")
-
-    def push_long(self, length_nbytes: int) -> None:
-        nbytes = self.take_int(length_nbytes)
-        # Larger integers could not be printed (sys.int_info.default_max_str_digits).
-        if nbytes > MAX_INTEGER_NBYTES:
-            raise ValueError(f"an integer of {nbytes} bytes")
-        self.stack.append(int.from_bytes(self.take(nbytes), "little", signed=True))
-
-    def push_text(self, length_nbytes: int) -> None:
-        # As Lib/pickle.py: load_binunicode.
-        self.stack.append(self.take(self.take_int(length_nbytes)).decode("utf-8", "surrogatepass"))
-
-    def push_bytes(self, length_nbytes: int) -> None:
-        self.stack.append(self.take(self.take_int(length_nbytes)))
-
-    def push_tuple(self, count: int) -> None:
-        if len(self.stack) < count:
-            raise IndexError("stack underflow")
-        items = tuple(self.stack[-count:])
-        del self.stack[-count:]
-        self.stack.append(items)
-
-    def push_marked(self) -> None:
-        items = tuple(self.pop_mark())  # first, because it changes the stack
-        self.stack.append(items)
-
-    def append(self, items: list[object]) -> None:
-        target = self.stack[-1]
+    def extend(self, operands: tuple[object, tuple[object, ...]]) -> object:
+        """Append items to a list or a record."""
+        target, items = operands
         if type(target) is list:
             target.extend(items)
         elif isinstance(target, InertRecord):
             target.items.extend(items)
         else:
             raise TypeError(f"append to {type(target).__name__}")
+        return target
 
-    def set_items(self, items: list[object]) -> None:
-        target = self.stack[-1]
-        pairs = zip(items[::2], items[1::2], strict=True)
+    def set_item(self, operands: tuple[object, object, object]) -> object:
+        """Set an item of a dict or a record."""
+        return self.set_items((operands[0], operands[1:]))
+
+    def set_items(self, operands: tuple[object, tuple[object, ...]]) -> object:
+        """Set items of a dict or a record."""
+        target, items = operands
+        keys, values = items[::2], items[1::2]
+        if len(keys) != len(values):
+            raise ValueError("a key without a value")
         if isinstance(target, dict):
-            for key, value in pairs:
+            for key in keys:
                 if type(key) is not str:
                     check_key(key)
-                target[key] = value
+            target.update(zip(keys, values, strict=True))
         elif isinstance(target, InertRecord):
-            target.items.extend(pairs)
+            target.items.extend(zip(keys, values, strict=True))
         else:
             raise TypeError(f"set an item of {type(target).__name__}")
+        return target
 
-    def set_item(self) -> None:
-        value, key, target = self.stack.pop(), self.stack.pop(), self.stack[-1]
-        if type(target) is dict:
-            check_key(key)
-            target[key] = value
-        else:
-            self.set_items([key, value])
-
-    def add_items(self) -> None:
-        items = self.pop_items()
-        target = self.stack[-1]
+    def add_items(self, operands: tuple[object, tuple[object, ...]]) -> object:
+        """Add items to a set or a record."""
+        target, items = operands
         if isinstance(target, set):
-            for item in items:
-                check_key(item)
-            target.update(items)
+            target.update(self.build_frozenset(items))
         elif isinstance(target, InertRecord):
             target.items.extend(items)
         else:
             raise TypeError(f"add to {type(target).__name__}")
+        return target
 
-    def push_frozenset(self) -> None:
-        items = self.pop_mark()
+    def build_frozenset(self, items: tuple[object, ...]) -> frozenset[object]:
+        """Return a frozenset."""
         for item in items:
             check_key(item)
-        self.stack.append(frozenset(items))
+        return frozenset(items)
 
-    def push_global(self) -> None:
-        module = self.take_line()
-        self.push_named(module, self.take_line())
-
-    def push_stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            raise TypeError("a global's name is not a text")
-        self.push_named(module, name)
-
-    def push_named(self, module: str, name: str) -> None:
-        key = module, name
-        if key not in self.globals:
-            self.made_nbytes += NAME_NBYTES
-            self.named[key] = self.at
-            self.globals[key] = self.load_global(module, name)
-        self.stack.append(self.globals[key])
-
-    def call(self, kwargs: object = None) -> None:
-        args, target = self.stack.pop(), self.stack.pop()
-        if not isinstance(args, tuple):
-            raise TypeError("arguments that are not a tuple")
-        if not isinstance(target, InertRecord):
-            raise TypeError(f"call of {type(target).__name__}")
+    def call(self, operands: tuple[object, object], kwargs: object = None) -> object:
+        """Build the value of a call, or make its record."""
+        target, args = operands
+        if not isinstance(args, tuple) or not isinstance(target, InertRecord):
+            raise TypeError(f"call of {type(target).__name__} with {type(args).__name__}")
         if target.args is not None:
-            raise self.origin.unsafe(
-                f"the pickle calls the result of {quote(f'{target.module}.{target.name}')}",
-                got=quote(f"{target.module}.{target.name}"),
-            )
+            name = quote(f"{target.module}.{target.name}")
+            raise self.origin.unsafe(f"the pickle calls the result of {name}", got=name)
         builder = self.builders.get((target.module, target.name))
         made = NotImplemented if builder is None or kwargs else builder(args)
-        if made is NotImplemented:
-            made = InertRecord(target.module, target.name, args)
-            self.calls.append(made)
-            if kwargs:
-                made.kwargs = _keyword_arguments(kwargs)
-        else:
+        if made is not NotImplemented:
             self.built.add((target.module, target.name))
-        self.stack.append(made)
+            return made
+        made = InertRecord(target.module, target.name, args)
+        self.calls.append(made)
+        if kwargs:
+            if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
+                raise TypeError("keyword arguments that are not a dict")
+            made.kwargs = kwargs
+        return made
 
-    def call_with_keywords(self) -> None:
-        self.call(self.stack.pop())
+    def call_with_keywords(self, operands: tuple[object, object, object]) -> object:
+        """Build the value of a call with keyword arguments, or make its record."""
+        return self.call(operands[:2], operands[2])
 
-    def build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
+    def build(self, operands: tuple[object, object]) -> object:
+        """Set the state of a record."""
+        target, state = operands
         if isinstance(target, InertRecord) and target.args is None:
             name = quote(f"{target.module}.{target.name}")
             raise self.origin.unsafe(f"the pickle sets attributes of {name} itself", got=name)
@@ -750,82 +904,7 @@ class PickleMachine:
             self.dropped.append(state)
         else:
             raise TypeError(f"set the state of {type(target).__name__}")
-
-    def push_persistent(self) -> None:
-        if self.load_persistent is None:
-            raise self.origin.unsafe("the pickle refers to data outside itself", got="BINPERSID")
-        self.stack.append(self.load_persistent(self.stack.pop()))
-
-
-def _keyword_arguments(kwargs: object) -> dict[str, object]:
-    if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
-        raise TypeError("keyword arguments that are not a dict")
-    return kwargs
-
-
-PROTOCOL = b"\x80"
-"""First byte of every pickle since protocol 2."""
-STOP = ord(".")
-_INT32 = struct.Struct("<i")
-_FLOAT = struct.Struct(">d")
-
-# All opcodes of pickle protocols 2 to 5, without the extension registry and out-of-band buffers.
-STEPS: dict[int, Callable[[PickleMachine], object]] = {
-    ord(code): step
-    for code, step in {
-        "\x80": PickleMachine.skip_protocol,
-        "\x95": lambda m: m.take(8),  # FRAME
-        "(": PickleMachine.mark,
-        "0": lambda m: m.stack.pop(),
-        "1": PickleMachine.pop_mark,
-        "N": lambda m: m.stack.append(None),
-        "\x88": lambda m: m.stack.append(True),
-        "\x89": lambda m: m.stack.append(False),
-        "K": lambda m: m.stack.append(m.take_byte()),
-        "M": lambda m: m.stack.append(m.take_int(2)),
-        "J": lambda m: m.stack.append(_INT32.unpack(m.take(4))[0]),
-        "\x8a": lambda m: m.push_long(1),
-        "\x8b": lambda m: m.push_long(4),
-        "G": lambda m: m.stack.append(_FLOAT.unpack(m.take(8))[0]),
-        "\x8c": lambda m: m.push_text(1),
-        "X": lambda m: m.push_text(4),
-        "\x8d": lambda m: m.push_text(8),
-        "C": lambda m: m.push_bytes(1),
-        "B": lambda m: m.push_bytes(4),
-        "\x8e": lambda m: m.push_bytes(8),
-        "\x96": lambda m: m.stack.append(bytearray(m.take(m.take_int(8)))),
-        ")": lambda m: m.stack.append(()),
-        "\x85": lambda m: m.push_tuple(1),
-        "\x86": lambda m: m.push_tuple(2),
-        "\x87": lambda m: m.push_tuple(3),
-        "t": PickleMachine.push_marked,
-        "]": lambda m: m.stack.append([]),
-        "a": lambda m: m.append([m.stack.pop()]),
-        "e": lambda m: m.append(m.pop_items()),
-        "}": lambda m: m.stack.append({}),
-        "s": PickleMachine.set_item,
-        "u": lambda m: m.set_items(m.pop_items()),
-        "\x8f": lambda m: m.stack.append(set()),
-        "\x90": PickleMachine.add_items,
-        "\x91": PickleMachine.push_frozenset,
-        "h": lambda m: m.stack.append(m.memo[m.take_byte()]),
-        "j": lambda m: m.stack.append(m.memo[m.take_int(4)]),
-        "q": lambda m: m.memoize(m.take_byte()),
-        "r": lambda m: m.memoize(m.take_int(4)),
-        "\x94": lambda m: m.memoize(len(m.memo)),
-        "c": PickleMachine.push_global,
-        "\x93": PickleMachine.push_stack_global,
-        "R": PickleMachine.call,
-        "\x81": PickleMachine.call,  # NEWOBJ: for records the same as a call
-        "\x92": PickleMachine.call_with_keywords,
-        "b": PickleMachine.build,
-        "Q": PickleMachine.push_persistent,
-    }.items()
-}
-
-
-MAX_PICKLE_NBYTES = 1 << 29
-"""Largest pickle that is read, in bytes; a tensor takes about 150."""
+        return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -845,14 +924,7 @@ def read_pickle(
     load_global: Callable[[str, str], object] = InertRecord,
     load_persistent: Callable[[object], object] | None = None,
 ) -> Pickled:
-    """Read a pickle; its classes and calls are inert records.
-
-    Args:
-        data: exactly the bytes of the pickle.
-        origin: the file, for errors.
-        builders: (module, name) of a call -> the function that builds its value.
-        load_global: returns the value of a global name; the default keeps all names inert.
-        load_persistent: returns the value of a persistent id; None: persistent ids are refused.
+    """Read a pickle; its classes and calls are inert records. The arguments are those of `PickleReader`.
 
     Raises:
         CorruptError: the pickle is damaged, too long or too deep.
@@ -860,27 +932,8 @@ def read_pickle(
     """
     if len(data) > MAX_PICKLE_NBYTES:
         raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
-    machine = PickleMachine(data, origin, builders, load_global, load_persistent)
-    value = run_machine(machine)
+    reader = PickleReader(data, origin, builders, load_global, load_persistent)
+    value = reader.read()
     check_tree(value, 1_000_000 + 4 * len(data), origin)
-    roots = [value, *machine.dropped]
-    return Pickled(value, find_foreign_names(machine.named, machine.calls, machine.built, roots, origin))
-
-
-def run_machine(machine: PickleMachine) -> object:
-    """Run a machine and return its value.
-
-    Raises:
-        CorruptError: the pickle is damaged, or too long.
-        UnsafeError: it uses an opcode or a call that needs code to run.
-    """
-    try:
-        return machine.run()
-    except XrankError:
-        raise
-    # Any other failure, such as a pop from an empty stack or a text that is not UTF-8, means a damaged pickle.
-    except Exception as error:
-        raise machine.origin.corrupt(
-            f"the pickle is damaged near its byte {machine.at}",
-            got=f"{type(error).__name__}: {quote(str(error))}",
-        ) from error
+    roots = [value, *reader.dropped]
+    return Pickled(value, find_foreign_names(reader.named, reader.calls, reader.built, roots, origin))
