@@ -1,6 +1,6 @@
 """A thin module for each command; the command line and Python callers use the same functions.
 
-Each decides by `xrank.decisions`, agrees by `xrank.teams`, and makes the output by `xrank.making`.
+Each decides by `xrank.decisions`, agrees by `xrank.ranks.team`, and makes the output by `xrank.making`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def kind_without_elements(tensor: torch.Tensor) -> str | None:
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_quantized:
-        return "quantised"
+        return "quantized"
     return None if tensor.layout is torch.strided else f"of layout {tensor.layout}"
 
 

@@ -367,7 +367,7 @@ class AttachedArena:
 
 
 def new_buffer(nbytes: int) -> memoryview:
-    """Return writable, uninitialised memory owned by the caller; large buffers lie in huge pages."""
+    """Return writable, uninitialized memory owned by the caller; large buffers lie in huge pages."""
     if nbytes < _HUGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(nbytes, np.uint8).data
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

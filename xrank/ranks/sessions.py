@@ -483,7 +483,7 @@ after_fork_in_child(_making.renew)  # another thread of the parent may have held
 
 
 class _NoGroup:
-    """Stands for the world if torch.distributed is not initialised."""
+    """Stands for the world if torch.distributed is not initialized."""
 
 
 _NO_GROUP = _NoGroup()

@@ -181,7 +181,7 @@ class LaunchedRanks:
 
 
 def group_place() -> tuple[int, int] | None:
-    """Return rank and world size of torch.distributed, or None if it is not initialised."""
+    """Return rank and world size of torch.distributed, or None if it is not initialized."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -191,7 +191,7 @@ def group_place() -> tuple[int, int] | None:
 def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
     """Return the store of a process group, or of the world if None.
 
-    If torch.distributed is not initialised, a launcher's own store is used (torchrun's agent keeps one for its
+    If torch.distributed is not initialized, a launcher's own store is used (torchrun's agent keeps one for its
     ranks: torch/distributed/elastic/agent/server/api.py).
 
     Raises:
@@ -208,8 +208,8 @@ def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
     if _has_agent_store(environ):
         return _agent_store(environ)
     raise UsageError(
-        "the ranks have no store to find each other by: torch.distributed is not initialised",
-        want="an initialised process group, or torchrun",
+        "the ranks have no store to find each other by: torch.distributed is not initialized",
+        want="an initialized process group, or torchrun",
         next_step="call torch.distributed.init_process_group first",
     )
 

@@ -211,7 +211,7 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str
         place: a path whose folder carries messages between hosts; beside a URL, sockets do.
         timeout_seconds: how long a live rank may take to arrive.
         call: name of the function that the user called.
-        joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialised.
+        joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialized.
     """
     if group_place() is not None:
         from xrank.ranks.gathering import find_place  # one process does not need these modules

@@ -109,9 +109,9 @@ class WorkspaceContract:
 
     def test_uninitialized_refuses_with_value_error(self, uninitialized: Workspace) -> None:
         assert uninitialized.is_initialized is False
-        with pytest.raises(ValueError, match="not initialised"):
+        with pytest.raises(ValueError, match="not initialized"):
             uninitialized.write_configs_and_weights({}, {})
-        with pytest.raises(ValueError, match="not initialised"):
+        with pytest.raises(ValueError, match="not initialized"):
             uninitialized.read_configs_and_weights_from_rank(0)
 
     def test_nothing_yet(self, make_workspace: MakeWorkspace) -> None:

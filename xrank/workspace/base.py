@@ -55,7 +55,7 @@ class Workspace(Protocol):
             step: the training step.
 
         Raises:
-            UsageError: the workspace is uninitialised, or a state cannot hold the config or a tensor.
+            UsageError: the workspace is uninitialized, or a state cannot hold the config or a tensor.
             NoSpaceError: the medium is full.
         """
         ...
@@ -68,7 +68,7 @@ class Workspace(Protocol):
         The tensors are plain, detached, on the CPU, and owned by the caller. Tied names still share one tensor.
 
         Raises:
-            UsageError: the workspace is uninitialised, or `target_rank` is not a whole number.
+            UsageError: the workspace is uninitialized, or `target_rank` is not a whole number.
             CorruptError: the bytes differ from those that the rank wrote.
             ContradictionError: the state belongs to another rank.
             UnsafeError: the state asks to run code.
@@ -119,7 +119,7 @@ class IdentifiedWorkspace:
 def make_place_error(workspace: IdentifiedWorkspace) -> UsageError:
     """Return the error of a workspace without a place."""
     want = f"a place that all ranks reach, as in {type(workspace).__name__}(workspace_path)"
-    return UsageError("the workspace is not initialised: it has no place", want=want)
+    return UsageError("the workspace is not initialized: it has no place", want=want)
 
 
 def find_identity(rank: int | None, world_size: int | None, run_id: str | None) -> WorkspaceIdentity:

@@ -32,11 +32,11 @@ class NFSWorkspace(IdentifiedWorkspace):
     `open_checkpoint`, which removes nothing.
 
     Args:
-        workspace_path: the shared directory; None leaves the workspace uninitialised.
-        rank: this rank; by default torch.distributed's if it is initialised, else the launcher's, else 0.
+        workspace_path: the shared directory; None leaves the workspace uninitialized.
+        rank: this rank; by default torch.distributed's if it is initialized, else the launcher's, else 0.
         world_size: number of ranks, found in the same way.
         run_id: distinguishes the states of this run from those of earlier runs. By default ``XRANK_RUN_ID``, else the
-            launcher's id, else one kept in the store of an initialised torch.distributed. Without an id, only the
+            launcher's id, else one kept in the store of an initialized torch.distributed. Without an id, only the
             world size, and each rank's own construction, distinguish runs. An empty text asks for no id: then states
             of ModelOpt's class, which record none, are read in a launcher's job, too.
 
@@ -76,7 +76,7 @@ class NFSWorkspace(IdentifiedWorkspace):
 
     @property
     def path(self) -> Path | None:
-        """The directory; None if the workspace is uninitialised."""
+        """The directory; None if the workspace is uninitialized."""
         return None if self._path is None else Path(self._path)
 
     @property

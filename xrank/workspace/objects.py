@@ -68,7 +68,7 @@ class ObjectWorkspace(IdentifiedWorkspace):
     --workspace URL`` reads the states. Credentials and the endpoint come from the environment (docs/stores.md).
 
     Args:
-        workspace_path: ``s3://bucket/prefix``; None leaves the workspace uninitialised.
+        workspace_path: ``s3://bucket/prefix``; None leaves the workspace uninitialized.
         rank: as `NFSWorkspace`; so are `world_size` and `run_id`.
         world_size: number of ranks.
         run_id: distinguishes the states of this run from those of earlier runs.
@@ -103,7 +103,7 @@ class ObjectWorkspace(IdentifiedWorkspace):
 
     @property
     def url(self) -> str | None:
-        """The URL of the prefix; None if the workspace is uninitialised."""
+        """The URL of the prefix; None if the workspace is uninitialized."""
         return None if self._place is None else self._place.url
 
     def write_configs_and_weights(
@@ -119,7 +119,7 @@ class ObjectWorkspace(IdentifiedWorkspace):
         Tensors are copied as by `NFSWorkspace`, and 20 MiB for the parts on their way. A kill may leave an upload that
         no reader sees; the next construction for this rank removes it, and so does ``xrank clean``.
         """
-        place = self._initialised()
+        place = self._initialized()
         archive = make_state_archive(self._identity, config_json, weights, layouts, step)
         key = place.key(state_file_name(self.rank))
         with self._naming():
@@ -134,11 +134,11 @@ class ObjectWorkspace(IdentifiedWorkspace):
 
         A state with another run id or world size belongs to an earlier run: the result is ``(None, None)``.
         """
-        place, rank = self._initialised(), check_rank(target_rank)
+        place, rank = self._initialized(), check_rank(target_rank)
         state = read_state(place.url_of(state_file_name(rank)), rank, self.world_size, self.run_id)
         return (None, None) if state is None else state
 
-    def _initialised(self) -> ObjectPlace:
+    def _initialized(self) -> ObjectPlace:
         if self._place is None:
             raise make_place_error(self)
         return self._place

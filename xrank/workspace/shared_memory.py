@@ -45,7 +45,7 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
 
     Args:
         group: the process group whose store records the states' places; by default the world. Rank numbers are always
-            the world's. Without a process group, a launcher's store or `store`, the workspace is uninitialised, unless
+            the world's. Without a process group, a launcher's store or `store`, the workspace is uninitialized, unless
             this process is the whole world.
         store: records the states' places, instead of a group's store.
         rank: this rank; found as `NFSWorkspace` finds it.
@@ -177,8 +177,8 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
 
     def _place(self) -> Store:
         if self._store is None:
-            what = "the workspace is not initialised: it has no store to record where states lie"
-            raise UsageError(what, want="an initialised process group, torchrun, or store=; or use NFSWorkspace")
+            what = "the workspace is not initialized: it has no store to record where states lie"
+            raise UsageError(what, want="an initialized process group, torchrun, or store=; or use NFSWorkspace")
         return self._store
 
     def _settle(self, store: Store) -> None:
