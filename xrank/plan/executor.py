@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 from weakref import WeakValueDictionary
 
 from xrank import dtypes
@@ -213,32 +213,10 @@ def _kind(plan: TensorPlan) -> str:
     return "F64" if plan.source_dtype == "F64" else "F32"
 
 
-class _Shared(Protocol):
-    """The methods and state of an execution that its workers use."""
-
-    plan: Plan
-    source: Source
-    target: Target
-    replicas: Literal["verify", "pick"]
-    checksums: RecordChecksums
-    extents: SharedExtents
-    merging: MergedTensors
-    file_hashes: FileHashes | None
-    placing: PlacingTarget | None
-    straight: ObjectSource | None
-
-    def next_job(self) -> Job | None: ...
-    def job_done(self, job: Job, nbytes: int) -> bool: ...
-    def file_done(self, file: FileWindows) -> None: ...
-    def write_late(self, file: FileWindows, placed: PlacedBytes) -> None: ...
-    def differs(self, tensor: str, rank: int, num_elements: int) -> None: ...
-    def fail(self, error: BaseException) -> None: ...
-
-
 class Worker:
     """Makes windows until none is left; reports an exception to the execution."""
 
-    def __init__(self, shared: _Shared, staging_nbytes: int, num_windows: int) -> None:
+    def __init__(self, shared: _Execution, staging_nbytes: int, num_windows: int) -> None:
         self._shared = shared
         self.ended = threading.Event()
         self._window = memoryview(b"")

@@ -36,33 +36,19 @@ def compose(pieces: NestTable, part: tuple[Nest, ...]) -> tuple[IntArray, NestTa
     Raises:
         LayoutError: two cuts have strides that do not divide each other, and would make too many pieces.
     """
-    return _compose(_Pieces(pieces), part)
-
-
-class _Pieces:
-    """A table as a cache key: a model has some dozens of distinct ones at most."""
-
-    def __init__(self, table: NestTable) -> None:
-        self.table = table
-        self._key = (table.x.tobytes(), table.y.tobytes(), table.loops.tobytes())
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Pieces) and self._key == other._key
+    return _compose(_PieceKey(pieces.x, pieces), part)
 
 
 @lru_cache(maxsize=1024)
-def _compose(pieces: _Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
-    starts, ends = pieces.table.y, pieces.table.y_ends
+def _compose(pieces: _PieceKey, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
+    starts, ends = pieces.nests.y, pieces.nests.y_ends
     found: list[tuple[int, Nest]] = []
     for nest in part:
         to_part = swap(nest)
         end = nest.y + sum((n - 1) * ys for n, _, ys in nest.loops) + 1
         # Only pieces whose address range meets the nest's can intersect it.
         for row in np.flatnonzero((starts < end) & (ends > nest.y)).tolist():
-            found += [(row, piece) for piece in intersect(pieces.table[row], to_part)]
+            found += [(row, piece) for piece in intersect(pieces.nests[row], to_part)]
     # They were found piece by piece of the source; `Copies` has them by rising destination.
     found.sort(key=lambda item: item[1].y)
     return int_array(row for row, _ in found), NestTable.from_nests([nest for _, nest in found])
@@ -270,11 +256,11 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
 
 
 class _PieceKey:
-    """Ranks and nests of a tensor's pieces as a cache key: a model has some dozens of distinct ones at most."""
+    """Nests of pieces as a cache key, with their ranks or x sides; a model has some dozens of distinct ones at most."""
 
-    def __init__(self, rank: IntArray, nests: NestTable) -> None:
-        self.rank, self.nests = rank, nests
-        self._key = (rank.tobytes(), nests.y.tobytes(), nests.loops.tobytes())
+    def __init__(self, side: IntArray, nests: NestTable) -> None:
+        self.side, self.nests = side, nests
+        self._key = (side.tobytes(), nests.y.tobytes(), nests.loops.tobytes())
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -296,7 +282,7 @@ def divide_pieces(
 @lru_cache(maxsize=256)
 def _divide_pieces(pieces: _PieceKey, num_elements: int) -> tuple[IntArray, IntArray, CoverageFault | None]:
     # Stable by rank, so that the first of equal destinations is the lowest rank's on every rank that plans.
-    by_rank = np.argsort(pieces.rank, kind="stable")
+    by_rank = np.argsort(pieces.side, kind="stable")
     is_first = first_of_equal(destination_keys(pieces.nests)[by_rank])
     first, others = (
         rows[np.argsort(pieces.nests.y[rows], kind="stable")] for rows in (by_rank[is_first], by_rank[~is_first])
