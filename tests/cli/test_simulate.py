@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import leave
-from tests.pictures.test_html_page import Page
+from tests.pictures.test_picture import Page
 from tests.virtual.simulation.made_layouts import llama
 
 PEAK = """
