@@ -210,12 +210,9 @@ def _plan_output(
     outputs = selection.outputs
     if adapted is not None:
         if transform is not None:
-            raise UsageError(
-                "a transform of a model with an adapter is not possible",
-                got="transform=, and tensors of an adapter",
-                want="a model without an adapter, or no transform",
-                next_step="give what module.merge_and_unload() returns, or leave transform= out",
-            )
+            problem = "a transform of a model with an adapter is not possible"
+            step = "give what module.merge_and_unload() returns, or leave transform= out"
+            raise UsageError(problem, got="transform=, and tensors of an adapter", next_step=step)
         outputs = tuple(output for output in outputs if output.name not in adapted.own)
         plan = _plan_with_adapter(adapted, selection, outputs, options, decision.weights_stem)
     elif transform is None:

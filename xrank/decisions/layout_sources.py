@@ -155,12 +155,9 @@ def _views(meshes: Sequence[DeviceMesh], stated: Iterable[StatedLayout], layouts
     own = [(one.layout.view_mesh, one.layout.tree.view) for one in stated if one.layout.view_mesh is not None]
     for mesh, name in dict.fromkeys([*own, *((mesh, None) for mesh in meshes[1:])]):
         if mesh.ranks != meshes[0].ranks:
-            raise LayoutError(
-                "the ranks recorded meshes that no single layout file says",
-                got=f"{meshes[0].grid} and {mesh.grid}, of different ranks or another order",
-                want="meshes of the same ranks in one order",
-                next_step="write the layout file by hand",
-            )
+            problem = "the ranks recorded meshes that no single layout file says"
+            got = f"{meshes[0].grid} and {mesh.grid}, of different ranks or another order"
+            raise LayoutError(problem, got=got, next_step="write the layout file by hand")
         if mesh != meshes[0] and mesh not in views:
             free = (text for text in (name, *(f"view{i}" for i in range(1, len(views) + 2))) if text is not None)
             views[mesh] = next(text for text in free if text not in layouts.views)
@@ -180,12 +177,9 @@ def _file_layout(
         return TensorLayout.from_tree(tree)
     if len(set(shard.rank.tolist())) < 2:
         return TensorLayout.parse("[" + ", ".join(free_size_names(len(shard.shape), mesh.axis_names)) + "]")
-    raise LayoutError(
-        f"{shard.name}: its ranks recorded no layout that a file can say",
-        tensor=shard.name,
-        got=f"{len(set(shard.rank.tolist()))} parts",
-        next_step="write the layout file by hand",
-    )
+    problem = f"{shard.name}: its ranks recorded no layout that a file can say"
+    got, step = f"{len(set(shard.rank.tolist()))} parts", "write the layout file by hand"
+    raise LayoutError(problem, tensor=shard.name, got=got, next_step=step)
 
 
 def _rules(texts: Mapping[str, TensorLayout | Companion]) -> dict[str, TensorLayout | Companion]:
@@ -268,21 +262,13 @@ def filter_tensors(found: Survey, pattern: str | None) -> Survey:
     try:
         expression = compile_pattern(pattern)
     except ValueError as error:
-        raise UsageError(
-            f"{option('tensor')} must be a regular expression: {error}",
-            got=repr(pattern),
-            next_step="escape what is meant as it stands",
-        ) from None
+        problem, step = f"{option('tensor')} must be a regular expression: {error}", "escape what is meant as it stands"
+        raise UsageError(problem, got=repr(pattern), next_step=step) from None
     tensors = tuple(one for one in found.tensors if expression.fullmatch(one.name))
     if not tensors:
-        raise UsageError(
-            f"{option('tensor')} matches none of {len(found.tensors)} tensors",
-            got=repr(pattern),
-            want="a regular expression for whole names",
-            next_step=f"name one, such as {found.tensors[0].name!r}"
-            if found.tensors
-            else f"leave {option('tensor')} out",
-        )
+        first = f"name one, such as {found.tensors[0].name!r}" if found.tensors else f"leave {option('tensor')} out"
+        problem = f"{option('tensor')} matches none of {len(found.tensors)} tensors"
+        raise UsageError(problem, got=repr(pattern), want="a regular expression for whole names", next_step=first)
     return replace(found, tensors=tensors, unmatched=tuple(n for n in found.unmatched if expression.fullmatch(n)))
 
 

@@ -218,27 +218,19 @@ class _Fitting:
 
     def _new_part(self, wanted: _Wanted, claim: Claim, shape: tuple[int, ...]) -> NewPart:
         if flat_of(claim.layout) is not None:
-            raise LayoutError(
-                f"{wanted.name}: its layout is a flat buffer, which is read and not filled",
-                tensor=wanted.name,
-                got=str(claim),
-                want="the layout of one tensor",
-                next_step="give the members, which are views of the buffer, layouts of their own",
-            )
+            problem = f"{wanted.name}: its layout is a flat buffer, which is read and not filled"
+            step = "give the members, which are views of the buffer, layouts of their own"
+            raise LayoutError(problem, tensor=wanted.name, got=str(claim), next_step=step)
         base = None
         if claim.companion is not None:
             assert self.layouts is not None  # a companion is not a DTensor
             base = base_of_shape(claim.companion, self.layouts, wanted.name, shape, self.shapes)
         new = new_parts(wanted.name, claim, shape, base).get(self.rank)
         if new is None:
-            raise LayoutError(
-                f"{wanted.name}: rank {self.rank} has a part, and its layout says that it has none",
-                tensor=wanted.name,
-                rank=self.rank,
-                got=f"a part of shape {list(wanted.shape)}",
-                want=f"none, by {claim} on {claim.mesh.grid}",
-                next_step="correct the layouts",
-            )
+            problem = f"{wanted.name}: rank {self.rank} has a part, and its layout says that it has none"
+            got, want = f"a part of shape {list(wanted.shape)}", f"none, by {claim} on {claim.mesh.grid}"
+            step = "correct the layouts"
+            raise LayoutError(problem, tensor=wanted.name, rank=self.rank, got=got, want=want, next_step=step)
         return new
 
 
@@ -257,47 +249,34 @@ def _check_shape(wanted: _Wanted, what: str, got: tuple[int, ...], want: tuple[i
     if got == want:
         return
     is_cut = wanted.claim is None and len(got) == len(want) and all(map(le, got, want))
+    step = "make the module with the sizes of the source's config.json"
+    step = "say how the plain tensor is cut, with layouts=" if is_cut else step
+    problem = f"{wanted.name}: its {what} is not that of the source's tensor"
     raise UsageError(
-        f"{wanted.name}: its {what} is not that of the source's tensor",
-        tensor=wanted.name,
-        got=f"{list(got)} in the module",
-        want=f"{list(want)}",
-        next_step="say how the plain tensor is cut, with layouts="
-        if is_cut
-        else "make the module with the sizes of the source's config.json",
+        problem, tensor=wanted.name, got=f"{list(got)} in the module", want=f"{list(want)}", next_step=step
     )
 
 
 def _check_dtype(wanted: _Wanted, shard: StoredShard) -> None:
     if wanted.dtype == shard.dtype or (dtypes.dtype(wanted.dtype).is_float and dtypes.dtype(shard.dtype).is_float):
         return
-    raise UsageError(
-        f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}",
-        tensor=wanted.name,
-        got=f"{wanted.dtype} in the module",
-        want=f"{shard.dtype}, or a floating-point type on both sides",
-        next_step="make the module with the source's types",
-    )
+    problem = f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}"
+    got, want = f"{wanted.dtype} in the module", f"{shard.dtype}, or a floating-point type on both sides"
+    step = "make the module with the source's types"
+    raise UsageError(problem, tensor=wanted.name, got=got, want=want, next_step=step)
 
 
 def _rounded_scale(wanted: _Wanted, shard: StoredShard) -> UsageError:
-    return UsageError(
-        f"{wanted.name}: as {wanted.dtype}, this scale of a quantized tensor would give other weights",
-        tensor=wanted.name,
-        got=f"{wanted.dtype} in the module",
-        want=f"{shard.dtype}, as in the source",
-        next_step="make the module's scales in this type (tensor.float()); a cast of the whole module rounds them, too",
-    )
+    problem = f"{wanted.name}: as {wanted.dtype}, this scale of a quantized tensor would give other weights"
+    got, want = f"{wanted.dtype} in the module", f"{shard.dtype}, as in the source"
+    step = "make the module's scales in this type (tensor.float()); a cast of the whole module rounds them, too"
+    return UsageError(problem, tensor=wanted.name, got=got, want=want, next_step=step)
 
 
 def _cut_error(first: _Wanted, other: _Wanted) -> LayoutError:
-    return LayoutError(
-        f"{other.name}: it is the same tensor as {first.name} on this rank, and is said to be cut otherwise",
-        tensor=other.name,
-        got=str(other.claim or "whole"),
-        want=str(first.claim or "whole"),
-        next_step="give both names one layout",
-    )
+    problem = f"{other.name}: it is the same tensor as {first.name} on this rank, and is said to be cut otherwise"
+    got, want = str(other.claim or "whole"), str(first.claim or "whole")
+    return LayoutError(problem, tensor=other.name, got=got, want=want, next_step="give both names one layout")
 
 
 _MAX_MISSING = 20
@@ -330,28 +309,23 @@ def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
     first = (*missing, *unexpected)[0]
     wrong = [f"{list_text(missing)} in the module alone"] if missing else []
     wrong += [f"{list_text(unexpected)} in the source alone"] if unexpected else []
-    raise UsageError(
-        f"{first}: {'the source has no such tensor' if missing else 'no rank has such a tensor'}",
-        tensor=first,
-        file=source.path,
-        got="; ".join(wrong),
-        want="the same names on both sides",
-        next_step="make the module with the source's config.json, and tie what to_empty took apart; where one side "
-        f"has a trainer's names, give {option('recipe')}",
-    )
+    problem = f"{first}: {'the source has no such tensor' if missing else 'no rank has such a tensor'}"
+    got, want = "; ".join(wrong), "the same names on both sides"
+    step = "make the module with the source's config.json, and tie what to_empty took apart; where one side has a "
+    step += f"trainer's names, give {option('recipe')}"
+    raise UsageError(problem, tensor=first, file=source.path, got=got, want=want, next_step=step)
 
 
 def _check_sources(ranks: Sequence[int], digests: Sequence[str]) -> None:
     for rank, digest in zip(ranks, digests, strict=True):
         if digest != digests[0]:
-            raise ContradictionError(
-                f"rank {rank} sees another source than rank {ranks[0]}, or its call differs",
-                rank=rank,
-                got=f"source {digest}",
-                want=f"source {digests[0]}, as on rank {ranks[0]}: the same names, sizes and times of change",
-                next_step="let all ranks see one file system; where its clients cache what they saw, wait a minute; "
-                f"then let all ranks {AGAIN}",
+            problem = f"rank {rank} sees another source than rank {ranks[0]}, or its call differs"
+            want = f"source {digests[0]}, as on rank {ranks[0]}: the same names, sizes and times of change"
+            step = (
+                "let all ranks see one file system; where its clients cache what they saw, wait a minute; then let all "
             )
+            step += f"ranks {AGAIN}"
+            raise ContradictionError(problem, rank=rank, got=f"source {digest}", want=want, next_step=step)
 
 
 def _digest(source: StoredModel) -> str:

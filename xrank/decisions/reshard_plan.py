@@ -54,13 +54,9 @@ def new_claim(name: str, claims: Claims) -> Claim | None:
     claim = claims.find_in_file(name)
     flat = None if claim is None else flat_of(claim.layout)
     if flat is not None and (flat.multiple is not None or [member.name for member in flat.members] != [name]):
-        raise LayoutError(
-            f"{name}: the new layout is a flat buffer, which is read and not written unless it holds this tensor alone",
-            tensor=name,
-            got=str(claim),
-            want=f"the layout of one tensor, or flat({name} [...])",
-            next_step="give the members layouts of their own",
-        )
+        problem = f"{name}: the new layout is a flat buffer, which is written only if it holds this tensor alone"
+        want, step = f"the layout of one tensor, or flat({name} [...])", "give the members layouts of their own"
+        raise LayoutError(problem, tensor=name, got=str(claim), want=want, next_step=step)
     return claim
 
 
@@ -92,11 +88,8 @@ def _prove(
         if part is None:
             continue
         if part.sums:
-            raise LayoutError(
-                f"the layout asks for addends over {', '.join(part.sums)}, and a stored tensor is the sum",
-                got=str(claim),
-                want="parts or replicas",
-            )
+            problem = f"the layout asks for addends over {', '.join(part.sums)}, and a stored tensor is the sum"
+            raise LayoutError(problem, got=str(claim), want="parts or replicas")
         found[rank] = part
     rows = [(rank, nest) for rank, part in found.items() for nest in part.nests]
     table = NestTable.from_nests([nest for _, nest in rows])
@@ -131,14 +124,10 @@ def _coverage_error(
     where = range_text(shape, fault.address, fault.address)
     ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]
     what = "left to no rank" if fault.kind == "gap" else f"given to {ranks_text(ranks)} in different cuts"
-    return LayoutError(
-        f"{name}, from {where} on: {what} by the new layout",
-        tensor=name,
-        index_range=where,
-        got=f"{claim} of {list(shape)} on {claim.mesh.grid}",
-        want="every element on some rank, and equal parts wherever several have it",
-        next_step="correct the layout file",
-    )
+    problem = f"{name}, from {where} on: {what} by the new layout"
+    got = f"{claim} of {list(shape)} on {claim.mesh.grid}"
+    want, step = "every element on some rank, and equal parts wherever several have it", "correct the layout file"
+    return LayoutError(problem, tensor=name, index_range=where, got=got, want=want, next_step=step)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -353,14 +342,9 @@ class _States:
         held = self.records.setdefault(rank, {})
         if own in held:
             other = next(name for name, taken in self.own_names[rank].items() if taken == own)
-            raise LayoutError(
-                f"{name}: rank {rank} is to know it as {own}, and {other}, too",
-                tensor=name,
-                rank=rank,
-                got=f"two tensors of the name {own}",
-                want="a name for each",
-                next_step="let the names with dims in the layout file differ from other names",
-            )
+            problem = f"{name}: rank {rank} is to know it as {own}, and {other}, too"
+            step = "let the names with dims in the layout file differ from other names"
+            raise LayoutError(problem, tensor=name, rank=rank, want="a name for each", next_step=step)
         held[own] = record
         self.own_names.setdefault(rank, {})[name] = own
 
@@ -402,21 +386,13 @@ class _States:
         for rule, layout in self.layouts.items():
             flat = None if layout is None else flat_of(layout)
             if flat is not None and any(member.name == first for member in flat.members):
-                raise LayoutError(
-                    f"{first}: the layout file puts it into the flat buffer {rule}, and reshard writes none",
-                    tensor=first,
-                    got=str(layout),
-                    want="a rule for each tensor",
-                    next_step="give the buffer's members layouts of their own",
-                )
+                problem = f"{first}: the layout file puts it into the flat buffer {rule}, and reshard writes none"
+                step = "give the buffer's members layouts of their own"
+                raise LayoutError(problem, tensor=first, got=str(layout), next_step=step)
         dims = ", ".join(f"d{i}" for i in range(len(_shape_of(self.source, first))))
-        raise LayoutError(
-            f"{first}: no rule of the layout file says how it is cut{likewise_text(more)}",
-            tensor=first,
-            got=f"{len(self.layouts)} rules",
-            want="one for every tensor",
-            next_step=f'add a rule, such as "{first}" = "[{dims}]" for a tensor that every rank holds whole',
-        )
+        problem = f"{first}: no rule of the layout file says how it is cut{likewise_text(more)}"
+        step = f'add a rule, such as "{first}" = "[{dims}]" for a tensor that every rank holds whole'
+        raise LayoutError(problem, tensor=first, got=f"{len(self.layouts)} rules", next_step=step)
 
     @property
     def ranks(self) -> Sequence[int]:

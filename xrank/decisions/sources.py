@@ -66,14 +66,10 @@ def check_roundings(model: StoredModel) -> StoredModel:
         rounded = replace(plain, shards=(shard,), aliases={}, absent=())
         if compute_digests(plain, outputs) != compute_digests(rounded, outputs):
             file = model.files[int(model.records.file[int(shard.record[0])])].path
-            raise ContradictionError(
-                f"{file}: belongs to another save than the fp32 weights, or to another layer or expert",
-                tensor=shard.name,
-                file=file,
-                got=f"other values of {shard.name}",
-                want=f"the fp32 weights, rounded to {shard.dtype}",
-                next_step="all files must come from one save of one run; copy them again from where they were saved",
-            )
+            problem = f"{file}: belongs to another save than the fp32 weights, or to another layer or expert"
+            got, want = f"other values of {shard.name}", f"the fp32 weights, rounded to {shard.dtype}"
+            step = "all files must come from one save of one run; copy them again from where they were saved"
+            raise ContradictionError(problem, tensor=shard.name, file=file, got=got, want=want, next_step=step)
     return plain
 
 
@@ -85,6 +81,7 @@ def compute_digests(model: StoredModel, outputs: Sequence[OutputTensor], budget:
     return [made.files[number].digest for number in range(len(outputs))]
 
 
+_ONE_MODEL = "equal values, as where a trainer saves one model in two forms"
 _FIRST_NBYTES = 64 << 20
 """Bytes of the tensors that are compared first, the smallest ones; each further step compares twice as many."""
 _MEMORY_NBYTES = 16 << 20
@@ -133,13 +130,9 @@ def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
     """Return the model of a reader."""
     model = _read_bare(reader, place, hints)
     if hints.part != model.part:
-        raise UsageError(
-            f"{option('part')} was given, but {place} contains one model that is not in parts",
-            file=place,
-            got=option("part", hints.part),
-            want="a checkpoint of several parts, such as model and ema",
-            next_step=f"leave {option('part')} out",
-        )
+        problem = f"{option('part')} was given, but {place} contains one model that is not in parts"
+        want, step = "a checkpoint of several parts, such as model and ema", f"leave {option('part')} out"
+        raise UsageError(problem, file=place, got=option("part", hints.part), want=want, next_step=step)
     return model
 
 
@@ -154,14 +147,10 @@ def _read_bare(reader: Reader, place: str, hints: Hints) -> StoredModel:
 
 
 def _emptiness(place: str, reader: Reader) -> UsageError:
-    return UsageError(
-        f"{place}: its {reader.name} files hold no tensor",
-        file=place,
-        got="0 tensors",
-        want="a model or an adapter",
-        next_step="name the checkpoint of another step; if all are empty, the trainer could not save the model, as "
-        "FSDP1 an adapter: train with FSDP2, or save with xrank.export_model",
-    )
+    step = "name the checkpoint of another step; if all are empty, the trainer could not save the model, as FSDP1 an "
+    step += "adapter: train with FSDP2, or save with xrank.export_model"
+    problem = f"{place}: its {reader.name} files hold no tensor"
+    return UsageError(problem, file=place, want="a model or an adapter", next_step=step)
 
 
 def _beside(place: str, reader: Reader, model: StoredModel, chosen: Reader) -> str:
@@ -211,30 +200,20 @@ def _choice_error(
 ) -> UsageError:
     is_file = reader.name == TORCH_SAVE.name and places.is_file(place)
     other = f"give the path {place}" if is_file else option("format", reader.name)
-    return UsageError(
-        f"{place} can be read in several ways, which give different models"
-        if place == model.path
-        else f"{model.path} and {place} hold different models",
-        file=place,
-        tensor=tensor,
-        got=f"{chosen.name} files and {reader.name} files{difference}",
-        want="equal values, as where a trainer saves one model in two forms",
-        next_step=f"choose one: {option('format', chosen.name)} or {other}",
-    )
+    problem = f"{model.path} and {place} hold different models"
+    problem = f"{place} can be read in several ways, which give different models" if place == model.path else problem
+    got = f"{chosen.name} files and {reader.name} files{difference}"
+    step = f"choose one: {option('format', chosen.name)} or {other}"
+    return UsageError(problem, file=place, tensor=tensor, got=got, want=_ONE_MODEL, next_step=step)
 
 
 def _doubt_error(model: StoredModel, chosen: Reader, place: str, reader: Reader, error: XrankError) -> UsageError:
     """Return the error for another source that cannot be read, and may be the trained model all the same."""
-    return UsageError(
-        f"{place}: its {reader.name} files cannot be read, so it is unknown whether the {chosen.name} files of "
-        f"{model.path} are the same model",
-        file=place,
-        tensor=error.tensor,
-        got=error.message,
-        want="equal values, as where a trainer saves one model in two forms",
-        next_step=f"if the {chosen.name} files are the trained model, choose them with {option('format', chosen.name)}"
-        + (f"; if not, {error.next_step}" if error.next_step else ""),
-    )
+    problem = f"{place}: its {reader.name} files cannot be read, so it is unknown whether the {chosen.name} files of "
+    problem += f"{model.path} are the same model"
+    step = f"if the {chosen.name} files are the trained model, choose them with {option('format', chosen.name)}"
+    step += f"; if not, {error.next_step}" if error.next_step else ""
+    return UsageError(problem, file=place, tensor=error.tensor, got=error.message, want=_ONE_MODEL, next_step=step)
 
 
 def _rename(other: StoredModel, model: StoredModel, hints: Hints) -> StoredModel:
@@ -433,15 +412,12 @@ def _check_world_size(model: StoredModel, stated: int) -> None:
     if model.world_size == stated:
         return
     kind = UsageError if model.world_size is None or model.world_size > stated else IncompleteError
-    raise kind(
-        f"{model.path} was not written by as many ranks as {option('world_size', stated)} states",
-        file=model.path,
-        got="a source that records no ranks" if model.world_size is None else plural(model.world_size, "rank"),
-        want=plural(stated, "rank"),
-        next_step=f"correct {option('world_size')} or leave it out"
-        if kind is UsageError
-        else f"copy the files of the missing ranks into the folder, or correct {option('world_size')}, then {AGAIN}",
-    )
+    got = "a source that records no ranks" if model.world_size is None else plural(model.world_size, "rank")
+    step = f"correct {option('world_size')} or leave it out"
+    if kind is IncompleteError:
+        step = f"copy the files of the missing ranks into the folder, or correct {option('world_size')}, then {AGAIN}"
+    problem = f"{model.path} was not written by as many ranks as {option('world_size', stated)} states"
+    raise kind(problem, file=model.path, got=got, want=plural(stated, "rank"), next_step=step)
 
 
 def _read_config(path: str | None) -> Mapping[str, Any] | None:
@@ -502,14 +478,11 @@ def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:
             raise UsageError("a tensor has the name ''", got="''", want="a name", next_step="give it a name")
         like = known.get(shard.name)
         if shard.shape == (0,) and dtypes.dtype(shard.dtype).is_float and (like is None or like[1] != (0,)):
-            raise UsageError(
-                f"{shard.name} has shape [0], as what DeepSpeed's ZeRO-3 leaves in the place of a tensor",
-                tensor=shard.name,
-                got="shape [0]",
-                want="values; or a base model that has it so",
-                next_step="make the call within deepspeed.zero.GatheredParameters(list(module.parameters())), or save "
-                "a checkpoint and gather that: xrank gather; if there are no values, leave the tensor out",
-            )
+            step = "make the call within deepspeed.zero.GatheredParameters(list(module.parameters())), or save a "
+            step += "checkpoint and gather that: xrank gather; if there are no values, leave the tensor out"
+            problem = f"{shard.name} has shape [0], as DeepSpeed's ZeRO-3 leaves it in the place of a tensor"
+            want = "values; or a base model that has it so"
+            raise UsageError(problem, tensor=shard.name, got="shape [0]", want=want, next_step=step)
 
 
 def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
@@ -518,13 +491,9 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
 
     text = places.enter(name)
     if places.is_file(text):
-        raise UsageError(
-            f"{text} is a file, no base model",
-            file=text,
-            got="a file",
-            want="a model's folder, as from_pretrained takes it",
-            next_step=f"give {option('base_model')} the folder that holds it: {os.path.dirname(text) or os.curdir}",
-        )
+        step = f"give {option('base_model')} the folder that holds it: {os.path.dirname(text) or os.curdir}"
+        want = "a model's folder, as from_pretrained takes it"
+        raise UsageError(f"{text} is a file, no base model", file=text, want=want, next_step=step)
     path = text if places.is_folder(text) else find_hub_snapshot(text, hub_cache(environ()))
     config_path = os.path.join(path, "config.json")
     tensors = {}
@@ -534,13 +503,10 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
     config = read_config(config_path) if places.exists(config_path) else None
     tensors = {name: tensor for name, tensor in tensors.items() if name not in list_unsaved(config)}
     if not tensors and config is None:
-        raise UsageError(
-            f"{path} is no base model: it holds neither safetensors weights nor a config.json",
-            file=path,
-            got=list_text(sorted(places.list_names(path)), empty="an empty folder"),
-            want="a model's folder, as from_pretrained takes it",
-            next_step=f"give {option('base_model')} the folder of the model itself",
-        )
+        problem = f"{path} is no base model: it holds neither safetensors weights nor a config.json"
+        got = list_text(sorted(places.list_names(path)), empty="an empty folder")
+        step = f"give {option('base_model')} the folder of the model itself"
+        raise UsageError(problem, file=path, got=got, next_step=step)
     return BaseModel(path, list_base_companions(path), config, tensors)
 
 

@@ -165,14 +165,9 @@ def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = (
         return
     kind = _KINDS[found[found.lastindex or 0]] if found is not None else "an adapter of PEFT that is not LoRA"
     name = found.string if found is not None else generic
-    raise UsageError(
-        f"{path} contains {kind}, which xrank neither copies nor merges",
-        tensor=name,
-        file=path,
-        got=name,
-        want="a model's own names, or LoRA's as PEFT gives them",
-        next_step=_NEXT_STEPS.get(kind, _MERGE),
-    )
+    step = _NEXT_STEPS.get(kind, _MERGE)
+    problem = f"{path} contains {kind}, which xrank neither copies nor merges"
+    raise UsageError(problem, tensor=name, file=path, got=name, want="a model's own names, or LoRA's", next_step=step)
 
 
 class _Sorting:
@@ -190,14 +185,10 @@ class _Sorting:
         for name in marked:
             self._take(name)
         if len(self._adapters) > 1:
+            named = (f"{adapter or 'one without a name'} ({name})" for adapter, name in self._adapters.items())
+            step = "let the trainer save one, or merge the others with peft"
             raise UsageError(
-                f"{path} holds several adapters",
-                file=path,
-                got=", ".join(
-                    f"{adapter or 'one without a name'} ({name})" for adapter, name in self._adapters.items()
-                ),
-                want="one adapter",
-                next_step="let the trainer save one, or merge the others with peft",
+                f"{path} holds several adapters", file=path, got=", ".join(named), want="one adapter", next_step=step
             )
         adapted = {*self._halves, *(f"{module}.token_adapter" for module in self._tokens)}
         self._base = self._base_names([name for name in names if name not in self._saved], adapted)
@@ -228,14 +219,10 @@ class _Sorting:
         match = _LORA.fullmatch(name)
         found = None if match is None else _adapter_and_leaf(match[2], match[3])
         if match is None or found is None:
-            raise UsageError(
-                f"{name}: is an adapter's tensor of no kind that is known",
-                tensor=name,
-                file=self._path,
-                got=name,
-                want="LoRA as PEFT names it: <module>.lora_A.<adapter>.weight and lora_B",
-                next_step="merge the adapter with what trained it, then gather what it saves",
-            )
+            want = "LoRA as PEFT names it: <module>.lora_A.<adapter>.weight and lora_B"
+            step = "merge the adapter with what trained it, then gather what it saves"
+            problem = f"{name}: is an adapter's tensor of no kind that is known"
+            raise UsageError(problem, tensor=name, file=self._path, want=want, next_step=step)
         module, kind, (adapter, leaf) = _bare(match[1]), match[2], found
         self._adapters.setdefault(adapter, name)
         self._saved[name] = f"{PREFIX}{module}.lora_{kind}{leaf}"
@@ -251,14 +238,13 @@ class _Sorting:
                 bare = _WRAPPERS.sub("", module)
                 depth = (len(module) - len(bare)) // len(_WRAPPER)
                 return Pair(bare, kinds[a], kinds[b], a != "A", kinds.get("magnitude_vector"), biases, depth)
-        found = next(iter(kinds.values()))
-        raise ContradictionError(
-            f"{found}: the other half of its pair is missing",
-            tensor=found,
-            file=self._path,
-            got=f"{', '.join(f'lora_{kind}' for kind in kinds)} of {module}",
-            want="lora_A and lora_B",
-            next_step="check that the checkpoint is whole",
+        found, halves = next(iter(kinds.values())), ", ".join(f"lora_{kind}" for kind in kinds)
+        raise self._gap(found, "the other half of its pair is missing", f"{halves} of {module}", "lora_A and lora_B")
+
+    def _gap(self, name: str, problem: str, got: str, want: str) -> ContradictionError:
+        step = "check that the checkpoint is whole"
+        return ContradictionError(
+            f"{name}: {problem}", tensor=name, file=self._path, got=got, want=want, next_step=step
         )
 
     def _base_names(self, names: Iterable[str], modules: Collection[str]) -> dict[str, str]:
@@ -271,14 +257,8 @@ class _Sorting:
                 module, _, rest = bare.partition(_BASE)
                 rest = rest.removeprefix(_BASE[1:] * rest.count(_BASE[1:]))
                 if module not in modules:
-                    raise ContradictionError(
-                        f"{name}: its module has an adapter, and nothing of that is here",
-                        tensor=name,
-                        file=self._path,
-                        got=f"no lora_A and lora_B of {module}",
-                        want="both",
-                        next_step="check that the checkpoint is whole",
-                    )
+                    problem = "its module has an adapter, and nothing of that is here"
+                    raise self._gap(name, problem, f"no lora_A and lora_B of {module}", "both")
                 bare = f"{module.removesuffix('.token_adapter')}.{rest}"
             original = _ORIGINAL.fullmatch(bare)
             if original is not None:
@@ -287,23 +267,14 @@ class _Sorting:
                     self._saved[name] = name
                     continue
                 if bare not in self._trained:
-                    raise ContradictionError(
-                        f"{name}: the tensor that was trained in its place is missing",
-                        tensor=name,
-                        file=self._path,
-                        got=f"no {original[1]}.modules_to_save",
-                        want=f"{original[1]}.modules_to_save.<adapter>.{original[2]}",
-                        next_step="check that the checkpoint is whole",
-                    )
+                    saved = f"{original[1]}.modules_to_save"
+                    problem = "the tensor that was trained in its place is missing"
+                    raise self._gap(name, problem, f"no {saved}", f"{saved}.<adapter>.{original[2]}")
             if bare in taken:
-                raise ContradictionError(
-                    f"{bare}: two tensors would have this name",
-                    tensor=bare,
-                    file=self._path,
-                    got=f"{taken[bare]} and {name}",
-                    want="one",
-                    next_step="check that the files are those of one model",
-                )
+                step = "check that the files are those of one model"
+                got = f"{taken[bare]} and {name}"
+                problem = f"{bare}: two tensors would have this name"
+                raise ContradictionError(problem, tensor=bare, file=self._path, got=got, want="one", next_step=step)
             taken[bare] = name
             found[name] = bare
         return found
@@ -415,13 +386,9 @@ def find_config(
     """Return the adapter's configuration: the given file, else the file in the source, or in its checkpoint's root."""
     found = search_config(given, place, names, shapes)
     if found is None:
-        raise UsageError(
-            f"no file states the rank and alpha of the adapter in {place}",
-            file=place,
-            got=f"no {', no '.join(_PLACES)} in it, nor in the checkpoint's root",
-            want="r and lora_alpha",
-            next_step=_NEXT_STEP,
-        )
+        got = f"no {', no '.join(_PLACES)} in it, nor in the checkpoint's root"
+        problem = f"no file states the rank and alpha of the adapter in {place}"
+        raise UsageError(problem, file=place, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
     return found
 
 
@@ -461,16 +428,12 @@ def parse_adapter_config(
 ) -> AdapterConfig:
     """Parse the content of an adapter_config.json as the configuration of these tensors."""
     missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
-    if missing or values.get("peft_type", "LORA") != "LORA":
-        raise UsageError(
-            f"{path}: says no {' and no '.join(missing)}" if missing else f"{path}: is not the configuration of a LoRA",
-            file=path,
-            got=f"peft_type {values['peft_type']}"
-            if not missing
-            else f"the keys {', '.join(sorted(values)) or 'none'}",
-            want="LORA" if not missing else "r and lora_alpha",
-            next_step=_NEXT_STEP,
-        )
+    if missing:
+        got, problem = f"the keys {', '.join(sorted(values)) or 'none'}", f"says no {' and no '.join(missing)}"
+        raise UsageError(f"{path}: {problem}", file=path, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
+    if values.get("peft_type", "LORA") != "LORA":
+        got, problem = f"peft_type {values['peft_type']}", "is not the configuration of a LoRA"
+        raise UsageError(f"{path}: {problem}", file=path, got=got, want="LORA", next_step=_NEXT_STEP)
     _check(values, path)
     is_completed = "peft_type" not in values
     config = AdapterConfig(_complete(values, names, shapes) if is_completed else values, path, is_completed)
@@ -479,22 +442,12 @@ def parse_adapter_config(
         if bool(tensors) == bool(config.values.get(key)) or not names.pairs:
             continue
         if is_completed and key == "trainable_token_indices":
-            raise UsageError(
-                f"{path}: says not which tokens' rows {tensors[0]} replaces",
-                tensor=tensors[0],
-                file=path,
-                got=f"no {key}",
-                want=f"the {key} that the adapter was trained with",
-                next_step=_WHOLE,
-            )
-        raise ContradictionError(
-            f"{path} and the adapter's tensors disagree about {key}",
-            tensor=tensors[0] if tensors else names.pairs[0].a,
-            file=path,
-            got=f"{key} {config.values.get(key)}",
-            want=f"{'a value' if tensors else 'none'}, as there are {len(tensors)} tensors {kind}",
-            next_step=_TRAINED_WITH,
-        )
+            problem = f"{path}: says not which tokens' rows {tensors[0]} replaces"
+            raise UsageError(problem, tensor=tensors[0], file=path, got=f"no {key}", next_step=_WHOLE)
+        tensor = tensors[0] if tensors else names.pairs[0].a
+        want = f"{'a value' if tensors else 'none'}, as there are {len(tensors)} tensors {kind}"
+        problem = f"{path} and the adapter's tensors disagree about {key}"
+        raise _mismatch(config, problem, tensor, f"{key} {config.values.get(key)}", want)
     return config
 
 
@@ -546,6 +499,10 @@ def _wrong(path: str, key: str, got: object, want: str) -> CorruptError:
     )
 
 
+def _mismatch(config: AdapterConfig, problem: str, tensor: str, got: str, want: str) -> ContradictionError:
+    return ContradictionError(problem, tensor=tensor, file=config.path, got=got, want=want, next_step=_TRAINED_WITH)
+
+
 def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> None:
     """Check that every pair has its rank from the configuration."""
     for pair in pairs:
@@ -554,14 +511,9 @@ def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[st
         # A parameter of experts has the rows of all of them.
         is_stack = any(a[0] % config.rank_of(name) == 0 for name in config.parameters_of(pair.module)) if a else False
         if len(a) < 2 or len(b) < 2 or a[0] != b[1] or not (a[0] == rank or is_stack):
-            raise ContradictionError(
-                f"{pair.module}: its adapter has another rank than {os.path.basename(config.path)} says",
-                tensor=pair.a,
-                file=config.path,
-                got=f"lora_A {list(a)} and lora_B {list(b)}",
-                want=f"[{rank}, …] and [… , {rank}]",
-                next_step=_TRAINED_WITH,
-            )
+            got, want = f"lora_A {list(a)} and lora_B {list(b)}", f"[{rank}, …] and [… , {rank}]"
+            problem = f"{pair.module}: its adapter has another rank than {os.path.basename(config.path)} says"
+            raise _mismatch(config, problem, pair.a, got, want)
 
 
 def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -623,15 +575,11 @@ def is_turned(module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool,
     is_doubtful = config.is_completed and not says and module.rpartition(".")[2] in _CONV1D
     if is_doubtful or any(kind != (not says, says) for kind in kinds):
         other = "names of layers that are either" if is_doubtful else "other weights that lie the other way"
-        raise UsageError(
-            f"{module}.weight: whether it is stored [in, out] or [out, in] is not known",
-            tensor=f"{module}.weight",
-            file=config.path,
-            got=f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}",
-            want="weights of one kind, or PEFT's own adapter_config.json",
-            next_step=either(
-                f"give that as {option('adapter_config')}",
-                f"use {option('adapter', 'separate')}, and merge it with peft",
-            ),
+        step = either(
+            f"give PEFT's own adapter_config.json as {option('adapter_config')}",
+            f"use {option('adapter', 'separate')}, and merge it with peft",
         )
+        got = f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}"
+        problem = f"{module}.weight: whether it is stored [in, out] or [out, in] is not known"
+        raise UsageError(problem, tensor=f"{module}.weight", file=config.path, got=got, next_step=step)
     return says

@@ -112,14 +112,12 @@ def _unclear_error(
 ) -> UsageError:
     names = config.parameters_of(pair.module)
     held = [f"{name} {base[name].dtype} {list(base[name].shape)}" for name in names if name in base]
-    return UsageError(
-        f"{pair.module}: which of its parameters the adapter is added to, and how, does not follow from the shapes",
-        tensor=pair.a,
-        file=config.path,
-        got=f"lora_A {list(shards[pair.a].shape)}, lora_B {list(shards[pair.b].shape)} and {list_text(held, 4)}",
-        want=f"one way for each of {list_text(names, 4, empty='target_parameters')}",
-        next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
+    got = f"lora_A {list(shards[pair.a].shape)}, lora_B {list(shards[pair.b].shape)} and {list_text(held, 4)}"
+    want = f"one way for each of {list_text(names, 4, empty='target_parameters')}"
+    problem = (
+        f"{pair.module}: which of its parameters the adapter is added to, and how, does not follow from the shapes"
     )
+    return UsageError(problem, tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT)
 
 
 def find_updates(
@@ -141,14 +139,11 @@ def find_updates(
         straight, turned = (b[0], a[1]), (a[1], b[0])
         fits[pair.module] = ((not pair.is_embedding and weight.shape == straight), weight.shape == turned)
         if not any(fits[pair.module]):
-            raise ContradictionError(
-                f"{pair.module}.weight: its adapter is of another shape",
-                tensor=f"{pair.module}.weight",
-                file=config.path,
-                got=f"lora_A {list(a)} and lora_B {list(b)} for a weight {list(weight.shape)}",
-                want=f"a weight {list(turned if pair.is_embedding else straight)}",
-                next_step="check that adapter and base model belong together",
-            )
+            name, want = f"{pair.module}.weight", f"a weight {list(turned if pair.is_embedding else straight)}"
+            got = f"lora_A {list(a)} and lora_B {list(b)} for a weight {list(weight.shape)}"
+            step = "check that adapter and base model belong together"
+            problem = f"{name}: its adapter is of another shape"
+            raise ContradictionError(problem, tensor=name, file=config.path, got=got, want=want, next_step=step)
     kinds = {fits[pair.module] for pair in plain if not pair.is_embedding} - {(True, True)}
     found = {
         f"{pair.module}.weight": LowRank(
@@ -165,26 +160,19 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
     weight = base.get(name)
     if weight is None or not dtypes.dtype(weight.dtype).is_float:
         held = [other for other in base if other.rpartition(".")[0] == pair.module]
-        raise UsageError(
-            f"{name}: is quantised, so nothing can be added to it" if held else f"{name}: is not in the source",
-            tensor=name,
-            got=f"{weight.dtype} {list(weight.shape)}" if weight is not None else list_text(held),
-            want="a weight of floating-point numbers",
-            next_step=f"use {option('adapter', 'separate')}; or merge the adapter into the model that was not "
-            "quantised, with peft",
-        )
+        problem = "is quantized, so nothing can be added to it" if held else "is not in the source"
+        got = f"{weight.dtype} {list(weight.shape)}" if weight is not None else list_text(held)
+        step = f"use {option('adapter', 'separate')}; or merge it with peft into the model that was not quantized"
+        raise UsageError(f"{name}: {problem}", tensor=name, got=got, want="a float weight", next_step=step)
     for half in (shards[pair.a], shards[pair.b]):
         if len(half.shape) != 2 or len(weight.shape) != 2 or not dtypes.dtype(half.dtype).is_float:
-            raise UsageError(
-                f"{half.name}: an adapter of this kind is not merged",
-                tensor=half.name,
-                got=f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}",
-                want="matrices of floating-point numbers",
-                next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
-            )
+            got, want = f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}", "float matrices"
+            problem = f"{half.name}: an adapter of this kind is not merged"
+            raise UsageError(problem, tensor=half.name, got=got, want=want, next_step=_MERGE_WITH_PEFT)
     return weight
 
 
+_MERGE_WITH_PEFT = f"use {option('adapter', 'separate')}, and merge it with peft"
 FOLDER = "adapter/"
 """Folder in the output for an adapter that is kept apart."""
 # peft/utils/constants.py: SAFETENSORSWEIGHTS_NAME; PEFT reads one file only, under this name.
@@ -279,15 +267,13 @@ def adapt(
             error.about(got=None if stated is None else f"peft_type {stated}, by its {CONFIG_NAME}")
             raise
         if options.adapter is not None or options.adapter_config is not None:
-            raise UsageError(
-                f"{source.path} holds no adapter to {options.adapter or 'configure'}",
-                file=source.path,
-                got=f"{len(source.shards)} tensors, none named like <module>.lora_A.<adapter>.weight",
-                next_step=either(
-                    f"leave {option('adapter')} and {option('adapter_config')} out",
-                    needs("model_or_state_dict", f"leave {option('adapter')} out"),
-                ),
+            step = either(
+                f"leave {option('adapter')} and {option('adapter_config')} out",
+                needs("model_or_state_dict", f"leave {option('adapter')} out"),
             )
+            got = f"{len(source.shards)} tensors, none named like <module>.lora_A.<adapter>.weight"
+            problem = f"{source.path} holds no adapter to {options.adapter or 'configure'}"
+            raise UsageError(problem, file=source.path, got=got, next_step=step)
         return None
     shapes = {shard.name: shard.shape for shard in source.shards}
     if options.adapter == "merge":
@@ -327,14 +313,9 @@ def check_ties(
         for name in names:
             if name in updates or (name in trained and not all(one in trained for one in names)):
                 rest = ", ".join(one for one in names if one != name)
-                raise UsageError(
-                    f"{name}: has an adapter, and is tied to {rest}",
-                    tensor=name,
-                    got=f"one tensor under the names {', '.join(names)}",
-                    want="a tensor of its own to merge into",
-                    next_step=f"use {option('adapter', 'separate')}; or untie them in config.json, where both were "
-                    "saved",
-                )
+                got = f"one tensor under the names {', '.join(names)}"
+                step = f"use {option('adapter', 'separate')}; or untie them in config.json, where both were saved"
+                raise UsageError(f"{name}: has an adapter, and is tied to {rest}", tensor=name, got=got, next_step=step)
 
 
 def describe_merges(plan: Plan) -> dict[str, str]:
@@ -362,17 +343,14 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
     modules = names.modules
     for pair in names.pairs:
         if pair.module not in modules:
-            raise ContradictionError(
-                f"{pair.module}: has an adapter, and nothing of the module itself is here",
-                tensor=pair.a,
-                file=source.path,
-                got=f"{pair.a}, and no tensor of {pair.module}",
-                want=f"{pair.module}.weight, as other adapted modules have it",
-                next_step=either(
-                    "check that the checkpoint is whole",
-                    f"give the model that the adapter was trained on as {option('base_model')}",
-                ),
+            step = either(
+                "check that the checkpoint is whole",
+                f"give the model that the adapter was trained on as {option('base_model')}",
             )
+            got = f"{pair.a}, and no tensor of {pair.module}"
+            want = f"{pair.module}.weight, as other adapted modules have it"
+            problem = f"{pair.module}: has an adapter, and nothing of the module itself is here"
+            raise ContradictionError(problem, tensor=pair.a, file=source.path, got=got, want=want, next_step=step)
 
 
 def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig | None) -> Adapted:
@@ -404,23 +382,18 @@ def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig | 
 def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
     """Return the base model with the updates that its tensors get."""
     if names.is_alone:
-        raise UsageError(
-            f"{source.path} holds an adapter alone, and no model to merge it into",
-            file=source.path,
-            got=f"{len(names.pairs)} LoRA pairs and no weight of their modules",
-            next_step=f"add {option('base_model')} with the safetensors weights that it was trained on; or use "
-            f"{option('adapter', 'separate')}",
-        )
+        step = f"add {option('base_model')} with the safetensors weights that it was trained on; or use "
+        step += option("adapter", "separate")
+        got = f"{len(names.pairs)} LoRA pairs and no weight of their modules"
+        problem = f"{source.path} holds an adapter alone, and no model to merge it into"
+        raise UsageError(problem, file=source.path, got=got, next_step=step)
     kinds = [key for key in _NOT_PLAIN if config.values.get(key)]
     biases = [bias for pair in names.pairs for bias in pair.biases]
     if kinds or biases:
+        got, tensor = list_text([*kinds, *biases]), biases[0] if biases else None
+        problem = f"{source.path}: its adapter is more than W + scale * B @ A, and is not merged"
         raise UsageError(
-            f"{source.path}: its adapter is more than W + scale * B @ A, and is not merged",
-            tensor=biases[0] if biases else None,
-            file=config.path,
-            got=list_text([*kinds, *biases]),
-            want="plain LoRA",
-            next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
+            problem, tensor=tensor, file=config.path, got=got, want="plain LoRA", next_step=_MERGE_WITH_PEFT
         )
 
     _check_bases(source, names)

@@ -11,14 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, option
+from xrank.errors import AGAIN, ContradictionError, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversions import is_known_size, is_known_type
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.missing_tensors import find_absent, find_hole
 from xrank.recipes.model_names import names_of_class
-from xrank.recipes.proofs import BRING_FILES, prove_family
+from xrank.recipes.proofs import lost_tensor, prove_family
 from xrank.recipes.quantization import check_quantization, find_packed
 from xrank.words import plural
 
@@ -615,28 +615,19 @@ def _prove_sizes(
     # Fewer layers are what a lost stage of a pipeline leaves, too. Then another config.json would hide the loss.
     are_few = place.text.startswith("layers under") and length < min(claim.numbers)
     stages = "bring the files of the other layers, such as another pipeline stage's, or take an earlier checkpoint"
-    raise ContradictionError(
-        f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}",
-        tensor=place.tensor,
-        file=found.config_path,
-        got=f"{length} {place.text}",
-        want=f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}",
-        next_step=f"{stages}; if the model has {length}, {_advise(found, base)}" if are_few else _advise(found, base),
-    )
+    got, want = f"{length} {place.text}", f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}"
+    step = f"{stages}; if the model has {length}, {_advise(found, base)}" if are_few else _advise(found, base)
+    problem = f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}"
+    raise ContradictionError(problem, tensor=place.tensor, file=found.config_path, got=got, want=want, next_step=step)
 
 
 def _refuse_absent(shapes: Mapping[str, _Shape], config: Mapping[str, Any], found: FoundSource) -> None:
     """Refuse a model without a tensor that all models of its type have once."""
     name = find_absent(shapes, config)
     if name is not None:
-        raise IncompleteError(
-            f"{name}: no file holds any of it",
-            tensor=name,
-            file=found.place,
-            got=f"{plural(len(shapes), 'other tensor')}",
-            want=f"the tensor that each {config['model_type']} of transformers has",
-            next_step=BRING_FILES,
-        )
+        got = plural(len(shapes), "other tensor")
+        want = f"the tensor that each {config['model_type']} of transformers has"
+        raise lost_tensor(name, got, want, file=found.place)
 
 
 def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None, found: FoundSource) -> _Notes:
@@ -647,14 +638,7 @@ def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None,
     who = f"{plural(hole.num_others, 'equal module')} beside it, such as that of {hole.like}"
     if config is None or "auto_map" in config or not is_known_type(config.get("model_type")):
         return ((MISSING_TENSOR, f"{hole.name} may be missing: the model has {who}; a base model would show it"),)
-    raise IncompleteError(
-        f"{hole.name}: no file holds any of it",
-        tensor=hole.name,
-        file=found.place,
-        got=f"a model that has {who}",
-        want="the same tensors in equal layers",
-        next_step=BRING_FILES,
-    )
+    raise lost_tensor(hole.name, f"a model that has {who}", "the same tensors in equal layers", file=found.place)
 
 
 def _advise(found: FoundSource, base: BaseModel | None) -> str:

@@ -76,13 +76,9 @@ def find_transforms(config: Mapping[str, Any]) -> tuple[Conversion, ...]:
     table = _read_table()
     root = _find_class(config)
     if root in table["unmade"]:
-        raise LayoutError(
-            f"the conversion of {root} is not in xrank's table, since transformers {table['transformers']} cannot make "
-            "such a model",
-            got=f"{root} in config.json",
-            want="a class whose names in files and in memory are known",
-            next_step=f"keep the names as they are with {option('recipe', 'none')}",
-        )
+        problem = f"the conversion of {root} is not in xrank's table: transformers cannot make such a model"
+        step = f"keep the names as they are with {option('recipe', 'none')}"
+        raise LayoutError(problem, got=f"{root}, and transformers {table['transformers']}", next_step=step)
     prefix = table["models"][root][0] if root in table["models"] else ""
     claimed: dict[str, list[str]] = defaultdict(list)
     found: list[Conversion] = []
@@ -409,12 +405,8 @@ class _Chain:
 
 
 def _misfit(problem: str) -> LayoutError:
-    return LayoutError(
-        problem,
-        want="tensors that transformers could convert",
-        next_step=f"keep the names as they are with {option('recipe', 'none')}, or convert the model with transformers "
-        "itself",
-    )
+    step = f"keep the names as they are with {option('recipe', 'none')}, or convert the model with transformers itself"
+    return LayoutError(problem, want="tensors that transformers could convert", next_step=step)
 
 
 def _single(tensors: _Tensors) -> Placed:
@@ -707,13 +699,9 @@ def _convert_group(
         at = next((i for i, (a, b) in enumerate(zip(pieces[0], pieces[-1], strict=True)) if a != b), 0)
         numbers = [each[at] for each in pieces]
         if numbers != [str(index) for index in range(len(names))]:  # transformers would close the gap
-            raise LayoutError(
-                f"{names[-1]}: of such tensors some are missing",
-                tensor=names[-1],
-                got=f"{len(names)} tensors with the numbers {numbers[0]} to {numbers[-1]}",
-                want="each number once, from 0",
-                next_step="check that the checkpoint is whole",
-            )
+            got = f"{len(names)} tensors with the numbers {numbers[0]} to {numbers[-1]}"
+            problem, step = f"{names[-1]}: of such tensors some are missing", "check that the checkpoint is whole"
+            raise LayoutError(problem, tensor=names[-1], got=got, want="each number once, from 0", next_step=step)
     shapes = tuple((p, tuple(shards[name].shape for name in names)) for p, names in group.inputs.items())
     # As transformers finds the module's tensors (core_model_loading.py: Split, Transpose).
     wanted = {to: module_shapes.get(group.name.replace(side.targets[0], to)) for to in side.targets}

@@ -165,16 +165,13 @@ def select(
         if shard.name in dropped:
             continue
         if shard.name == "__metadata__":
-            raise UsageError(
-                f"{shard.name}: safetensors keeps this name for itself",
-                tensor=shard.name,
-                file=source.path,
-                next_step=either(
-                    "let the ranks write it under another name",
-                    f"leave it out with {option('exclude')}",
-                    needs("model_or_state_dict", "leave it out of what is given"),
-                ),
+            step = either(
+                "let the ranks write it under another name",
+                f"leave it out with {option('exclude')}",
+                needs("model_or_state_dict", "leave it out of what is given"),
             )
+            problem = f"{shard.name}: safetensors keeps this name for itself"
+            raise UsageError(problem, tensor=shard.name, file=source.path, next_step=step)
         is_left = shard.name in scales or (options.dtype == "base" and shard.name in apart)
         dtype = shard.dtype if is_left else _target_dtype(shard, options, base)
         if dtype != shard.dtype:
@@ -185,15 +182,11 @@ def select(
             uncast.append(shard.name)
         outputs.append(OutputTensor(shard.name, dtype, shard.shape))
     if not outputs:
-        raise UsageError(
-            "no tensor is left to write",
-            got=f"{len(source.shards)} tensors in the source",
-            want="one or more to write",
-            next_step=either(
-                f"change {option('include')} or {option('exclude')}",
-                needs("model_or_state_dict", "give a model with tensors"),
-            ),
+        step = either(
+            f"change {option('include')} or {option('exclude')}",
+            needs("model_or_state_dict", "give a model with tensors"),
         )
+        raise UsageError("no tensor is left to write", got=f"{len(source.shards)} in the source", next_step=step)
     if untouched:
         notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
     if scales:
@@ -218,14 +211,9 @@ def keep_all(source: StoredModel) -> Selection:
 
 def _check_name(name: str, path: str) -> None:
     if _UNPRINTABLE.search(name) or (".." in name and ".." in re.split(r"[/\\]", name)):
-        raise UnsafeError(
-            f"a tensor's name is not one: {name!r}",
-            tensor=name,
-            file=path,
-            got="control characters or a way up to another folder",
-            want="printable text",
-            next_step="find out who wrote this state; no model has such a name",
-        )
+        got, step = "control characters or a way up to another folder", "find out who wrote this state"
+        problem = f"a tensor's name is not one: {name!r}"
+        raise UnsafeError(problem, tensor=name, file=path, got=got, want="printable text", next_step=step)
 
 
 def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None) -> tuple[list[StoredShard], list[str]]:
@@ -239,27 +227,16 @@ def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None)
     ):
         for pattern in patterns:
             if not any(re.fullmatch(pattern, one) for one in names):
-                raise UsageError(
-                    f"{option(name)}: {pattern!r} matches no tensor",
-                    got=pattern,
-                    want=f"a regular expression for whole names, such as {names[0] if names else 'a.weight'!r}",
-                    next_step="xrank inspect --tensors lists the names",
-                )
+                problem = f"{option(name)}: {pattern!r} matches no tensor"
+                step = "xrank inspect --tensors lists the names"
+                want = f"a regular expression for whole names, such as {names[0] if names else 'a.weight'!r}"
+                raise UsageError(problem, got=pattern, want=want, next_step=step)
     left_out = {name for name in names if options.leaves_out(name)}
     missing = [name for name in source.absent if name not in left_out]
     if missing:
-        raise IncompleteError(
-            f"{missing[0]}: no rank holds it, and the source names it",
-            tensor=missing[0],
-            file=source.path,
-            got=f"nothing of {list_text(missing, 4)}",
-            want="a part on some rank",
-            next_step=either(
-                "let the ranks write it",
-                "correct the name's dims",
-                f"leave it out with {option('exclude')}",
-            ),
-        )
+        step = either("let the ranks write it", "correct the name's dims", f"leave it out with {option('exclude')}")
+        got, problem = f"nothing of {list_text(missing, 4)}", f"{missing[0]}: no rank holds it, and the source names it"
+        raise IncompleteError(problem, tensor=missing[0], file=source.path, got=got, next_step=step)
     kept = [shard for shard in source.shards if shard.name not in left_out]
     return kept, [name for name in names if name in left_out]
 
@@ -274,21 +251,15 @@ def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | 
     if options.dtype in _TARGETS:
         return _TARGETS[options.dtype]
     if base is None or shard.name not in base.tensors:
-        raise UsageError(
-            f"{option('dtype', 'base')}: the base model does not have {shard.name}, whose type is wanted",
-            tensor=shard.name,
-            got="no base model with weights" if base is None or not base.tensors else f"no such tensor in {base.path}",
-            next_step=f"give {option('base_model')} a folder with weights, or choose another {option('dtype')}",
-        )
+        got = "no base model with weights" if base is None or not base.tensors else f"no such tensor in {base.path}"
+        step = f"give {option('base_model')} a folder with weights, or choose another {option('dtype')}"
+        problem = f"{option('dtype', 'base')}: the base model does not have {shard.name}, whose type is wanted"
+        raise UsageError(problem, tensor=shard.name, got=got, next_step=step)
     stored = base.tensors[shard.name][0]
     if not dtypes.dtype(stored).is_float:
-        raise UsageError(
-            f"{option('dtype', 'base')}: {shard.name} cannot be cast to {stored}",
-            tensor=shard.name,
-            got=shard.dtype,
-            want=stored,
-            next_step=f"choose another {option('dtype')}, or a base model that is not quantised",
-        )
+        step = f"choose another {option('dtype')}, or a base model that is not quantized"
+        problem = f"{option('dtype', 'base')}: {shard.name} cannot be cast to {stored}"
+        raise UsageError(problem, tensor=shard.name, got=shard.dtype, want=stored, next_step=step)
     return stored
 
 
@@ -418,18 +389,15 @@ def _refuse_foreign(found: FoundSource, base: BaseModel | None) -> None:
         return
     first = names[0].partition(".")[0]
     prefix = first if all(name.startswith(f"{first}.") for name in names) else ""
-    raise ContradictionError(
-        f"{names[0]}: the tensors have no names of {model.class_name}, the class in config.json",
-        tensor=names[0],
-        file=found.config_path,
-        got=f"{plural(len(names), 'tensor')}" + (f", all under {prefix}" if prefix else f", such as {names[-1]}"),
-        want=f"names that begin with {list_text(model.examples, 3)}",
-        next_step=either(
-            "put the config.json of the model that has these names in its place",
-            f"rename the tensors with {option('recipe', metavar='FILE')}",
-            f"keep the names with {option('recipe', 'none')} for code that expects them",
-        ),
+    step = either(
+        "put the config.json of the model that has these names in its place",
+        f"rename the tensors with {option('recipe', metavar='FILE')}",
+        f"keep the names with {option('recipe', 'none')} for code that expects them",
     )
+    got = plural(len(names), "tensor") + (f", all under {prefix}" if prefix else f", such as {names[-1]}")
+    want = f"names that begin with {list_text(model.examples, 3)}"
+    problem = f"{names[0]}: the tensors have no names of {model.class_name}, the class in config.json"
+    raise ContradictionError(problem, tensor=names[0], file=found.config_path, got=got, want=want, next_step=step)
 
 
 def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:
@@ -467,13 +435,9 @@ def _rename_aliases(
 
 def _renames_adapted(source: StoredModel, matched: Match) -> UsageError:
     """Return the error for a recipe that would rename tensors which an adapter in the source adapts."""
-    return UsageError(
-        f"{source.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename",
-        file=source.path,
-        got=f"an adapter, and names of {matched.recipe.name}",
-        want="an adapter of a model under Hugging Face's names",
-        next_step=f"keep the names with {option('recipe', 'none')}",
-    )
+    step = f"keep the names with {option('recipe', 'none')}"
+    problem = f"{source.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename"
+    return UsageError(problem, file=source.path, want="an adapter under Hugging Face's names", next_step=step)
 
 
 def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
@@ -490,24 +454,18 @@ def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, bas
     names = find_adapter([shard.name for shard in stored.shards], stored.path, known)
     if names is None and own.adapter_text is not None:
         kind = json.loads(own.adapter_text).get("peft_type")
-        raise UsageError(
-            f"the model is a PeftModel whose adapter, {kind}, is not LoRA",
-            got=f"peft_type {kind}",
-            want="LoRA, or a model without an adapter",
-            next_step="save a prompt with the model's own save_pretrained(): no model can contain it"
-            if any(shard.name.startswith("prompt_encoder.") for shard in stored.shards)
-            else "give what module.merge_and_unload() or module.unload() returns",
-        )
+        is_prompt = any(shard.name.startswith("prompt_encoder.") for shard in stored.shards)
+        step = "give what module.merge_and_unload() or module.unload() returns"
+        step = "save a prompt with the model's own save_pretrained(): no model can contain it" if is_prompt else step
+        problem = f"the model is a PeftModel whose adapter, {kind}, is not LoRA"
+        raise UsageError(problem, got=f"peft_type {kind}", want="LoRA, or a model without an adapter", next_step=step)
     config = None
     if names is not None:
         if own.adapter_text is None:
-            raise UsageError(
-                "nothing gives the rank and alpha of the model's adapter",
-                tensor=next(iter(names.saved)),
-                got=f"{len(names.saved)} tensors of an adapter, and no PeftModel",
-                want="the PeftModel, which knows them",
-                next_step="give the PeftModel itself; or what its merge_and_unload() returns, without adapter=",
-            )
+            step = "give the PeftModel itself; or what its merge_and_unload() returns, without adapter="
+            got = f"{len(names.saved)} tensors of an adapter, and no PeftModel, which knows them"
+            problem = "nothing gives the rank and alpha of the model's adapter"
+            raise UsageError(problem, tensor=next(iter(names.saved)), got=got, next_step=step)
         shapes = {shard.name: shard.shape for shard in stored.shards}
         config = parse_adapter_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
     return adapt(stored, options, stored.path, known, names=names, config=config)

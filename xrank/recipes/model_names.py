@@ -131,12 +131,9 @@ class ModelNames:
 
     def _several_error(self, one: str, other: str, found: Mapping[str, int]) -> UsageError:
         named = " and ".join(f"{plural(found[p], 'tensor')} under {p[:-1]}" for p in (one, other))
-        return UsageError(
-            f"{one}* and {other}* are both models of this kind",
-            got=named,
-            want=f"one {self.class_name or 'model'}",
-            next_step=either(*(f"leave one of them out with {option('exclude', f'{p}*')}" for p in (other, one))),
-        )
+        step = either(*(f"leave one of them out with {option('exclude', f'{p}*')}" for p in (other, one)))
+        problem = f"{one}* and {other}* are both models of this kind"
+        return UsageError(problem, got=named, want=f"one {self.class_name or 'model'}", next_step=step)
 
 
 def _is_near_recipe(names: Sequence[str]) -> bool:

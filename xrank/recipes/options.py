@@ -119,12 +119,10 @@ class GatherOptions:
                     step = f"correct the expression ({error}); escape what is meant literally"
                     raise _wrong(name, pattern, "a regular expression", want, step=step) from None
         if self.keep_fp32 and self.dtype == "keep":
-            raise UsageError(
-                f"{option('keep_fp32')} was given, but nothing is cast",
-                got=option("keep_fp32", self.keep_fp32[0]),
-                want=f"{option('dtype')} with it: base, bf16, fp16 or fp32",
-                next_step=f"choose with {option('dtype')} what others are cast to, or leave {option('keep_fp32')} out",
-            )
+            keep, dtype = option("keep_fp32"), option("dtype")
+            step = f"choose with {dtype} what others are cast to: base, bf16, fp16 or fp32; or leave {keep} out"
+            problem, got = f"{keep} was given, but nothing is cast", option("keep_fp32", self.keep_fp32[0])
+            raise UsageError(problem, got=got, want=f"{dtype} with it", next_step=step)
         if self.sign is not None:  # a key that cannot sign is refused now, not after the weights are written
             from xrank.formats.signature import read_signing_key
 

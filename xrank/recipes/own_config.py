@@ -155,12 +155,8 @@ def _json(what: str, make: Callable[[], str]) -> str:
     try:
         return make()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{what} cannot be written as JSON",
-            got=str(error)[:200],
-            want="objects, lists, texts, numbers, true, false and null",
-            next_step="take out what is none of these",
-        ) from error
+        got, step = str(error)[:200], "leave only objects, lists, texts, numbers, true, false and null in it"
+        raise UsageError(f"{what} cannot be written as JSON", got=got, next_step=step) from error
 
 
 def _find_model(module: Any) -> Any:

@@ -198,6 +198,20 @@ BRING_FILES = f"bring the files of the missing ranks, then {AGAIN}; or give {opt
 CHECK_CONFIG = f"check that config.json is this model's, or give {option('base_model')}"
 
 
+def lost_tensor(
+    name: str,
+    got: str | None,
+    want: str,
+    step: str = BRING_FILES,
+    *,
+    kind: type[XrankError] = IncompleteError,
+    file: str | None = None,
+) -> XrankError:
+    """Return the error that a model lacks a tensor."""
+    tensor, problem = name.partition(" ")[0], f"{name}: no file holds any of it"
+    return kind(problem, tensor=tensor, file=file, got=got, want=want, next_step=step)
+
+
 def prove_family(
     names: Collection[str], config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> bool:
@@ -253,13 +267,9 @@ def _check_sizes(found: Match, shapes: Mapping[str, tuple[int, ...]], told: Mapp
                 by = " and ".join(
                     f"{key} = {sizes[size]}" for key, size in zip(keys, dict.fromkeys(names), strict=True)
                 )
-                raise ContradictionError(
-                    f"{' or '.join(keys)} in config.json is not that of the tensors, such as {name}",
-                    tensor=name,
-                    got=f"{length} in dim {dim} of {name}",
-                    want=f"{want}, by {by}",
-                    next_step=CHECK_CONFIG,
-                )
+                problem = f"{' or '.join(keys)} in config.json is not that of the tensors, such as {name}"
+                got, at = f"{length} in dim {dim} of {name}", f"{want}, by {by}"
+                raise ContradictionError(problem, tensor=name, got=got, want=at, next_step=CHECK_CONFIG)
 
 
 def refuse_missing(own: list[Match]) -> None:
@@ -270,14 +280,10 @@ def refuse_missing(own: list[Match]) -> None:
     if found is not None:
         # A lost file may have held what lies in the model once, but not one kind of all layers.
         is_in_layers = "{" in found.missing[0].partition(" ")[0]
-        kind = ContradictionError if is_in_layers else IncompleteError
-        raise kind(
-            f"{found.missing[0]}: no file holds any of it",
-            tensor=found.missing[0].partition(" ")[0],
-            got=f"{found.num_known} tensors of {found.recipe.name}",
-            want="all of its kinds, because config.json has the model_type of this recipe",
-            next_step=CHECK_CONFIG if is_in_layers else BRING_FILES,
-        )
+        got = f"{found.num_known} tensors of {found.recipe.name}"
+        want = "all of its kinds, because config.json has the model_type of this recipe"
+        kind, step = (ContradictionError, CHECK_CONFIG) if is_in_layers else (IncompleteError, BRING_FILES)
+        raise lost_tensor(found.missing[0], got, want, step, kind=kind)
 
 
 def _describe_whole(found: Match) -> str:
@@ -314,14 +320,10 @@ def _count_indices(found: Match, solved: SolvedSizes) -> tuple[dict[str, dict[st
     for size, (index, name) in largest.items():
         if index >= solved.sizes.get(size, index + 1):
             origins = solved.origins.get(size, ())
-            kind = IncompleteError if origins else ContradictionError
-            raise kind(
-                f"{name} is one of more than {size} = {solved.sizes[size]}",
-                tensor=name,
-                got=f"the index {index}",
-                want=f"less than {solved.sizes[size]}" + (f", as by {origins[0]}" if origins else ""),
-                next_step=BRING_FILES if origins else CHECK_CONFIG,
-            )
+            kind, step = (IncompleteError, BRING_FILES) if origins else (ContradictionError, CHECK_CONFIG)
+            want = f"less than {solved.sizes[size]}" + (f", as by {origins[0]}" if origins else "")
+            problem = f"{name} is one of more than {size} = {solved.sizes[size]}"
+            raise kind(problem, tensor=name, got=f"the index {index}", want=want, next_step=step)
     return indices, {size: index + 1 for size, (index, _) in largest.items()}
 
 
@@ -337,12 +339,9 @@ def _check_blocks(found: Match, sizes: Mapping[str, int], groups: Mapping[str, s
         count = sizes.get(str(layers[0].value), 0) if layers and isinstance(layers[0], Size) else 0
         bare = next((layer for layer in range(count) if (layer,) not in blocks), None)
         if bare is not None:
-            raise IncompleteError(
-                f"layer {bare}: no file holds any of {' or '.join(rivals)}",
-                got=f"layers with one of them: {len(blocks)} of {count}",
-                want=_describe_whole(found),
-                next_step=BRING_FILES,
-            )
+            got, want = f"layers with one of them: {len(blocks)} of {count}", _describe_whole(found)
+            problem = f"layer {bare}: no file holds any of {' or '.join(rivals)}"
+            raise IncompleteError(problem, got=got, want=want, next_step=BRING_FILES)
 
 
 def _check_covered(
@@ -362,13 +361,7 @@ def _check_covered(
             wanted = target.name if found.is_reversed else rule.sources[0].name
             place = ", ".join(f"{n} = {i}" for n, i in zip(names, at, strict=True))
             lost = str(wanted.with_indices(*at) if len(wanted.dims) == len(at) else wanted)
-            raise IncompleteError(
-                f"{lost}: no file holds any of it",
-                tensor=lost,
-                got=f"other tensors of {place}" if at else None,
-                want=_describe_whole(found),
-                next_step=BRING_FILES,
-            )
+            raise lost_tensor(lost, f"other tensors of {place}" if at else None, _describe_whole(found))
 
 
 def _is_due(rule: Rule, flags: Mapping[str, bool]) -> bool:
@@ -446,12 +439,9 @@ def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any]
     sides = list(found.find_sides())
     for side, name in sides:
         if len(shapes[name]) != len(side.dims):
+            problem, got = f"{name} does not fit {side}", f"shape {list(shapes[name])}"
             raise ContradictionError(
-                f"{name} does not fit {side}",
-                tensor=name,
-                got=f"shape {list(shapes[name])}",
-                want=f"{len(side.dims)} dims",
-                next_step=CHECK_CONFIG,
+                problem, tensor=name, got=got, want=f"{len(side.dims)} dims", next_step=CHECK_CONFIG
             )
     solved = solve_lengths(_lengths(found, sides, shapes, given), given)
     if isinstance(solved, Conflict):
@@ -481,34 +471,20 @@ def _lengths(
 def _refusal(conflict: Conflict) -> XrankError:
     at, others = conflict.at, conflict.others
     if conflict.is_quotient:
-        return IncompleteError(
-            f"{at.tensor}: no sizes solved its shape with that of {others[0].tensor if others else 'others'}",
-            tensor=at.tensor,
-            got=" and ".join(str(dim) for dim in (at, *others[:2])),
-            want=f"whole sizes, not {conflict.want}",
-            next_step=BRING_FILES,
-        )
+        got, want = " and ".join(str(dim) for dim in (at, *others[:2])), f"whole sizes, not {conflict.want}"
+        problem = f"{at.tensor}: no sizes solved its shape with that of {others[0].tensor if others else 'others'}"
+        return IncompleteError(problem, tensor=at.tensor, got=got, want=want, next_step=BRING_FILES)
     want = f"{conflict.want}" + (f", as by {' and '.join(map(str, others[:2]))}" if others else " by config.json")
     if at.length > conflict.want and not others:
-        return ContradictionError(
-            f"{at.tensor} is longer than config.json allows",
-            tensor=at.tensor,
-            got=str(at),
-            want=want,
-            next_step=CHECK_CONFIG,
-        )
+        problem = f"{at.tensor} is longer than config.json allows"
+        return ContradictionError(problem, tensor=at.tensor, got=str(at), want=want, next_step=CHECK_CONFIG)
     # A loss only shortens: of two dims that disagree, the shorter one is at fault, not the one that was read last.
     if at.length > conflict.want and len(others) == 1:
         at, others = others[0], (at,)
         want = f"as many as fit {others[0]!s}"
     against = f"{others[0].tensor} requires" if others else "config.json requires"
-    return IncompleteError(
-        f"{at.tensor} is shorter than {against}: a rank or file is missing",
-        tensor=at.tensor,
-        got=str(at),
-        want=want,
-        next_step=BRING_FILES,
-    )
+    problem = f"{at.tensor} is shorter than {against}: a rank or file is missing"
+    return IncompleteError(problem, tensor=at.tensor, got=str(at), want=want, next_step=BRING_FILES)
 
 
 def _check_given(
@@ -534,18 +510,13 @@ def _check_given(
     if open_terms:
         size, tensor = next(iter(open_terms.items()))
         keys = [repr((found.recipe.config.get(size) or (size,))[0]) for size in open_terms]
-        raise LayoutError(
-            f"{tensor}: {size!r} follows from the existing pieces alone, and a lost rank may shorten them all alike",
-            tensor=tensor,
-            got=f"shape {list(shapes[tensor])}" if tensor in shapes else "no file with any of it",
-            want=f"config.json with {list_text(keys, 3)}",
+        got = f"shape {list(shapes[tensor])}" if tensor in shapes else "no file with any of it"
+        problem = (
+            f"{tensor}: {size!r} follows from the existing pieces alone, and a lost rank may shorten them all alike"
         )
+        raise LayoutError(problem, tensor=tensor, got=got, want=f"config.json with {list_text(keys, 3)}")
     # In reverse, ignored tensors keep their names and are written too.
     loose = next((name for name in found.ignored if shapes[name]), None) if found.is_reversed else None
     if loose is not None:
-        raise LayoutError(
-            f"{loose}: {found.recipe.name} has no shape for it",
-            tensor=loose,
-            got=f"shape {list(shapes[loose])}",
-            want="a base model with it",
-        )
+        problem, got = f"{loose}: {found.recipe.name} has no shape for it", f"shape {list(shapes[loose])}"
+        raise LayoutError(problem, tensor=loose, got=got, want="a base model with it")

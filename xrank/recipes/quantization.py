@@ -89,12 +89,9 @@ class Quantization:
         if self.dtype not in ("fp8", "int8") or not (
             self.blocks in ("tensor", "channel") or (is_pair and all(isinstance(n, int) and n > 0 for n in self.blocks))
         ):
-            raise UsageError(
-                f"there is no quantization to {self.dtype!r} by {self.blocks!r}",
-                got=f"dtype {self.dtype!r}, blocks {self.blocks!r}",
-                want="'fp8' or 'int8', and 'tensor', 'channel' or (rows, columns)",
-                next_step="give one of these",
-            )
+            want, step = "'fp8' or 'int8', and 'tensor', 'channel' or (rows, columns)", "give one of these"
+            problem = f"there is no quantization to {self.dtype!r} by {self.blocks!r}"
+            raise UsageError(problem, want=want, next_step=step)
 
     @property
     def code_dtype(self) -> str:
@@ -130,13 +127,9 @@ class Quantization:
     def find_scales(self, name: str, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales of blocks, and the factors by which their values are multiplied."""
         if not maxima.is_meta and not maxima.isfinite().all():
-            raise ContradictionError(
-                f"{name} has values that are not finite, which have no scale",
-                tensor=name,
-                got="inf or nan",
-                want="finite weights",
-                next_step="look for the training step that made them",
-            )
+            problem = f"{name} has values that are not finite, which have no scale"
+            step = "look for the step that made them"
+            raise ContradictionError(problem, tensor=name, got="inf or nan", want="finite weights", next_step=step)
         if self.dtype == "fp8":  # vllm/utils/deep_gemm.py: per_block_cast_to_fp8
             scales = maxima.clamp(min=1e-4) / 448.0
             return scales, 1.0 / scales
@@ -301,14 +294,11 @@ def check_quantization(
     if declared.method not in _METHODS:
         named = f"by {declared.method}" if declared.method else "in " + declared.place
         return (("quantization-not-seen", f"a quantization {named} is declared, and no tensor shows one"),)
-    raise ContradictionError(
-        f"config.json declares weights quantized by {declared.method}, and none is",
-        tensor=listed[0].name,
-        file=found.config_path,
-        got=f"{plural(len(listed), 'tensor')} without a scale, such as {listed[0].name} in {listed[0].dtype}",
-        want=f"quantized weights with {_METHODS[declared.method]}",
-        next_step=_edit_config(found, "without quantization_config"),
-    )
+    got = f"{plural(len(listed), 'tensor')} without a scale, such as {listed[0].name} in {listed[0].dtype}"
+    want = f"quantized weights with {_METHODS[declared.method]}"
+    step = _edit_config(found, "without quantization_config")
+    problem = f"config.json declares weights quantized by {declared.method}, and none is"
+    raise ContradictionError(problem, tensor=listed[0].name, file=found.config_path, got=got, want=want, next_step=step)
 
 
 def _divide(payloads: Sequence[_Tensor], listed: Iterable[_Tensor]) -> tuple[list[str], list[str]]:
@@ -330,14 +320,10 @@ def _divide(payloads: Sequence[_Tensor], listed: Iterable[_Tensor]) -> tuple[lis
 
 
 def _not_declared(found: FoundSource, scaled: list[str]) -> XrankError:
+    got, step = f"{plural(len(scaled), 'tensor')} with scales", _edit_config(found, "with its quantization_config")
+    problem = f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read its codes"
     return ContradictionError(
-        f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would take its codes for "
-        "weights",
-        tensor=scaled[0],
-        file=found.config_path,
-        got=f"{plural(len(scaled), 'tensor')} with scales",
-        want="a config.json with their quantization_config",
-        next_step=_edit_config(found, "with its quantization_config"),
+        f"{problem} as weights", tensor=scaled[0], file=found.config_path, got=got, next_step=step
     )
 
 
@@ -347,14 +333,11 @@ def _without_scales(
     told = ""
     if declared.is_four_bit:
         told = "save what the modules' state_dict() returns, which includes quant_state; or "
-    return IncompleteError(
-        f"{bare[0]}: no file holds the scales of this quantized tensor",
-        tensor=bare[0],
-        file=found.place,
-        got=f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}",
-        want=f"{_METHODS[declared.method]} beside it, as config.json declares {declared.method}",
-        next_step=f"{told}gather the adapter alone, if there is one: {option('include', '.*lora_.*')}",
-    )
+    got = f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}"
+    want = f"{_METHODS[declared.method]} beside it, as config.json declares {declared.method}"
+    step = f"{told}gather the adapter alone, if there is one: {option('include', '.*lora_.*')}"
+    problem = f"{bare[0]}: no file holds the scales of this quantized tensor"
+    return IncompleteError(problem, tensor=bare[0], file=found.place, got=got, want=want, next_step=step)
 
 
 def _edit_config(found: FoundSource, how: str) -> str:

@@ -79,13 +79,10 @@ def choose_recipe(
         if not chosen:  # other model types use the same names for other computations
             choose = f"give a recipe for this model as {option('recipe', metavar='FILE')}"
         says = f", and config.json says model_type {' and '.join(map(repr, sorted(types)))}" if types else ""
-        raise UsageError(
-            f"{source.path}: which recipe its names are of is not clear",
-            file=source.path,
-            got=f"names of {', '.join(f'{one.name} ({one.framework})' for one in recipes)}{says}",
-            want="one recipe",
-            next_step=f"{choose}, or keep the names with {option('recipe', 'none')}",
-        )
+        got = f"names of {', '.join(f'{one.name} ({one.framework})' for one in recipes)}{says}"
+        step = f"{choose}, or keep the names with {option('recipe', 'none')}"
+        problem = f"{source.path}: which recipe its names are of is not clear"
+        raise UsageError(problem, file=source.path, got=got, want="one recipe", next_step=step)
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
     is_near = nearest is not None and nearest.knows_layers and _counts_as_near(nearest, len(names))
     if nearest is not None and (is_near or is_megatron):
@@ -169,14 +166,11 @@ def load_recipe(asked: str) -> Recipe:
     if os.path.isfile(asked):
         return read_recipe(asked)
     near = get_close_matches(asked, list_shipped_recipes(), n=1)
-    raise UsageError(
-        f"{asked} is a folder, not a recipe's file"
-        if os.path.isdir(asked)
-        else f"no recipe is called {asked}, and it is not a file",
-        got=asked,
-        want=f"a recipe's file, or a name such as {(*near, 'megatron-llama')[0]}",
-        next_step=f"run: xrank recipe list, or give {option('recipe', metavar='FILE')} a path",
-    )
+    is_folder = os.path.isdir(asked)
+    problem = f"{asked} is a folder" if is_folder else f"no recipe is called {asked}, and it is not a file"
+    want = f"a recipe's file, or a name such as {(*near, 'megatron-llama')[0]}"
+    step = f"run: xrank recipe list, or give {option('recipe', metavar='FILE')} a path"
+    raise UsageError(problem, got=asked, want=want, next_step=step)
 
 
 def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
@@ -191,15 +185,11 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
     known = list_text(
         [str(side) for rule in found.recipe.rules for side in source_sides(rule, found.is_reversed)[:1]], 3
     )
-    return UsageError(
-        f"{source.path}: {problem}",
-        tensor=found.unknown[0] if found.unknown else None,
-        file=source.path,
-        got="; ".join(wrong),
-        want=f"names like {known}",
-        next_step=f"{other if name in list_shipped_recipes() else own}, or keep the names with "
-        f"{option('recipe', 'none')}",
-    )
+    step = other if name in list_shipped_recipes() else own
+    step = f"{step}, or keep the names with {option('recipe', 'none')}"
+    tensor, want = found.unknown[0] if found.unknown else None, f"names like {known}"
+    problem = f"{source.path}: {problem}"
+    return UsageError(problem, tensor=tensor, file=source.path, got="; ".join(wrong), want=want, next_step=step)
 
 
 def check_repeated(matched: Match) -> None:
@@ -209,14 +199,10 @@ def check_repeated(matched: Match) -> None:
         return
     first, second, name = found
     recipe = matched.recipe
-    raise LayoutError(
-        f"{find_rule(recipe, second[0])}: {name} has two rules",
-        tensor=name,
-        file=recipe.name,
-        got=f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}",
-        want="one rule for each tensor of the source",
-        next_step=f"write one rule for those of {find_rule(recipe, first[0])} and {find_rule(recipe, second[0])}",
-    )
+    ours, theirs = (f"{find_rule(recipe, at[0])}" for at in (first, second))
+    got = f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}"
+    step = f"write one rule for those of {ours} and {theirs}"
+    raise LayoutError(f"{theirs}: {name} has two rules", tensor=name, file=recipe.name, got=got, next_step=step)
 
 
 def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:

@@ -51,30 +51,19 @@ def read_text(path: str) -> str:
         with open(path, "rb") as file:
             content = file.read(_MAX_NBYTES + 1)
     except OSError as error:
-        raise UsageError(
-            f"the recipe {path} cannot be read: {error.strerror or error}",
-            file=path,
-            next_step="name a recipe's file that can be read, or one of the recipes that come with xrank",
-        ) from error
+        problem = f"the recipe {path} cannot be read: {error.strerror or error}"
+        step = "name a recipe's file that can be read, or one of the recipes that come with xrank"
+        raise UsageError(problem, file=path, next_step=step) from error
     if len(content) > _MAX_NBYTES:
-        raise LayoutError(
-            f"the recipe {path} is too long",
-            file=path,
-            got=f"more than {size_text(_MAX_NBYTES)}",
-            want="a recipe's file",
-            next_step="name a recipe's file",
-        )
+        got = f"more than {size_text(_MAX_NBYTES)}"
+        raise LayoutError(f"the recipe {path} is too long", file=path, got=got, next_step="name a recipe's file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise LayoutError(
-            f"the recipe {path}, line {line} is not UTF-8",
-            file=path,
-            got=f"the byte {content[error.start]:#04x}",
-            want="a text in UTF-8, as TOML is",
-            next_step="save the recipe as UTF-8",
-        ) from error
+        got = f"the byte {content[error.start]:#04x}"
+        problem, step = f"the recipe {path}, line {line} is not UTF-8", "save the recipe as UTF-8"
+        raise LayoutError(problem, file=path, got=got, next_step=step) from error
 
 
 def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -260,13 +249,8 @@ def refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str, 
 def misplaced(file: str, keys: tuple[str, ...], got: object, want: str, next_step: str = CORRECT) -> LayoutError:
     """Return the error that a recipe is wrong at nested keys."""
     where = ".".join(key if key.isidentifier() else repr(clip(key, 120)) for key in keys)
-    return LayoutError(
-        f"the recipe {find_place(file, *keys)} is wrong at {where}",
-        file=file,
-        got=_value_text(got),
-        want=want,
-        next_step=next_step,
-    )
+    problem = f"the recipe {find_place(file, *keys)} is wrong at {where}"
+    return LayoutError(problem, file=file, got=_value_text(got), want=want, next_step=next_step)
 
 
 def _value_text(value: object) -> str:

@@ -24,6 +24,8 @@ from xrank.recipes.sizes import check_counts
 from xrank.recipes.terms import LayerChoice
 from xrank.words import likewise_text, list_text
 
+_CHECK_CONFIG = "check that config.json is this model's"
+
 _Layers: TypeAlias = Mapping[str, Sequence[LayerChoice]]
 """Group -> the layers that have its blocks, by each origin."""
 
@@ -109,14 +111,11 @@ def check_whole(
             for rule in outcome.rules
         ):
             wanted = source_sides(outcome.rules[0], matched.is_reversed)[:3]
-            raise ContradictionError(
-                f"{name}: nothing in the source becomes it",
-                tensor=name,
-                file=path,
-                got=f"no {' and no '.join(map(str, wanted))}",
-                want=f"all that the recipe {matched.recipe.name} makes",
-                next_step="check that the checkpoint is whole, and that config.json is this model's",
-            )
+            got = f"no {' and no '.join(map(str, wanted))}"
+            want = f"all that the recipe {matched.recipe.name} makes"
+            step = "check that the checkpoint is whole, and that config.json is this model's"
+            problem = f"{name}: nothing in the source becomes it"
+            raise ContradictionError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
 
 
 def _numbered_apart(recipe: Recipe) -> set[str]:
@@ -135,14 +134,10 @@ def _check_flags(path: str, matched: Match, flags: Mapping[str, bool]) -> None:
     for (number, _), names in matched.used.items():
         flag = matched.recipe.rules[number].when
         if flag is not None and flags.get(flag) is False:
-            raise ContradictionError(
-                f"{names[0]} belongs to models with {flag}, and this model is not one",
-                tensor=names[0],
-                file=path,
-                got=f"{len(names)} such tensors",
-                want=f"none, because {flag} is false in config.json or the trainer's args",
-                next_step="check that config.json is this model's",
-            )
+            want = f"none, because {flag} is false in config.json or the trainer's args"
+            problem = f"{names[0]} belongs to models with {flag}, and this model is not one"
+            got, step = f"{len(names)} such tensors", _CHECK_CONFIG
+            raise ContradictionError(problem, tensor=names[0], file=path, got=got, want=want, next_step=step)
 
 
 def _find_groups(
@@ -157,25 +152,17 @@ def _find_groups(
                 continue
             other = found.setdefault((layer, rule.choice), (rule.group, name))[0]
             if other != rule.group:
-                raise ContradictionError(
-                    f"layer {layer} has tensors of {' and '.join(sorted((other, rule.group)))} blocks",
-                    tensor=name,
-                    file=path,
-                    want="one kind of block in each layer",
-                    next_step="check that the files are those of one model",
-                )
+                problem = f"layer {layer} has tensors of {' and '.join(sorted((other, rule.group)))} blocks"
+                step = "check that the files are those of one model"
+                raise ContradictionError(problem, tensor=name, file=path, want="one kind of block", next_step=step)
     for (number, kind), (group, name) in found.items():
         rivals = [(rival, one) for rival in layers if rival.rpartition(".")[0] == kind for one in layers[rival]]
         for rival, choice in rivals:
             if number is not None and (number in choice) != (rival == group):
-                raise ContradictionError(
-                    f"{name} is of the group {group}, which layer {number} lacks by {choice.origin}",
-                    tensor=name,
-                    file=path,
-                    got=f"{group} in layer {number}",
-                    want=f"{rival} in the {choice.text}",
-                    next_step="check that config.json is this model's, and that all files are of one model",
-                )
+                problem = f"{name} is of the group {group}, which layer {number} lacks by {choice.origin}"
+                got, want = f"{group} in layer {number}", f"{rival} in the {choice.text}"
+                step = f"{_CHECK_CONFIG}, and that all files are of one model"
+                raise ContradictionError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
     return {at: group for at, (group, _) in found.items()}
 
 
@@ -307,13 +294,9 @@ def make_shard(name: str, shape: tuple[int, ...], parts: Iterable[tuple[StoredSh
     whole, *others = made
     for other in others:
         if (other.dtype, other.factor, other.added) != (whole.dtype, whole.factor, whole.added):
-            raise ContradictionError(
-                f"{name}: the tensors that it is made of differ in type",
-                tensor=name,
-                got=other.dtype,
-                want=whole.dtype,
-                next_step="cast them in the trainer before they are saved",
-            )
+            problem = f"{name}: the tensors that it is made of differ in type"
+            got, want, step = other.dtype, whole.dtype, "cast them in the trainer before they are saved"
+            raise ContradictionError(problem, tensor=name, got=got, want=want, next_step=step)
     if not others:
         return whole
     rank, record = (np.concatenate([getattr(part, key) for part in made]) for key in ("rank", "record"))

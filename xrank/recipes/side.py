@@ -89,11 +89,10 @@ def parse_side(text: str) -> Side:
 def _refuse_ranks(node: Node, side: Side) -> None:
     match node:
         case Split() | Pad() | Flat():
+            got, want = render_dim(node), "sizes, products and parts"
+            step = "describe in the layout how ranks share the tensor, and in the recipe its parts"
             raise LayoutError(
-                f"a recipe describes whole tensors, and {side} holds {render_dim(node)}",
-                got=render_dim(node),
-                want="sizes, products and parts",
-                next_step="describe in the layout how ranks share the tensor, and in the recipe its parts",
+                f"a recipe describes whole tensors, and {side} holds {got}", got=got, want=want, next_step=step
             )
         case Product(factors):
             for factor in factors:
@@ -108,11 +107,8 @@ def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
     for dim in side.all_dims:
         for name in size_names_of(dim):
             if name not in sizes:
-                raise LayoutError(
-                    f"the size {name!r} of {side} is not known",
-                    got=f"sizes {sorted(sizes)[:16]}",
-                    want=f"the number that {name!r} stands for",
-                )
+                got, want = f"sizes {sorted(sizes)[:16]}", f"the number that {name!r} stands for"
+                raise LayoutError(f"the size {name!r} of {side} is not known", got=got, want=want)
     shape = tuple(global_size(dim, sizes) for dim in side.all_dims)
     if 0 in shape:
         raise LayoutError(f"{side} has no element", got=f"shape {shape}", want="sizes of 1 or more")
@@ -168,12 +164,10 @@ def _combine(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Branch]:
         minors = _parts_of(node, sizes)
         # Parts in two places would make one part of each pair, and pairs have no names of their own.
         if len(found) > 1 and len(minors) > 1:
-            raise LayoutError(
-                f"a side of a recipe has parts in two places, {render_dim(node)} the second",
-                got=render_dim(node),
-                want="parts in one place, or parts in parts",
-                next_step="split them with two recipes, one after the other",
-            )
+            got, want = render_dim(node), "parts in one place, or parts in parts"
+            problem = f"a side of a recipe has parts in two places, {got} the second"
+            step = "split them with two recipes"
+            raise LayoutError(problem, got=got, want=want, next_step=step)
         found = [
             Branch(
                 minor.key or major.key,
@@ -262,18 +256,14 @@ def pair(
     branches = branches_of(whole, known)
     if [branch.key for branch in branches] == [""]:
         if len(targets) != 1:
-            raise LayoutError(
-                f"the source {whole} has no parts, and {len(targets)} targets", got=str([*targets]), want="one target"
-            )
+            problem = f"the source {whole} has no parts, and {len(targets)} targets"
+            raise LayoutError(problem, got=str([*targets]), want="one target")
         branches = [replace(branches[0], key=next(iter(targets)))]
     keys = [branch.key for branch in branches]
     for key in (*keys, *targets):
         if key not in targets or key not in keys:
-            raise LayoutError(
-                f"the recipe of {whole} has the part {key!r} on one side only",
-                got=f"parts {keys}, targets {list(targets)}",
-                want="a target for each part, and a part for each target",
-            )
+            problem = f"the recipe of {whole} has the part {key!r} on one side only"
+            raise LayoutError(problem, got=f"parts {keys}, targets {list(targets)}", want="each part on both sides")
     found: dict[str, Pairing] = {}
     for branch in branches:
         target = parse_side(targets[branch.key])
@@ -299,11 +289,8 @@ def _end(target: Side, key: str, sizes: Mapping[str, int]) -> Branch:
     ends = {end.key: end for end in branches_of(target, sizes)}
     end = ends.get("", ends.get(key))
     if end is None:
-        raise LayoutError(
-            f"the target {target} has no part {key!r}",
-            got=f"parts {list(ends)}",
-            want=f"a part {key!r}, or none at all",
-        )
+        problem, want = f"the target {target} has no part {key!r}", f"a part {key!r}, or none at all"
+        raise LayoutError(problem, got=f"parts {list(ends)}", want=want)
     return end
 
 
@@ -329,11 +316,9 @@ def single_tensors(pairing: Pairing) -> Iterator[tuple[str, str, Nest]]:
     between = [loop for loop in pairing.loops if loop[1] >= from_step or loop[2] >= to_step]
     within = tuple(loop for loop in pairing.loops if loop not in between)
     if prod(count for count, _, _ in between) > MAX_NAMES:
-        raise LayoutError(
-            f"the recipe of {pairing.source} stands for too many tensors",
-            got=f"{prod(count for count, _, _ in between):,}",
-            want=f"at most {MAX_NAMES:,}",
-        )
+        problem = f"the recipe of {pairing.source} stands for too many tensors"
+        got = f"{prod(count for count, _, _ in between):,}"
+        raise LayoutError(problem, got=got, want=f"at most {MAX_NAMES:,}")
     for at in product(*(range(count) for count, _, _ in between)):
         x = pairing.x + sum(i * stride for i, (_, stride, _) in zip(at, between, strict=True))
         y = pairing.y + sum(i * stride for i, (_, _, stride) in zip(at, between, strict=True))
@@ -359,12 +344,9 @@ def _pair_by_name(
     counts = Counter(loop.name for loop in source), Counter(loop.name for loop in target)
     for name in {**counts[0], **counts[1]}:
         if counts[0][name] != counts[1][name]:
-            raise LayoutError(
-                f"{ends[0]} -> {ends[1]}: {name!r} is {_times(counts[0][name])} in the source and "
-                f"{_times(counts[1][name])} in the target",
-                got=repr(name),
-                want="each size as often in the source as in the target",
-            )
+            ours, theirs = _times(counts[0][name]), _times(counts[1][name])
+            problem = f"{ends[0]} -> {ends[1]}: {name!r} is {ours} in the source and {theirs} in the target"
+            raise LayoutError(problem, got=repr(name), want="each size as often in the source as in the target")
     strides: dict[str, list[int]] = {}
     for loop in target:
         strides.setdefault(loop.name, []).append(loop.stride)

@@ -54,23 +54,17 @@ def check_counts(recipe: Recipe, sizes: Mapping[str, int]) -> None:
     for name in {side.name for rule in recipe.rules for side in (*rule.sources, *rule.targets.values())}:
         count = prod(sizes.get(size, 1) for dim in name.dims for size in names_of_dim(dim))
         if count > MAX_NAMES:
-            raise ContradictionError(
-                f"{name} would stand for more tensors than any model has",
-                tensor=str(name),
-                got=clip(str(count), 40),
-                want=f"at most {MAX_NAMES:,}",
-                next_step="check the numbers of layers and experts in config.json, the trainer's args and the names",
-            )
+            problem = f"{name} would stand for more tensors than any model has"
+            got, want = clip(str(count), 40), f"at most {MAX_NAMES:,}"
+            step = "check the numbers of layers and experts in config.json, the trainer's args and the names"
+            raise ContradictionError(problem, tensor=str(name), got=got, want=want, next_step=step)
 
 
 def disagreement(key: str, got: object, origin: str, want: object, other: str, folder: str) -> ContradictionError:
     """Return the error that two origins give different values for a key."""
-    return ContradictionError(
-        f"{other} and {origin} disagree about {key}",
-        got=f"{got} in {origin}",
-        want=f"{want}, as in {other}",
-        next_step=f"put the model's own config.json into {folder}, or give {option('base_model')}",
-    )
+    problem, got, want = f"{other} and {origin} disagree about {key}", f"{got} in {origin}", f"{want}, as in {other}"
+    step = f"put the model's own config.json into {folder}, or give {option('base_model')}"
+    return ContradictionError(problem, got=got, want=want, next_step=step)
 
 
 def collect_flags(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None) -> dict[str, bool]:
@@ -213,14 +207,11 @@ def _check_fit(
 def _unknown(recipe: Recipe, side: Side, size: str, name: str, shape: _Shape, folder: str) -> UsageError:
     keys = ", ".join(f"{term!r}" for term in recipe.config.get(size, ()))
     padded = size in recipe.padded
-    return UsageError(
-        f"{name}: the recipe {recipe.name} needs the size {size!r}, which is unknown",
-        tensor=name,
-        got=f"shape {list(shape)}" + (", which may end in rows of padding" if padded else ""),
-        want=f"a config.json with {keys}" if keys else f"a number for {size!r}",
-        next_step=f"put the model's config.json into {folder}, or give {option('base_model')}"
-        + _or_correct(recipe, side),
-    )
+    problem = f"{name}: the recipe {recipe.name} needs the size {size!r}, which is unknown"
+    got = f"shape {list(shape)}" + (", which may end in rows of padding" if padded else "")
+    want = f"a config.json with {keys}" if keys else f"a number for {size!r}"
+    step = f"put the model's config.json into {folder}, or give {option('base_model')}" + _or_correct(recipe, side)
+    return UsageError(problem, tensor=name, got=got, want=want, next_step=step)
 
 
 def _misfit(
@@ -228,14 +219,9 @@ def _misfit(
 ) -> ContradictionError:
     names = dict.fromkeys(size for dim in side.all_dims for size in names_of_dim(dim))
     origins = ", ".join(f"{size} = {given[size][0]} by {given[size][1]}" for size in names if size in given)
-    return ContradictionError(
-        f"{name} does not fit {side}",
-        tensor=name,
-        got=got,
-        want=want + (f" ({origins})" if origins else ""),
-        next_step="check that config.json is this model's, and that no rank or file is missing"
-        + _or_correct(recipe, side),
-    )
+    want += f" ({origins})" if origins else ""
+    step = "check that config.json is this model's, and that no rank or file is missing" + _or_correct(recipe, side)
+    return ContradictionError(f"{name} does not fit {side}", tensor=name, got=got, want=want, next_step=step)
 
 
 def _or_correct(recipe: Recipe, side: Side) -> str:
@@ -256,13 +242,10 @@ def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | N
         key = _find_refused(must, values)
         if key is not None and values is not None:
             value = look_up(values, key)
-            raise UsageError(
-                f"the recipe {recipe.name} is not for a model of {key} {value!r}",
-                got=f"{key} = {value!r} in {origin}",
-                want=" or ".join(map(repr, must[key])) or "none",
-                next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
-                f"{option('recipe', 'none')}",
-            )
+            problem = f"the recipe {recipe.name} is not for a model of {key} {value!r}"
+            got, want = f"{key} = {value!r} in {origin}", " or ".join(map(repr, must[key])) or "none"
+            step = f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
+            raise UsageError(problem, got=got, want=want, next_step=step + option("recipe", "none"))
     for name, terms in recipe.config.items():
         # config.json counts the rows to keep, the trainer's arguments the trained rows with padding.
         if config is None or args is None or name in recipe.padded:
@@ -328,14 +311,9 @@ def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping
     told, origin = collect_sizes(recipe, config, args).get(dim, (count, ""))
     if told < count:
         last = max(indices, key=lambda name: indices[name])
-        raise ContradictionError(
-            f"{last} belongs to a layer beyond the {told} of {origin}",
-            tensor=last,
-            file=path,
-            got=f"{count} layers",
-            want=f"{told} layers, as in {origin}",
-            next_step="check that config.json is this model's",
-        )
+        problem, want = f"{last} belongs to a layer beyond the {told} of {origin}", f"{told} layers, as in {origin}"
+        step = "check that config.json is this model's"
+        raise ContradictionError(problem, tensor=last, file=path, got=f"{count} layers", want=want, next_step=step)
     spread, numbers = _spread(recipe, told)
     used: dict[tuple[int, int], tuple[str, ...]] = {}
     for (number, form), names in found.used.items():

@@ -49,14 +49,10 @@ def probe_outputs(
             with watch:
                 made = transform(name, tensor)
     except Exception as error:
-        raise UsageError(
-            f"transform does not describe its outputs for {name}: called with a tensor on the meta device, which has a "
-            "shape and a dtype and no values, it raised",
-            tensor=name,
-            got=f"{type(error).__name__}: {error}"[:300],
-            want="the outputs that it returns for a tensor with values, without values",
-            next_step=_NEXT_STEP,
-        ) from error
+        problem = f"transform does not describe its outputs for {name}: called with a tensor on the meta device, "
+        problem += "which has a shape and a dtype and no values, it raised"
+        got, want = f"{type(error).__name__}: {error}"[:300], "the outputs for a tensor with values, without values"
+        raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP) from error
     outputs = tuple(
         OutputTensor(*_kind(name, key, value)) for key, value in _check_outputs(name, made, is_probe=True).items()
     )
@@ -126,13 +122,9 @@ def apply_transform(
     found = {key: _kind(name, key, value) for key, value in _check_outputs(name, made).items()}
     for key in (*told, *found):
         if told.get(key) != found.get(key):
-            raise UsageError(
-                f"transform of {name} makes another {key} than it said",
-                tensor=name,
-                got=_text(found.get(key)),
-                want=f"{_text(told.get(key))}, as of a tensor on the meta device",
-                next_step=_NEXT_STEP,
-            )
+            problem = f"transform of {name} makes another {key} than for a tensor on the meta device"
+            got, want = _text(found.get(key)), _text(told.get(key))
+            raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP)
     return [made[output.name] for output in outputs]
 
 
@@ -168,13 +160,9 @@ def _fault(value: object, *, is_probe: bool) -> str | None:
 
 
 def _output_error(name: str, what: str) -> UsageError:
-    return UsageError(
-        f"transform of {name} {what}",
-        tensor=name,
-        got=what,
-        want="a dict of names and dense tensors: {name: tensor} to copy it, {} to leave it out",
-        next_step="correct the transform",
-    )
+    want = "a dict of names and dense tensors: {name: tensor} to copy it, {} to leave it out"
+    problem, step = f"transform of {name} {what}", "correct the transform"
+    return UsageError(problem, tensor=name, got=what, want=want, next_step=step)
 
 
 def _kind(name: str, key: str, value: torch.Tensor) -> tuple[str, str, tuple[int, ...]]:
@@ -316,13 +304,11 @@ def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ..
         for output in outputs:
             if output.name in owners:
                 other = owners[output.name] or "a tensor that is copied"
-                raise UsageError(
-                    f"{output.name}: two tensors would have this name",
-                    tensor=output.name,
-                    got=f"the output of transform for {source}, and {other}",
-                    want="one tensor of a name",
-                    next_step="let transform give other names",
-                )
+                other = owners[output.name] or "a tensor that is copied"
+                problem = f"{output.name}: two tensors would have this name"
+                got = f"the output of transform for {source}, and {other}"
+                step = "let transform give other names"
+                raise UsageError(problem, tensor=output.name, got=got, want="one", next_step=step)
             owners[output.name] = f"its output for {source}"
 
 
