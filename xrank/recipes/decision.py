@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from xrank import dtypes
@@ -30,7 +31,7 @@ from xrank.recipes.conversions import Converted
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.model_names import names_of_class
 from xrank.recipes.options import GatherOptions, matches
-from xrank.recipes.own_config import OwnConfig, override_config
+from xrank.recipes.own_config import override_config
 from xrank.recipes.quantization import find_scales
 from xrank.recipes.recipe import Match
 from xrank.recipes.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
@@ -57,30 +58,24 @@ class SmallFiles:
 
 def small_files_of(
     companions: Iterable[CompanionFile],
-    config_path: str | None,
-    config: Mapping[str, Any] | None,
+    found: FoundSource,
     options: GatherOptions,
     *,
     is_model: bool,
-    place: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> SmallFiles:
-    """Return the files to write beside the weights.
+    """Return the files to write beside the weights; an adapter alone has no config.json.
 
-    Args:
-        companions: the files found; the last one of a name wins.
-        config_path: the config.json among them, if there is one.
-        config: its content, or another known config of the model.
-        options: the options of the conversion.
-        is_model: whether the output is a model; an adapter alone has no config.json.
-        place: the source, where the user could put a config.json.
-        overrides: values to set in config.json in addition.
+    The last of the companions of one name wins. `overrides` are values to set in config.json in addition.
     """
     named = {companion.name: companion for companion in companions}
-    text, notes = config_text_of(config_path, config, options, place) if is_model else (None, [])
+    text: str | None = None
+    notes: list[tuple[str, str]] = []
+    if is_model:
+        text, notes = config_text_of(found.config_path, found.config, options, found.place)
     if is_model and overrides is not None:
-        known = json.loads(text) if text is not None else config or {}
-        text = _as_text(override_config(known, overrides))
+        known = json.loads(text) if text is not None else found.config or {}
+        text = json.dumps(override_config(known, overrides), indent=2, sort_keys=True) + "\n"
         notes = [note for note in notes if note[0] != "no-config"]
     if text is not None or not is_model:
         named.pop("config.json", None)  # a new one is made, or the output is an adapter
@@ -93,27 +88,23 @@ def config_text_of(
     """Return the config.json that replaces the one at `path` (None: copy that one, if any), and notes about it."""
     if found is None:
         replaced = f"{AGAIN} with {option('overwrite', True)}"
-        if place is None:
-            return None, [("no-config", Text(f"no config.json was found; give {option('base_model')}, and {replaced}"))]
-        folder = place if places.is_folder(place) else os.path.dirname(place) or os.curdir
-        told = f"no config.json was found, which from_pretrained needs; put the model's into {folder}, then {replaced}"
+        told = f"no config.json was found; give {option('base_model')}, and {replaced}"
+        if place is not None:
+            folder = place if places.is_folder(place) else os.path.dirname(place) or os.curdir
+            told = f"no config.json was found, which from_pretrained needs; put the model's into {folder}, then "
+            told += replaced
         return None, [("no-config", Text(told))]
     cast = _CAST_NAMES.get(options.dtype)
     if path is not None and cast is None:
         return None, []
-    config = dict(found)
-    notes = []
+    config, notes = dict(found), []
     if cast is not None:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         if config.get(key) != cast:
             notes.append(("config-dtype", f"config.json has {key} {cast}: the tensors were cast to {options.dtype}"))
             config[key] = cast
-    return _as_text(config), notes
-
-
-def _as_text(config: Mapping[str, Any]) -> str:
     # The format of transformers (configuration_utils.py: to_json_string).
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return json.dumps(config, indent=2, sort_keys=True) + "\n", notes
 
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -155,7 +146,11 @@ def select(
         apart: names outside the model, such as an adapter's; they get neither ties nor the base model's dtypes.
     """
     for shard in source.shards:
-        _check_name(shard.name, source.path)
+        name = shard.name
+        if _UNPRINTABLE.search(name) or (".." in name and ".." in re.split(r"[/\\]", name)):
+            got, step = "control characters or a way up to another folder", "find out who wrote this state"
+            problem, want = f"a tensor's name is not one: {name!r}", "printable text"
+            raise UnsafeError(problem, tensor=name, file=source.path, got=got, want=want, next_step=step)
     kept, excluded = _filter(source, options, base)
     tied, notes = find_ties(kept, config, aliases, source.aliases, base=base, apart=apart)
     dropped = {name for names in tied.values() for name in names}
@@ -178,7 +173,11 @@ def select(
             cast[shard.name] = f"{shard.dtype} -> {dtype}"
         elif options.dtype in _TARGETS and shard.dtype.startswith("F8"):
             untouched.append(shard.name)
-        elif _is_kept(shard, options):
+        elif (
+            _TARGETS.get(options.dtype, shard.dtype) != shard.dtype
+            and dtypes.dtype(shard.dtype).is_float
+            and matches(options.keep_fp32, shard.name)
+        ):
             uncast.append(shard.name)
         outputs.append(OutputTensor(shard.name, dtype, shard.shape))
     if not outputs:
@@ -195,25 +194,6 @@ def select(
         told = list_text(uncast, 3)
         notes.append(("kept-fp32", f"not cast, as the list of what stays in fp32 says, the recipe's or yours: {told}"))
     return Selection(tuple(outputs), tied, tuple(excluded), cast, tuple(notes))
-
-
-def _is_kept(shard: StoredShard, options: GatherOptions) -> bool:
-    """Return whether `keep_fp32` protects a tensor that a cast would change."""
-    target = _TARGETS.get(options.dtype)
-    is_other = target is not None and target != shard.dtype and dtypes.dtype(shard.dtype).is_float
-    return is_other and matches(options.keep_fp32, shard.name)
-
-
-def keep_all(source: StoredModel) -> Selection:
-    """Return a selection that keeps every tensor of a source as it is."""
-    return Selection(tuple(OutputTensor(s.name, s.dtype, s.shape) for s in source.shards), {}, (), {}, ())
-
-
-def _check_name(name: str, path: str) -> None:
-    if _UNPRINTABLE.search(name) or (".." in name and ".." in re.split(r"[/\\]", name)):
-        got, step = "control characters or a way up to another folder", "find out who wrote this state"
-        problem = f"a tensor's name is not one: {name!r}"
-        raise UnsafeError(problem, tensor=name, file=path, got=got, want="printable text", next_step=step)
 
 
 def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None) -> tuple[list[StoredShard], list[str]]:
@@ -307,7 +287,7 @@ class Decision:
     """The source with its adapter kept apart or merged; None for a source without an adapter."""
     selection: Selection
     """The tensors to write, their dtypes and ties."""
-    small: SmallFiles
+    small: SmallFiles = SmallFiles()
     """Small files beside the weights."""
 
     @property
@@ -327,22 +307,31 @@ class Decision:
 
 
 def decide(found: FoundSource, request: Request, base: BaseModel | None = None) -> Decision:
-    """Decide the output of a source; read small files only."""
-    is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
-    adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
+    """Decide the output of a source; read small files only. `base` is the base model, if one is named."""
+    purpose, options, config = request.purpose, request.options, found.config
+    adapted = _adapt(found, options, base) if purpose is Purpose.MODEL else None
+    stored = found.model
     if adapted is not None:
-        adapted = drop_tied(adapted, found.config)
-        adapted = replace(adapted, source=declare_ties(adapted.source, found.config, adapted.updates or ()))
+        adapted = drop_tied(adapted, config)
+        adapted = replace(adapted, source=declare_ties(adapted.source, config, adapted.updates or ()))
         stored = adapted.source
+    elif purpose in (Purpose.MODEL, Purpose.PROOF):
+        stored = declare_ties(stored, config)
+    named = stored if adapted is None else adapted.base
+    if request.recipe == TABLE:
+        matched = None
+    elif purpose in (Purpose.STATES, Purpose.MODULE):
+        matched = match_asked_recipe(named, request.recipe)
     else:
-        is_named = request.purpose in (Purpose.MODEL, Purpose.PROOF)
-        stored = declare_ties(found.model, found.config) if is_named else found.model
-    matched = _match(found, stored if adapted is None else adapted.base, request)
+        matched = choose_recipe(named, config, request.recipe)
     if matched is not None and adapted is not None:
-        raise _renames_adapted(stored, matched)
-    stored, options = apply_recipe(stored, matched, found.config, request.options)
+        step = f"keep the names with {option('recipe', 'none')}"
+        problem = f"{stored.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename"
+        raise UsageError(problem, file=stored.path, want="an adapter under Hugging Face's names", next_step=step)
+    stored, options = apply_recipe(stored, matched, config, options)
+    is_alone = adapted is not None and adapted.is_alone
     converted = None
-    if matched is None and (adapted is None or not adapted.is_alone):
+    if matched is None and not is_alone:
         converted = _convert(found, stored if adapted is None else adapted.base, request, base)
     if converted is not None and adapted is not None:
         other = convert_adapted(adapted, converted, lambda model: _convert(found, model, request, base))
@@ -350,34 +339,29 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if converted is not None:
         stored = converted.model if adapted is None else adapted.source
         options = keep_routers(stored, options)
-    if request.recipe is None and matched is None and request.purpose is Purpose.MODEL:
+    if request.recipe is None and matched is None and purpose is Purpose.MODEL:
         _refuse_foreign(found, base)
-    if adapted is not None and adapted.is_alone:
-        base = None
-    if not is_selected:
-        return Decision(found, stored, options, base, matched, adapted, keep_all(stored), SmallFiles())
-    if request.purpose is Purpose.STATES:
+    base = None if is_alone else base
+    decided = partial(Decision, found, stored, options, base, matched, adapted)
+    if purpose is Purpose.STATES:
         # A base model gives states only small files; a config does not tie tensors that the layout file leaves untied.
-        selection = select(stored, options, None, None, request.aliases)
-        return Decision(found, stored, options, base, matched, adapted, selection, SmallFiles())
-    selection = select(
-        stored,
-        options,
-        base,
-        found.config,
-        _rename_aliases(request.aliases, found, adapted, converted),
-        adapted.own if adapted is not None else (),
-    )
-    small = small_files_of(
-        (*(base.companions if base is not None else ()), *found.companions),
-        found.config_path,
-        found.config,
-        options,
-        is_model=adapted is None or not adapted.is_alone,
-        place=found.place,
-        overrides=request.config_overrides,
-    )
-    return Decision(found, stored, options, base, matched, adapted, selection, small)
+        return decided(select(stored, options, None, None, request.aliases))
+    if purpose is not Purpose.MODEL:
+        outputs = tuple(OutputTensor(shard.name, shard.dtype, shard.shape) for shard in stored.shards)
+        return decided(Selection(outputs, {}, (), {}, ()))
+    # The layout file has the names of the source, or of the module.
+    names = {**found.plain_names}
+    for name in (*request.aliases, *request.aliases.values()):
+        plain = names.get(name, name)
+        if adapted is not None:
+            names[name] = adapted.new_name(plain)
+        elif converted is not None:
+            names[name] = converted.renamed.get(plain, name)
+    aliases = {names.get(name, name): names.get(target, target) for name, target in request.aliases.items()}
+    selection = select(stored, options, base, config, aliases, adapted.own if adapted is not None else ())
+    companions = (*(base.companions if base is not None else ()), *found.companions)
+    overrides = request.config_overrides
+    return decided(selection, small_files_of(companions, found, options, is_model=not is_alone, overrides=overrides))
 
 
 def _refuse_foreign(found: FoundSource, base: BaseModel | None) -> None:
@@ -400,15 +384,6 @@ def _refuse_foreign(found: FoundSource, base: BaseModel | None) -> None:
     raise ContradictionError(problem, tensor=names[0], file=found.config_path, got=got, want=want, next_step=step)
 
 
-def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:
-    """Match a recipe with the source; return None where the names stay."""
-    if request.recipe == TABLE:
-        return None
-    if request.purpose in (Purpose.STATES, Purpose.MODULE):
-        return match_asked_recipe(stored, request.recipe)
-    return choose_recipe(stored, found.config, request.recipe)
-
-
 def _convert(found: FoundSource, stored: StoredModel, request: Request, base: BaseModel | None) -> Converted | None:
     """Return the source in the form that the purpose needs; None where it has it, or another recipe was asked for."""
     if request.recipe not in (None, TABLE) or (request.purpose is Purpose.STATES and request.recipe is None):
@@ -421,36 +396,12 @@ def _convert(found: FoundSource, stored: StoredModel, request: Request, base: Ba
     return convert_to_files(stored, found.config, base_names=names, own=found.own, is_asked=request.recipe == TABLE)
 
 
-def _rename_aliases(
-    aliases: Mapping[str, str], found: FoundSource, adapted: Adapted | None, converted: Converted | None
-) -> dict[str, str]:
-    """Return aliases under the present names of the tensors."""
-    names = {**found.plain_names}
-    if adapted is not None:
-        names |= {name: adapted.new_name(names.get(name, name)) for name in (*aliases, *aliases.values())}
-    elif converted is not None:
-        names |= {name: converted.renamed.get(names.get(name, name), name) for name in (*aliases, *aliases.values())}
-    return {names.get(name, name): names.get(target, target) for name, target in aliases.items()}
-
-
-def _renames_adapted(source: StoredModel, matched: Match) -> UsageError:
-    """Return the error for a recipe that would rename tensors which an adapter in the source adapts."""
-    step = f"keep the names with {option('recipe', 'none')}"
-    problem = f"{source.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename"
-    return UsageError(problem, file=source.path, want="an adapter under Hugging Face's names", next_step=step)
-
-
 def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
     """Return the source with its adapter kept apart or merged. Errors are those of `adapt`."""
-    if found.own is not None:
-        return _adapt_live(found.model, options, found.own, base)
-    assert found.place is not None
-    return adapt(found.model, options, found.place, base.tensors if base is not None else {})
-
-
-def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, base: BaseModel | None) -> Adapted | None:
-    """Return a live model with its adapter kept apart or merged. Errors are those of `adapt`."""
-    known = base.tensors if base is not None else {}
+    stored, own, known = found.model, found.own, base.tensors if base is not None else {}
+    if own is None:
+        assert found.place is not None
+        return adapt(stored, options, found.place, known)
     names = find_adapter([shard.name for shard in stored.shards], stored.path, known)
     if names is None and own.adapter_text is not None:
         kind = json.loads(own.adapter_text).get("peft_type")
