@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,13 +14,12 @@ import xxhash
 from xrank.decisions.sources import complete_adapter, find_live_source, open_base_model, read_found
 from xrank.errors import AGAIN, LayoutError, UsageError, option
 from xrank.layout import LayoutMap
-from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.records import refuse_foreign_names
-from xrank.recipes.adapters import Adapted, adapter_beside, check_ties
+from xrank.recipes.adapters import adapter_beside, check_ties
 from xrank.recipes.config_proof import prove_config
 from xrank.recipes.decision import Decision, Purpose, Request, Selection, decide
 from xrank.recipes.found_source import BaseModel, FoundSource
@@ -133,7 +132,7 @@ def plan_gather(
 
     Arguments and errors are those of `gather_checkpoint`; `share` is that of `read_best`.
     """
-    base = _open_base(base_model)
+    base = None if base_model is None else open_base_model(base_model)
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     source = places.enter(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
@@ -166,7 +165,10 @@ def plan_found(
         found = replace(found, model=complete_adapter(found.model, base, options.adapter_config, place))
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)
-    notes = _source_notes(decision, given, place)
+    notes = layout_notes(given, decision.source)
+    if decision.base is not None and not decision.base.tensors:
+        notes.append(describe_skipped_check(decision.base, place))
+    notes += adapter_beside(place) if decision.adapted is None else decision.adapted.notes
     if recipe == "none" and fits_any_recipe(decision.source):
         notes.append(("training-names", _TRAINING_NAMES))
     return _plan_output(decision, notes)
@@ -187,18 +189,17 @@ def plan_export(
 
     A `transform` changes whole tensors after the comparison with the base model.
     """
-    base = _open_base(base_model)
+    base = None if base_model is None else open_base_model(base_model)
     _ = options.budget  # refuses too small buffers before any work
     found = find_live_source(stored, own, base)
     aliases = layouts.aliases if layouts is not None else {}
     decision = decide(found, Request(Purpose.MODEL, options, recipe, aliases, config_overrides), base)
-    return _plan_output(decision, tuple(_live_notes(decision)), transform)
-
-
-def _open_base(base_model: str | os.PathLike[str] | None) -> BaseModel | None:
-    if base_model is None:
-        return None
-    return open_base_model(base_model)
+    notes = [] if decision.adapted is None else [*decision.adapted.notes]
+    if own.conversions and decision.source.recipe is None:
+        notes.append(("names-as-in-memory", _AS_IN_MEMORY))
+    if found.unsaved:
+        notes.append(("not-saved", f"save_pretrained leaves out: {list_text(found.unsaved, 4)}"))
+    return _plan_output(decision, notes, transform)
 
 
 def _plan_output(
@@ -206,87 +207,46 @@ def _plan_output(
 ) -> FolderPlan:
     """Return the proven plan of a decision, after a check against the base model."""
     source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
-    transforms = None
-    outputs = selection.outputs
+    found, small, base, stem = decision.found, decision.small, decision.base, decision.weights_stem
+    max_nbytes, outputs, transforms = options.max_shard_nbytes, selection.outputs, None
     if adapted is not None:
         if transform is not None:
             problem = "a transform of a model with an adapter is not possible"
             step = "give what module.merge_and_unload() returns, or leave transform= out"
             raise UsageError(problem, got="transform=, and tensors of an adapter", next_step=step)
+        check_ties(adapted.updates or (), adapted.trained, selection.tied)
+        # The adapter is merged into the model's files, or has a file of its own.
+        own_outputs = [output for output in outputs if output.name in adapted.own]
         outputs = tuple(output for output in outputs if output.name not in adapted.own)
-        plan = _plan_with_adapter(adapted, selection, outputs, options, decision.weights_stem)
+        files = [] if adapted.is_alone or not outputs else list(lay_out(outputs, max_nbytes, stem=stem))
+        files += [lay_out_file(adapted.weights_file, own_outputs)] if own_outputs else []
+        whole = replace(adapted.source, shards=(*adapted.source.shards, *adapted.factors))
+        plan = make_plan(whole, files, tied=selection.tied, updates=adapted.updates)
     elif transform is None:
-        files = lay_out(list(outputs), options.max_shard_nbytes, stem=decision.weights_stem)
-        plan = make_plan(source, files, tied=selection.tied)
+        plan = make_plan(source, lay_out(list(outputs), max_nbytes, stem=stem), tied=selection.tied)
     else:
-        plan, selection, transforms = plan_transformed(
-            source, selection, transform, options.max_shard_nbytes, decision.weights_stem
-        )
-    checked, base = None, decision.base
+        plan, selection, transforms = plan_transformed(source, selection, transform, max_nbytes, stem)
+    checked = None
+    excluded = set(decision.selection.excluded)
     if base is not None:
         tied = {name for names in decision.selection.tied.values() for name in names}
-        checked = check_against(base, list(outputs), set(decision.selection.excluded), tied)
-    proof_notes: tuple[tuple[str, str], ...] = ()
+        checked = check_against(base, list(outputs), excluded, tied)
+    notes = (*source.notes, *found.notes, *selection.notes, *small.notes, *more_notes)
     if decision.is_model:
-        text = decision.small.config_text
-        proof_notes = prove_config(
-            decision.found,
+        notes += prove_config(
+            found,
             source,
             base=base,
-            config=None if text is None else json.loads(text),
-            left_out=decision.selection.excluded,
+            config=None if small.config_text is None else json.loads(small.config_text),
+            left_out=excluded,
             apart=() if adapted is None else adapted.own,
             written=None if transform is None else selection.outputs,
         )
-    return FolderPlan(
-        decision,
-        plan,
-        selection,
-        checked,
-        (*source.notes, *decision.found.notes, *selection.notes, *decision.small.notes, *more_notes, *proof_notes),
-        _make_own_texts(decision),
-        transforms,
-    )
-
-
-def _make_own_texts(decision: Decision) -> dict[str, str]:
-    """Return the small files that a live module makes, where the base model lacks files of these names."""
-    own = decision.found.own
-    text = own.generation_text if own is not None and decision.is_model else None
-    is_copied = any(companion.name == _GENERATION_NAME for companion in decision.small.companions)
-    return {} if text is None or is_copied else {_GENERATION_NAME: text}
-
-
-def _source_notes(decision: Decision, layouts: LayoutMap | None, place: str) -> list[tuple[str, str]]:
-    """Return the notes on files: unused rules, a base model without weights, an adapter."""
-    notes = [*layout_notes(layouts, decision.source)]
-    if decision.base is not None and not decision.base.tensors:
-        notes.append(describe_skipped_check(decision.base, place))
-    return [*notes, *(adapter_beside(place) if decision.adapted is None else decision.adapted.notes)]
-
-
-def _live_notes(decision: Decision) -> Iterator[tuple[str, str]]:
-    """Yield the notes on a live model: its adapter, names that stay as in memory, tensors left out."""
-    found, adapted = decision.found, decision.adapted
-    assert found.own is not None
-    yield from adapted.notes if adapted is not None else ()
-    if found.own.conversions and decision.source.recipe is None:
-        yield "names-as-in-memory", _AS_IN_MEMORY
-    if found.unsaved:
-        yield "not-saved", f"save_pretrained leaves out: {list_text(found.unsaved, 4)}"
-
-
-def _plan_with_adapter(
-    adapted: Adapted, selection: Selection, outputs: Sequence[OutputTensor], options: GatherOptions, stem: str
-) -> Plan:
-    """Return the plan of the model's files with the adapter merged into them, or with the adapter's own file."""
-    check_ties(adapted.updates or (), adapted.trained, selection.tied)
-    own = [output for output in selection.outputs if output.name in adapted.own]
-    files = [] if adapted.is_alone or not outputs else list(lay_out(outputs, options.max_shard_nbytes, stem=stem))
-    if own:
-        files.append(lay_out_file(adapted.weights_file, own))
-    whole = replace(adapted.source, shards=(*adapted.source.shards, *adapted.factors))
-    return make_plan(whole, files, tied=selection.tied, updates=adapted.updates)
+    # A live module makes this file where the base model has none.
+    text = found.own.generation_text if found.own is not None and decision.is_model else None
+    is_copied = any(companion.name == _GENERATION_NAME for companion in small.companions)
+    own_texts = {} if text is None or is_copied else {_GENERATION_NAME: text}
+    return FolderPlan(decision, plan, selection, checked, notes, own_texts, transforms)
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
@@ -298,7 +258,7 @@ def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
         raise
 
 
-def layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tuple[str, str]]:
+def layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> list[tuple[str, str]]:
     """Return the report's notes on rules that do not decide for any tensor."""
     if layouts is None:
         return []
