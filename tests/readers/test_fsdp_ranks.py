@@ -19,7 +19,7 @@ from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.layout import check_file, diff_layouts
 from xrank.decisions.layout_sources import file_text, layouts_at
-from xrank.decisions.sources import read_found
+from xrank.decisions.sources import read_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
@@ -245,7 +245,7 @@ def test_plain_tensors_alone_say_no_cut(tmp_path: Path) -> None:
 def test_names_that_wrappers_gave(rank_pool: RankPool, tmp_path: Path) -> None:
     """Names of a compiled model are the model's own, in the layouts that DTensors tell, too."""
     folder = verl(rank_pool, tmp_path / "actor", num_ranks=2, prefix="_orig_mod.")
-    model = read_found(str(folder), find_source(str(folder)), for_layouts=True).model
+    model = read_source(str(folder), find_source(str(folder)), for_layouts=True).model
     assert {shard.name for shard in model.shards} == {*expected(), *BUFFER}
     assert model.layouts and not any("_orig_mod" in name for name in model.layouts)
     assert "wrapper-names" in dict(model.notes)

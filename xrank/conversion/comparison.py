@@ -13,7 +13,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.conversion.checks import Check, Verdict
-from xrank.decisions.sources import complete_adapter, read_found, read_source
+from xrank.decisions.sources import complete_adapter, read_source
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.layout import LayoutMap
 from xrank.plan.coverage import range_text
@@ -316,7 +316,7 @@ def read_sides(
     Args:
         path: path of the first side.
         other_path: path of the other side.
-        base: supplies metadata that either side does not record, as for `read_found`.
+        base: supplies metadata that either side does not record, as for `read_source`.
         layouts: supplies layouts that either side does not record.
         part: keys of the part of the first side to read.
         world_size: number of ranks that wrote the first side, where it records none.
@@ -332,7 +332,7 @@ def read_sides(
         _FoundSide(
             each,
             where.path,
-            read_found(
+            read_source(
                 each,
                 where,
                 base=base,

@@ -9,7 +9,7 @@ from typing import Any
 
 from xrank.conversion.report import count_rank_tensors, counts_requests, model_facts
 from xrank.decisions.folder_plan import FolderPlan, plan_found, read_layouts
-from xrank.decisions.sources import companions_of, open_base_model, read_found
+from xrank.decisions.sources import companions_of, open_base_model, read_source
 from xrank.errors import XrankError, names_own_arguments
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import NullTarget
@@ -87,7 +87,7 @@ def inspect(
     try:
         beside = companions_of(place, where)
         companions += [companion.name for companion in beside[0]]  # listed even if the reader fails
-        found = read_found(place, where, base=base, layouts=given, part=part, world_size=world_size, beside=beside)
+        found = read_source(place, where, base=base, layouts=given, part=part, world_size=world_size, beside=beside)
         model = found.model
         notes += found.notes
         config_path = found.config_path

@@ -15,7 +15,7 @@ from xrank.decisions.layout_sources import (
     filter_tensors,
     is_layout_file,
     layouts_at,
-    read_source,
+    read_layout_source,
     read_stored,
     with_numbers,
 )
@@ -127,7 +127,7 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
         UsageError, LayoutError, ...: the path cannot be read, or `tensor` matches no name.
     """
     started = time.monotonic()
-    source = read_source(path)
+    source = read_layout_source(path)
     found = filter_tensors(source.survey, tensor)
     text = file_text(source.as_map()) if toml else None
     file: dict[str, Any] = {} if text is None else {"toml": text}

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from xrank.decisions.sources import complete_adapter, find_live_source, open_base_model, read_found
+from xrank.decisions.sources import complete_adapter, find_live_source, open_base_model, read_source
 from xrank.errors import AGAIN, LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.plan.planner import Plan, make_plan
@@ -136,7 +136,7 @@ def plan_gather(
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     source = places.enter(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
-    found = read_found(
+    found = read_source(
         source,
         where,
         base=base,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from xrank.decisions.folder_plan import read_layouts
-from xrank.decisions.sources import read_found
+from xrank.decisions.sources import read_source
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion
@@ -226,7 +226,7 @@ def is_layout_file(path: str) -> bool:
     return places.is_file(path) and rank_of(name) is None and not name.endswith(".safetensors")
 
 
-def read_source(path: str) -> LayoutSource:
+def read_layout_source(path: str) -> LayoutSource:
     """Read the layouts at a path: a layout file's, drawn as far as it has sizes, or those that a source records."""
     if not is_layout_file(path):
         place, stored = read_stored(path)
@@ -247,12 +247,12 @@ def read_stored(path: str, layouts: LayoutMap | None = None, base: BaseModel | N
     """Read the source at a path, only its metadata; `layouts` and `base` serve where its ranks record no layouts."""
     where = find_source(path)
     try:
-        return where.path, read_found(path, where, for_layouts=True).model
+        return where.path, read_source(path, where, for_layouts=True).model
     except LayoutError as error:
         if layouts is None and base is None:
             error.advise("describe it in a layout file, and run: xrank layout check FILE PATH")
             raise
-        return where.path, read_found(path, where, base=base, layouts=layouts, for_layouts=True).model
+        return where.path, read_source(path, where, base=base, layouts=layouts, for_layouts=True).model
 
 
 def filter_tensors(found: Survey, pattern: str | None) -> Survey:

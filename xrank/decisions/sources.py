@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from xrank import dtypes
 from xrank.dtypes import dtype
@@ -126,24 +126,20 @@ def read_best(where: SourcePlace, hints: Hints, share: tuple[int, int] = (0, 1))
     return replace(model, notes=(*model.notes, *notes))
 
 
-def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
-    """Return the model of a reader."""
-    model = _read_bare(reader, place, hints)
-    if hints.part != model.part:
+def _read(reader: Reader, place: str, hints: Hints, *, is_other: bool = False) -> StoredModel:
+    """Return what a reader finds, without what wrapping modules added to it."""
+    model = check_roundings(reader.read(place, hints))
+    if model.format.startswith("megatron") or hints.needs_layouts or hints.keeps_names:
+        model = remove_wrapper_names(model)
+    else:
+        known = hints.shapes or hints.module_names
+        config = model.config if hints.config is None else hints.config
+        model = remove_wrapper_names(model, make_finder(known, config, hints.is_left_out), known)
+    if hints.part != model.part and not is_other:
         problem = f"{option('part')} was given, but {place} contains one model that is not in parts"
         want, step = "a checkpoint of several parts, such as model and ema", f"leave {option('part')} out"
         raise UsageError(problem, file=place, got=option("part", hints.part), want=want, next_step=step)
     return model
-
-
-def _read_bare(reader: Reader, place: str, hints: Hints) -> StoredModel:
-    """Return what a reader finds, without what wrapping modules added to it."""
-    model = check_roundings(reader.read(place, hints))
-    if model.format.startswith("megatron") or hints.needs_layouts or hints.keeps_names:
-        return remove_wrapper_names(model)
-    known = hints.shapes or hints.module_names
-    config = model.config if hints.config is None else hints.config
-    return remove_wrapper_names(model, make_finder(known, config, hints.is_left_out), known)
 
 
 def _emptiness(place: str, reader: Reader) -> UsageError:
@@ -171,7 +167,7 @@ def _compare(
         may_be_data = reader.name == TORCH_SAVE.name
         begin = _beside(place, reader, model, chosen)
         try:
-            other = _read_bare(reader, place, hints)
+            other = _read(reader, place, hints, is_other=True)
             if seen.issuperset(file.path for file in other.files):
                 continue  # the same files by another reader
             named = _rename(other, model, hints)
@@ -241,7 +237,10 @@ def _find_difference(
     if not pairs:
         return " without a tensor in common", None
     for a, b in pairs:
-        if a.shape != b.shape or not _can_compare(a, b):
+        one, two = dtypes.dtype(a.dtype), dtypes.dtype(b.dtype)
+        # One dtype must be the other, or one that the other is rounded to.
+        can_compare = one == two or (one.is_float and two.is_float and one.nbytes != two.nbytes)
+        if a.shape != b.shape or not can_compare:
             return f": {a.name} is {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}", a.name
     if lacking:
         return f", which alone hold {list_text([shard.name for shard in lacking], 3)}", lacking[0].name
@@ -319,40 +318,9 @@ def _find_ends(names: dict[str, StoredShard], num_removed: int) -> dict[str, str
     }
 
 
-def _can_compare(a: StoredShard, b: StoredShard) -> bool:
-    """Return whether one dtype is the other, or one that the other is rounded to."""
-    one, two = dtypes.dtype(a.dtype), dtypes.dtype(b.dtype)
-    return one == two or (one.is_float and two.is_float and one.nbytes != two.nbytes)
-
-
 def read_source(
-    path: str,
-    *,
-    base: BaseModel | None = None,
-    layouts: LayoutMap | None = None,
-    part: str | None = None,
-    world_size: int | None = None,
-    share: tuple[int, int] = (0, 1),
-    module_names: Collection[str] = (),
-    keeps_names: bool = False,
-) -> FoundSource:
-    """Read the source at a path, only its metadata; arguments as `read_found`, errors as `find_source` and readers."""
-    return read_found(
-        path,
-        find_source(path),
-        base=base,
-        layouts=layouts,
-        part=part,
-        world_size=world_size,
-        share=share,
-        module_names=module_names,
-        keeps_names=keeps_names,
-    )
-
-
-def read_found(
     asked: str,
-    where: SourcePlace,
+    where: SourcePlace | None = None,
     *,
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
@@ -365,11 +333,11 @@ def read_found(
     module_names: Collection[str] = (),
     keeps_names: bool = False,
 ) -> FoundSource:
-    """Read a source at its place with the best reader of those that recognise it.
+    """Read a source, only its metadata, with the best reader of those that recognize it.
 
     Args:
         asked: the path from the user.
-        where: the place where the source was found, with its readers.
+        where: the place where the source was found, with its readers; None: find it.
         base: gives whole shapes, and the config if there is none beside the source.
         layouts: layouts for tensors without a recorded layout.
         part: keys of the part to read, joined by dots; None: the only one that may be the model.
@@ -381,10 +349,11 @@ def read_found(
         module_names: names of a live module that the source will fill; wrappers' parts of names that it has stay.
         keeps_names: whether names need not be those of config.json's class, as where a trainer will load them.
     """
+    where = find_source(asked) if where is None else where
     companions, notes = companions_of(asked, where) if beside is None else beside
     candidates = (*companions, *(base.companions if base is not None else ()))
     config_path = next((companion.path for companion in candidates if companion.name == "config.json"), None)
-    config = _read_config(config_path)
+    config = None if config_path is None else read_config(config_path)
     hints = Hints(
         layouts=layouts,
         shapes={name: shape for name, (_, shape) in base.tensors.items()} if base is not None else {},
@@ -400,30 +369,17 @@ def read_found(
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     model = read_best(where, hints, share)
-    if world_size is not None:
-        _check_world_size(model, world_size)
-    notes += where.notes
+    if world_size is not None and world_size != model.world_size:
+        stated, has_fewer = option("world_size", world_size), (model.world_size or world_size) < world_size
+        got = "a source that records no ranks" if model.world_size is None else plural(model.world_size, "rank")
+        problem = f"{model.path} was not written by as many ranks as {stated} states"
+        step = f"correct {option('world_size')} or leave it out"
+        step = f"copy the files of the missing ranks into the folder, or {step}, then {AGAIN}" if has_fewer else step
+        kind = IncompleteError if has_fewer else UsageError
+        raise kind(problem, file=model.path, got=got, want=plural(world_size, "rank"), next_step=step)
     known = config if config_path is not None else model.config
-    return FoundSource(model, known, config_path, companions, (*notes, *note_zero_tails(model)), where.path)
-
-
-def _check_world_size(model: StoredModel, stated: int) -> None:
-    """Check the number of ranks that the caller states."""
-    if model.world_size == stated:
-        return
-    kind = UsageError if model.world_size is None or model.world_size > stated else IncompleteError
-    got = "a source that records no ranks" if model.world_size is None else plural(model.world_size, "rank")
-    step = f"correct {option('world_size')} or leave it out"
-    if kind is IncompleteError:
-        step = f"copy the files of the missing ranks into the folder, or correct {option('world_size')}, then {AGAIN}"
-    problem = f"{model.path} was not written by as many ranks as {option('world_size', stated)} states"
-    raise kind(problem, file=model.path, got=got, want=plural(stated, "rank"), next_step=step)
-
-
-def _read_config(path: str | None) -> Mapping[str, Any] | None:
-    if path is None:
-        return None
-    return read_config(path)
+    notes = (*notes, *where.notes, *note_zero_tails(model))
+    return FoundSource(model, known, config_path, companions, notes, where.path)
 
 
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 from xrank import dtypes
 from xrank.conversion.report import check_survey
 from xrank.decisions.folder_plan import FolderPlan, plan_export, plan_gather, read_layouts
-from xrank.decisions.layout_sources import is_layout_file, read_source
+from xrank.decisions.layout_sources import is_layout_file, read_layout_source
 from xrank.decisions.reshard_plan import Reshard, plan_reshard, plan_reshard_of
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap
@@ -293,7 +293,7 @@ def _plan_stored(
     gather = plan_gather(path, GatherOptions(), recipe=recipe)
     if operation == "gather":
         return _file_work("gather", path, gather.source, gather.plan, gather.notes)
-    mesh = next(iter(read_source(path).survey.meshes.values()), None) if needs_mesh else None
+    mesh = next(iter(read_layout_source(path).survey.meshes.values()), None) if needs_mesh else None
     assumed = "the ranks are assumed to have in memory what they wrote; replicas that were not written are unknown"
     return _export_work(path, gather, mesh, (("as-written", assumed),))
 
