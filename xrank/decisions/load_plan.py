@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import le
@@ -17,7 +17,7 @@ from xrank.errors import AGAIN, ContradictionError, LayoutError, UsageError, Xra
 from xrank.formats.rank_state import TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.companion_parts import base_of_shape
-from xrank.layout.nests import Nest, restrict, swap
+from xrank.layout.nests import restrict, swap
 from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.plan.output import OutputFile, OutputTensor, TensorPart
 from xrank.plan.planner import Plan, make_plan
@@ -80,100 +80,69 @@ class _Wanted:
 def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None, may_pad: Collection[str] = ()) -> Load:
     """Plan the copies from a source that fill a rank's tensors.
 
-    Names of one view are one tensor: the source needs only one of them; if it has several, the load compares
-    them.
-
+    Names of one view are one tensor: the source needs only one of them; if it has several, the load compares them.
     Tensors in `may_pad` may have more rows in the module, as trainers pad a vocabulary.
     """
     shards = {shard.name: shard for shard in source.shards}
     shapes = {name: shard.shape for name, shard in shards.items()}
-    fitting = _Fitting(local.record.rank, layouts, shapes, may_pad)
+    fitting = _Fitting(local.record.rank, layouts, shapes, may_pad, find_scales(source.shards))
     files: list[OutputFile] = []
     views: list[int] = []
+    names: list[str] = []
+    missing: list[str] = []
+    cast: dict[str, str] = {}
     tied: dict[str, tuple[str, ...]] = {}
-    found = _Findings(find_scales(source.shards))
-    for view, names in _group_by_view(local, layouts).items():
-        there = [wanted for wanted in names if wanted.name in shards]
-        found.names += [wanted.name for wanted in there]
+    errors: list[XrankError] = []
+    for view, group in _group_by_view(local, layouts).items():
+        there = [wanted for wanted in group if wanted.name in shards]
+        names += [wanted.name for wanted in there]
         if not there:
-            found.missing += [wanted.name for wanted in names]
+            missing += [wanted.name for wanted in group]
             continue
-        parts = [found.part(fitting, wanted, shards[wanted.name]) for wanted in there]
-        first, part = there[0], parts[0]
-        for other, its in zip(there[1:], parts[1:], strict=True):
-            if its != part:
-                found.refuse(_cut_error(first, other))
-        # After a refusal no plan is made; the loop goes on for the other tensors' refusals.
-        if not found.errors and 0 not in first.shape:
-            output = OutputTensor(first.name, first.dtype, first.shape, part=part)
-            files.append(OutputFile.bare(output))
-            views.append(view)
-            if (source_dtype := shards[first.name].dtype) != first.dtype:
-                found.cast[first.name] = f"{source_dtype} -> {first.dtype}"
-            if len(there) > 1:
-                tied[first.name] = tuple(wanted.name for wanted in there[1:])
-    found.raise_errors()
-    plan = make_plan(source, files, tied=tied)
-    return Load(plan, tuple(views), tuple(found.names), tuple(found.missing), found.cast, fitting.padded)
-
-
-@dataclass(slots=True)
-class _Findings:
-    """The findings from the tensors so far."""
-
-    scales: Collection[str]
-    """Names of the source's tensors that scale quantized payloads."""
-    names: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    cast: dict[str, str] = field(default_factory=dict)
-    errors: list[XrankError] = field(default_factory=list)
-
-    def refuse(self, error: XrankError) -> None:
-        """Keep a refusal until all tensors are checked."""
-        self.errors.append(error)
-
-    def part(self, fitting: _Fitting, wanted: _Wanted, shard: StoredShard) -> TensorPart | None:
-        """Return the part of the source's tensor that the rank must hold; None: the whole, or a refused tensor."""
+        first = there[0]
+        parts: list[TensorPart | None] = []
         try:
-            _check_dtype(wanted, shard)
-            if wanted.name in self.scales and dtypes.dtype(wanted.dtype).nbytes < dtypes.dtype(shard.dtype).nbytes:
-                raise _rounded_scale(wanted, shard)
-            return fitting.part(wanted, shard)
+            for wanted in there:
+                parts.append(fitting.part(wanted, shards[wanted.name]))
+                if parts[-1] != parts[0]:
+                    problem = f"{wanted.name}: it is the same tensor as {first.name} on this rank, and is said to be "
+                    got, want, step = str(wanted.claim or "whole"), str(first.claim or "whole"), "give both one layout"
+                    raise LayoutError(f"{problem}cut otherwise", tensor=wanted.name, got=got, want=want, next_step=step)
         except (UsageError, LayoutError) as error:
-            self.refuse(error)
-            return None
-
-    def raise_errors(self) -> None:
-        """Raise the first refusal; its error also names the others."""
-        if not self.errors:
-            return
-        first, *others = self.errors
-        first.about(got=likewise_text([error.tensor or "?" for error in others]).removeprefix("; "))
-        raise first
+            errors.append(error)  # the loop goes on for the other tensors' refusals
+            continue
+        if 0 in first.shape:
+            continue
+        files.append(OutputFile.bare(OutputTensor(first.name, first.dtype, first.shape, part=parts[0])))
+        views.append(view)
+        if (source_dtype := shards[first.name].dtype) != first.dtype:
+            cast[first.name] = f"{source_dtype} -> {first.dtype}"
+        if len(there) > 1:
+            tied[first.name] = tuple(wanted.name for wanted in there[1:])
+    if errors:
+        refusal, *others = errors
+        refusal.about(got=likewise_text([error.tensor or "?" for error in others]).removeprefix("; "))
+        raise refusal
+    plan = make_plan(source, files, tied=tied)
+    return Load(plan, tuple(views), tuple(names), tuple(missing), cast, fitting.padded)
 
 
 def _group_by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, list[_Wanted]]:
     """Group the module's names by view."""
-    claims = Claims(layouts)
+    claims, rank = Claims(layouts), local.record.rank
     meshes = [DeviceMesh(shape, names, ranks) for names, shape, ranks in local.record.meshes]
     found: dict[int, list[_Wanted]] = {}
-    for own_name, wanted in _list_wanted(local, claims, meshes):
-        found.setdefault(local.view_of[own_name], []).append(wanted)
-    return found
-
-
-def _list_wanted(local: LocalModel, claims: Claims, meshes: Sequence[DeviceMesh]) -> Iterator[tuple[str, _Wanted]]:
-    rank = local.record.rank
     for own_name, tensor in local.tensors.items():
         known = local.record.tensors.get(own_name, TensorRecord())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        held = make_held_tensor(rank, local.view_of[own_name], dtype, tuple(tensor.shape), known, meshes)
+        dtype, view = str(tensor.dtype).removeprefix("torch."), local.view_of[own_name]
+        held = make_held_tensor(rank, view, dtype, tuple(tensor.shape), known, meshes)
         claim = claims.find(own_name, held)
         name = find_global_name(claim, own_name, held)
         if claim is not None and claim.companion is not None:
             claim = claims.find_in_file(own_name)  # the claim has the rule of the tensor that this one follows
         if name is not None:  # padding does not belong to a tensor
-            yield own_name, _Wanted(name, held.dtype, held.shape, known.shape, claim)
+            found.setdefault(view, []).append(_Wanted(name, held.dtype, held.shape, known.shape, claim))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +154,24 @@ class _Fitting:
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the source's tensors by name."""
     may_pad: Collection[str]
+    scales: Collection[str]
+    """Names of the source's tensors that scale quantized payloads."""
     padded: dict[str, int] = field(default_factory=dict)
 
     def part(self, wanted: _Wanted, shard: StoredShard) -> TensorPart | None:
         """Return the part of a tensor that the rank must hold; None: the whole."""
+        ours, theirs = dtypes.dtype(wanted.dtype), dtypes.dtype(shard.dtype)
+        got = f"{wanted.dtype} in the module"
+        if wanted.dtype != shard.dtype and not (ours.is_float and theirs.is_float):
+            problem = f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}"
+            want, step = f"{shard.dtype}, or a float type on both sides", "make the module with the source's types"
+            raise UsageError(problem, tensor=wanted.name, got=got, want=want, next_step=step)
+        if wanted.name in self.scales and ours.nbytes < theirs.nbytes:
+            problem = f"{wanted.name}: as {wanted.dtype}, this scale of a quantized tensor would give other weights"
+            step = "make the module's scales in this type (tensor.float()); a cast of the whole module rounds them, too"
+            raise UsageError(
+                problem, tensor=wanted.name, got=got, want=f"{shard.dtype}, as in the source", next_step=step
+            )
         shape, claim = self._pad_shape(wanted, shard), wanted.claim
         if claim is None:
             _check_shape(wanted, "shape", wanted.shape, shape)
@@ -204,16 +187,21 @@ class _Fitting:
             return part
         self.padded[wanted.name] = shape[0] - shard.shape[0]
         end = prod(shard.shape)  # rows of padding come last, in the tensor and in any part of it
-        return TensorPart(shard.shape, _ending_at(end, part.nests), _ending_at(end, part.compared))
+        nests, compared = (
+            tuple(swap(piece) for nest in each for piece in restrict(swap(nest), 0, end))
+            for each in (part.nests, part.compared)
+        )
+        return TensorPart(shard.shape, nests, compared)
 
     def _pad_shape(self, wanted: _Wanted, shard: StoredShard) -> tuple[int, ...]:
         """Return the global shape of the module's tensor, which may have more rows than the source's."""
         if wanted.name not in self.may_pad or len(wanted.shape) != len(shard.shape) or not shard.shape:
             return shard.shape
-        if wanted.global_shape is not None:
-            num_rows = wanted.global_shape[0]
-        else:
-            num_rows = wanted.shape[0] * (1 if wanted.claim is None else _num_cuts(wanted.claim))
+        num_rows = (wanted.global_shape or wanted.shape)[0]
+        if wanted.global_shape is None and wanted.claim is not None:
+            layout = wanted.claim.layout
+            lengths = axis_lengths(wanted.claim.mesh, layout.view_mesh)
+            num_rows *= prod(lengths[axis] for axis in layout.cut_axes[0])
         return (max(num_rows, shard.shape[0]), *shard.shape[1:])
 
     def _new_part(self, wanted: _Wanted, claim: Claim, shape: tuple[int, ...]) -> NewPart:
@@ -234,49 +222,14 @@ class _Fitting:
         return new
 
 
-def _num_cuts(claim: Claim) -> int:
-    """Return the number of parts into which a layout cuts rows."""
-    lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
-    return prod(lengths[axis] for axis in claim.layout.cut_axes[0])
-
-
-def _ending_at(end: int, nests: Iterable[Nest]) -> tuple[Nest, ...]:
-    """Return the parts of nests before an address of the tensor."""
-    return tuple(swap(piece) for nest in nests for piece in restrict(swap(nest), 0, end))
-
-
 def _check_shape(wanted: _Wanted, what: str, got: tuple[int, ...], want: tuple[int, ...]) -> None:
     if got == want:
         return
     is_cut = wanted.claim is None and len(got) == len(want) and all(map(le, got, want))
     step = "make the module with the sizes of the source's config.json"
     step = "say how the plain tensor is cut, with layouts=" if is_cut else step
-    problem = f"{wanted.name}: its {what} is not that of the source's tensor"
-    raise UsageError(
-        problem, tensor=wanted.name, got=f"{list(got)} in the module", want=f"{list(want)}", next_step=step
-    )
-
-
-def _check_dtype(wanted: _Wanted, shard: StoredShard) -> None:
-    if wanted.dtype == shard.dtype or (dtypes.dtype(wanted.dtype).is_float and dtypes.dtype(shard.dtype).is_float):
-        return
-    problem = f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}"
-    got, want = f"{wanted.dtype} in the module", f"{shard.dtype}, or a floating-point type on both sides"
-    step = "make the module with the source's types"
-    raise UsageError(problem, tensor=wanted.name, got=got, want=want, next_step=step)
-
-
-def _rounded_scale(wanted: _Wanted, shard: StoredShard) -> UsageError:
-    problem = f"{wanted.name}: as {wanted.dtype}, this scale of a quantized tensor would give other weights"
-    got, want = f"{wanted.dtype} in the module", f"{shard.dtype}, as in the source"
-    step = "make the module's scales in this type (tensor.float()); a cast of the whole module rounds them, too"
-    return UsageError(problem, tensor=wanted.name, got=got, want=want, next_step=step)
-
-
-def _cut_error(first: _Wanted, other: _Wanted) -> LayoutError:
-    problem = f"{other.name}: it is the same tensor as {first.name} on this rank, and is said to be cut otherwise"
-    got, want = str(other.claim or "whole"), str(first.claim or "whole")
-    return LayoutError(problem, tensor=other.name, got=got, want=want, next_step="give both names one layout")
+    problem, text = f"{wanted.name}: its {what} is not that of the source's tensor", f"{list(got)} in the module"
+    raise UsageError(problem, tensor=wanted.name, got=text, want=f"{list(want)}", next_step=step)
 
 
 _MAX_MISSING = 20

@@ -660,6 +660,9 @@ def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tupl
     for section in split_config(config, kinds):
         if any(map(_UNPROVEN.fullmatch, section.model_types)):
             continue
+        # Without numbers, an object makes claims by its class alone.
+        if not section.architecture and not any(type(value) is int for value in section.values.values()):
+            continue
         for claim in make_claims(section):
             others = _OTHER_MEANINGS.get(claim.kind)
             if not claim.holds and (others is None or not any(re.fullmatch(others, t) for t in section.model_types)):

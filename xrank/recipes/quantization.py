@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from xrank import dtypes
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, XrankError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredShard
 from xrank.recipes.conversions import is_known_type
@@ -277,7 +277,7 @@ def check_quantization(
     payloads = [each for each in listed if _is_payload(each) or (each.name in packed and len(each.shape) > 1)]
     # A scale may be a payload by its type, as in MXFP4 and NVFP4.
     payloads = [each for each in payloads if not _SCALE.search(each.name.rpartition(".")[2])]
-    scaled, bare = _divide(payloads, listed)
+    scaled, bare = _divide(payloads, listed) if payloads else ([], [])
     if declared is None:
         if not scaled:
             return ()
@@ -285,9 +285,17 @@ def check_quantization(
             text = f"{plural(len(scaled), 'tensor')} with scales, such as {scaled[0]}, and config.json has no "
             text += "quantization_config: the program that loads the model has to know of it"
             return (("quantization-not-declared", text),)
-        raise _not_declared(found, scaled)
+        got, step = f"{plural(len(scaled), 'tensor')} with scales", _edit_config(found, "with its quantization_config")
+        problem = f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read codes"
+        raise ContradictionError(problem, tensor=scaled[0], file=found.config_path, got=got, next_step=step)
     if bare and declared.method in _METHODS and any(len(each.shape) > 1 for each in payloads if each.name in bare):
-        raise _without_scales(found, declared, bare, listed)
+        told = "save what the modules' state_dict() returns, which includes quant_state; or "
+        step = (told if declared.is_four_bit else "") + "gather the adapter alone, if there is one: "
+        step += option("include", ".*lora_.*")
+        got = f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}"
+        want = f"{_METHODS[declared.method]} beside it, as config.json declares {declared.method}"
+        problem = f"{bare[0]}: no file holds the scales of this quantized tensor"
+        raise IncompleteError(problem, tensor=bare[0], file=found.place, got=got, want=want, next_step=step)
     has_any = bool(payloads) or any(_SCALE.search(each.name.rpartition(".")[2]) for each in listed)
     if has_any or is_transformed or declared.values.get("config_groups", True) in ({}, None):
         return ()
@@ -317,27 +325,6 @@ def _divide(payloads: Sequence[_Tensor], listed: Iterable[_Tensor]) -> tuple[lis
         is_found = any(name.startswith(stem) for name in beside) or (bool(beside) and counts[_module(each.name)] == 1)
         (scaled if is_found or each.name in of_module else bare).append(each.name)
     return scaled, bare
-
-
-def _not_declared(found: FoundSource, scaled: list[str]) -> XrankError:
-    got, step = f"{plural(len(scaled), 'tensor')} with scales", _edit_config(found, "with its quantization_config")
-    problem = f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read its codes"
-    return ContradictionError(
-        f"{problem} as weights", tensor=scaled[0], file=found.config_path, got=got, next_step=step
-    )
-
-
-def _without_scales(
-    found: FoundSource, declared: _Declaration, bare: list[str], listed: list[_Tensor]
-) -> IncompleteError:
-    told = ""
-    if declared.is_four_bit:
-        told = "save what the modules' state_dict() returns, which includes quant_state; or "
-    got = f"{plural(len(bare), 'quantized tensor')} without scales, of {plural(len(listed), 'tensor')}"
-    want = f"{_METHODS[declared.method]} beside it, as config.json declares {declared.method}"
-    step = f"{told}gather the adapter alone, if there is one: {option('include', '.*lora_.*')}"
-    problem = f"{bare[0]}: no file holds the scales of this quantized tensor"
-    return IncompleteError(problem, tensor=bare[0], file=found.place, got=got, want=want, next_step=step)
 
 
 def _edit_config(found: FoundSource, how: str) -> str:

@@ -303,31 +303,23 @@ def _find_kept(text: str, source: str) -> int | None:
 _MAX_ADDED = 1 << 24  # fp32 has all integers up to here
 
 
-def check_patterns(lists: Mapping[str, tuple[str, ...]], file: str) -> None:
-    """Refuse lists of names with anything but regular expressions."""
+def _check_values(tables: Mapping[str, Any], lists: Mapping[str, tuple[str, ...]], file: str) -> None:
+    """Refuse patterns that are not expressions, sizes that are not numbers, and values that no argument can have."""
     for key in ("ignored", "dropped", "keep_fp32"):
         for pattern in lists[key]:
             try:
                 compile_pattern(pattern)
             except ValueError as error:
                 raise misplaced(file, (key,), pattern, f"a regular expression ({error})") from error
-
-
-def check_sizes(sizes: Mapping[str, Any], file: str) -> None:
-    """Refuse constant sizes that are not numbers of elements."""
-    for size, number in sizes.items():
+    for size, number in tables.get("sizes", {}).items():
         # isinstance would take TOML's `true` for 1.
         if type(number) is not int or not 1 <= number <= MAX_SIZE:
             raise misplaced(file, ("sizes", size), number, f"a whole number from 1 to {MAX_SIZE}")
-
-
-def check_required(table: str, values: Mapping[str, Any], file: str) -> None:
-    """Refuse required values that no argument can have."""
-    for key, value in values.items():
-        if not all(
-            isinstance(one, str | int | float | bool) for one in (value if isinstance(value, list) else [value])
-        ):
-            raise misplaced(file, (table, key), value, "a text, a number, true or false, or a list of them")
+    for table in ("must", "must_config"):
+        for key, value in tables.get(table, {}).items():
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, str | int | float | bool) for one in values):
+                raise misplaced(file, (table, key), value, "a text, a number, true or false, or a list of them")
 
 
 def check_names(recipe: Recipe, file: str) -> None:
@@ -492,10 +484,7 @@ _SOURCE = re.compile(r"""\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""")
 def _parse(name: str, text: str, file: str) -> Recipe:
     tables = repeat_rules(read_tables(text, file), file)
     lists = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
-    check_patterns(lists, file)
-    check_sizes(tables.get("sizes", {}), file)
-    for key in ("must", "must_config"):
-        check_required(key, tables.get(key, {}), file)
+    _check_values(tables, lists, file)
     framework = tables.get("framework", "")
     if not isinstance(framework, str):
         raise misplaced(file, ("framework",), framework, "a text")
