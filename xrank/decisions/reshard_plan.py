@@ -344,7 +344,7 @@ class _States:
             other = next(name for name, taken in self.own_names[rank].items() if taken == own)
             problem = f"{name}: rank {rank} is to know it as {own}, and {other}, too"
             step = "let the names with dims in the layout file differ from other names"
-            raise LayoutError(problem, tensor=name, rank=rank, want="a name for each", next_step=step)
+            raise LayoutError(problem, tensor=name, rank=rank, got=f"two tensors {own}", next_step=step)
         held[own] = record
         self.own_names.setdefault(rank, {})[name] = own
 

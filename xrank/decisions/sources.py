@@ -146,7 +146,7 @@ def _emptiness(place: str, reader: Reader) -> UsageError:
     step = "name the checkpoint of another step; if all are empty, the trainer could not save the model, as FSDP1 an "
     step += "adapter: train with FSDP2, or save with xrank.export_model"
     problem = f"{place}: its {reader.name} files hold no tensor"
-    return UsageError(problem, file=place, want="a model or an adapter", next_step=step)
+    return UsageError(problem, file=place, got="0 tensors", want="a model or an adapter", next_step=step)
 
 
 def _beside(place: str, reader: Reader, model: StoredModel, chosen: Reader) -> str:
@@ -449,7 +449,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
     if places.is_file(text):
         step = f"give {option('base_model')} the folder that holds it: {os.path.dirname(text) or os.curdir}"
         want = "a model's folder, as from_pretrained takes it"
-        raise UsageError(f"{text} is a file, no base model", file=text, want=want, next_step=step)
+        raise UsageError(f"{text} is a file, no base model", file=text, got="a file", want=want, next_step=step)
     path = text if places.is_folder(text) else find_hub_snapshot(text, hub_cache(environ()))
     config_path = os.path.join(path, "config.json")
     tensors = {}

@@ -222,7 +222,7 @@ class _Sorting:
             want = "LoRA as PEFT names it: <module>.lora_A.<adapter>.weight and lora_B"
             step = "merge the adapter with what trained it, then gather what it saves"
             problem = f"{name}: is an adapter's tensor of no kind that is known"
-            raise UsageError(problem, tensor=name, file=self._path, want=want, next_step=step)
+            raise UsageError(problem, tensor=name, file=self._path, got=name, want=want, next_step=step)
         module, kind, (adapter, leaf) = _bare(match[1]), match[2], found
         self._adapters.setdefault(adapter, name)
         self._saved[name] = f"{PREFIX}{module}.lora_{kind}{leaf}"

@@ -327,7 +327,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if matched is not None and adapted is not None:
         step = f"keep the names with {option('recipe', 'none')}"
         problem = f"{stored.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename"
-        raise UsageError(problem, file=stored.path, want="an adapter under Hugging Face's names", next_step=step)
+        raise UsageError(problem, file=stored.path, got="an adapter, and a recipe for its model", next_step=step)
     stored, options = apply_recipe(stored, matched, config, options)
     is_alone = adapted is not None and adapted.is_alone
     converted = None
@@ -414,7 +414,7 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
     if names is not None:
         if own.adapter_text is None:
             step = "give the PeftModel itself; or what its merge_and_unload() returns, without adapter="
-            got = f"{len(names.saved)} tensors of an adapter, and no PeftModel, which knows them"
+            got = f"{len(names.saved)} tensors of an adapter, and no PeftModel"
             problem = "nothing gives the rank and alpha of the model's adapter"
             raise UsageError(problem, tensor=next(iter(names.saved)), got=got, next_step=step)
         shapes = {shard.name: shard.shape for shard in stored.shards}

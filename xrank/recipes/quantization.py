@@ -91,7 +91,7 @@ class Quantization:
         ):
             want, step = "'fp8' or 'int8', and 'tensor', 'channel' or (rows, columns)", "give one of these"
             problem = f"there is no quantization to {self.dtype!r} by {self.blocks!r}"
-            raise UsageError(problem, want=want, next_step=step)
+            raise UsageError(problem, got=f"{self.dtype!r}, {self.blocks!r}", want=want, next_step=step)
 
     @property
     def code_dtype(self) -> str:
