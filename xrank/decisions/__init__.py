@@ -1,1 +1,1 @@
-"""Decisions of a conversion before a byte moves: names, dtypes, ties, files, and the proven plan."""
+"""Sources with what lies beside them, and the proven plans of folders, states and loads; no tensor is read."""

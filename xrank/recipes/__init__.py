@@ -1,4 +1,6 @@
-"""Recipes map the tensors of training frameworks to those of Hugging Face: one TOML file per model family.
+"""The decision about a source: names by a recipe, adapters, ties, dtypes, transforms and quantization.
+
+Recipes map the tensors of training frameworks to those of Hugging Face: one TOML file per model family.
 
 To add a family, add a TOML file beside this one; gathers choose it by the names in it. `xrank.recipes.recipe_file`
 explains its tables. While you write it, try it with ``xrank recipe check FILE SRC``. Names that Megatron-core cuts and

@@ -122,8 +122,8 @@ def apply_transform(
     found = {key: _kind(name, key, value) for key, value in _check_outputs(name, made).items()}
     for key in (*told, *found):
         if told.get(key) != found.get(key):
-            problem = f"transform of {name} makes another {key} than for a tensor on the meta device"
-            got, want = _text(found.get(key)), _text(told.get(key))
+            problem = f"transform of {name} makes another {key} than it said"
+            got, want = _text(found.get(key)), f"{_text(told.get(key))}, as of a tensor on the meta device"
             raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP)
     return [made[output.name] for output in outputs]
 
