@@ -54,12 +54,7 @@ _TORCH_COMPUTES = frozenset(("F64", "F32", "F16", "BF16", "C64", "I64", "I32", "
 
 
 def kind_of(array: Array) -> ArrayKind:
-    """Return whether numpy or torch owns an array.
-
-    Raises:
-        UsageError: the value is not an array, is a subclass with more than elements (a masked array, a DTensor), or is
-            not dense in main memory.
-    """
+    """Return whether numpy or torch owns an array."""
     if type(array) is np.ndarray or isinstance(array, np.generic | np.memmap):
         return "numpy"
     torch = sys.modules.get("torch")
@@ -79,11 +74,7 @@ def kind_of(array: Array) -> ArrayKind:
 
 
 def check_one_kind(arrays: Mapping[str, Array]) -> None:
-    """Check that named arrays are all numpy arrays or all tensors; no kernel computes on both.
-
-    Raises:
-        UsageError: an array differs in kind from the first one.
-    """
+    """Check that named arrays are all numpy arrays or all tensors; no kernel computes on both."""
     first = next(iter(arrays), "")
     for name, array in arrays.items():
         if kind_of(array) != kind_of(arrays[first]):
@@ -97,11 +88,7 @@ def check_one_kind(arrays: Mapping[str, Array]) -> None:
 
 
 def spec_of(array: Array) -> ArraySpec:
-    """Return the shape and element type of an array.
-
-    Raises:
-        UsageError: as in `kind_of`, or `xrank.dtypes` lacks the element type.
-    """
+    """Return the shape and element type of an array."""
     if kind_of(array) == "torch":
         kind = dtypes.by_torch_name(str(array.dtype).removeprefix("torch."))
         if kind.num_packed > 1:  # nothing computes with it

@@ -146,11 +146,7 @@ class ProgramBuilder:
         return value
 
     def matmul(self, left: Value, right: Value, form: Form = "nn") -> Value:
-        """Multiply shards that match locally; axes that cut the contracted dims become sums.
-
-        Raises:
-            LayoutError: the sizes or element types do not fit, or an axis cuts both rows and columns.
-        """
+        """Multiply shards that match locally; axes that cut the contracted dims become sums."""
         rows, left_inner = (slice(0, -1), slice(-1, None)) if form != "tn" else (slice(-1, None), slice(0, -1))
         right_inner, columns = {"nn": (slice(0, 1), 1), "nt": (slice(1, 2), 0), "tn": (slice(0, -1), -1)}[form]
         if left.dtype != right.dtype or left.shape[left_inner] != right.shape[right_inner]:
@@ -324,9 +320,6 @@ def redistribute(builder: ProgramBuilder, value: Value, sharding: TensorSharding
 
     The order of steps: cut dims where devices have equal data (free), or by a reduce-scatter where an axis sums;
     all-reduce the remaining sums; gather shards (several dims in one collective); cut the remaining dims.
-
-    Raises:
-        LayoutError: the sharding requires addends of a tensor that is not a sum.
     """
     target = builder.canonical(value.shape, sharding)
     key = (value, target)

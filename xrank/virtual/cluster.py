@@ -41,9 +41,6 @@ def interpret(program: Program, device: VirtualDevice) -> None:
 
     A register is freed after the last instruction that reads it, or at once if none does. The device's peak counts
     the inputs and the outputs of an instruction together.
-
-    Raises:
-        UsageError: a kernel's output differs from the program's spec, or another device calls something else.
     """
     registers: dict[str, Array] = {}
     free_after = find_last_uses(program)
@@ -190,12 +187,7 @@ class VirtualCluster:
     """
 
     def __init__(
-        self,
-        mesh: MeshLike,
-        *,
-        engine: str = "processes",
-        algorithm: str = "push",
-        timeout_seconds: float = 60.0,
+        self, mesh: MeshLike, *, engine: str = "processes", algorithm: str = "push", timeout_seconds: float = 60.0
     ) -> None:
         self.mesh: DeviceMesh = as_device_mesh(mesh)
         if engine not in ENGINES:

@@ -155,11 +155,7 @@ class Course:
 
 
 def check_algorithm(algorithm: str) -> str:
-    """Return the name of an algorithm.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Return the name of an algorithm."""
     if algorithm not in ALGORITHMS:
         raise UsageError(f"unknown algorithm {algorithm!r}", got=repr(algorithm), want='"push" or "ring"')
     return algorithm
@@ -253,13 +249,7 @@ def iterate_steps(
 
 
 def rooted_steps(
-    collective: str,
-    algorithm: str,
-    given: Sequence[ArraySpec],
-    member: int,
-    *,
-    dim: int | None = None,
-    root: int = 0,
+    collective: str, algorithm: str, given: Sequence[ArraySpec], member: int, *, dim: int | None = None, root: int = 0
 ) -> Iterator[tuple[Step, int]]:
     """Yield the steps of a member of a collective of `ROOTED`, each with its bytes."""
     slots = _cut_spec(given[root], len(given), dim or 0) if collective == "scatter" else given
@@ -271,11 +261,7 @@ def rooted_steps(
 def count_traffic(
     collective: str, algorithm: str, given: Sequence[ArraySpec], *, dim: int | None = None, root: int = 0
 ) -> tuple[Traffic, ...]:
-    """Count what each member sends and receives in one call, in the group's order.
-
-    Raises:
-        UsageError: the collective is unknown.
-    """
+    """Count what each member sends and receives in one call, in the group's order."""
     size = len(given)
     if collective in ROOTED:
         return tuple(

@@ -86,9 +86,6 @@ class CollectiveCall:
             brought: an array; or one part per member if the course starts with ready-made parts.
             links: the device's channels.
             tally: receives the message counts.
-
-        Raises:
-            UsageError: another member calls something else, or its array does not match.
         """
         self._fill_slots(brought)
         wanted = self._compute_specs()

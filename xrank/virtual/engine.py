@@ -54,12 +54,7 @@ class Engine(Protocol):
     """A function that runs jobs in parallel."""
 
     def __call__(self, jobs: Sequence[DeviceJob], *, timeout_seconds: float) -> EngineOutcome:
-        """Run all jobs and return their outcome; release all resources in any case.
-
-        Raises:
-            RankFailedError: a device raised or died; the first such error, with all of them in ``failures``.
-            RankTimeoutError: the time limit is over, or all devices wait for each other.
-        """
+        """Run all jobs and return their outcome; release all resources in any case."""
         ...
 
 

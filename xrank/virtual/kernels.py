@@ -54,11 +54,7 @@ def kernel(name: str) -> Callable[[_F], _F]:
 
 
 def find_kernel(name: str) -> Callable[..., Any]:
-    """Return the kernel of that name.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Return the kernel of that name."""
     try:
         return _KERNELS[name]
     except KeyError:

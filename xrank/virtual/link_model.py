@@ -82,9 +82,6 @@ def read_words(source: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Wor
         source: words ``name=value`` separated by blanks; anything else is the path of a file, where a table ``[tp]``
             stands for names that begin with ``tp.``.
         kinds: kinds of the names other than ``latency`` and ``bandwidth``.
-
-    Raises:
-        UsageError: the file is missing, a name is unknown or occurs twice, or a value is invalid.
     """
     text = os.fspath(source)
     words = text.split()

@@ -124,12 +124,7 @@ MeshLike: TypeAlias = DeviceMesh | Mesh | Sequence[int] | int
 
 
 def as_device_mesh(mesh: MeshLike) -> DeviceMesh:
-    """Convert a mesh to one with axis names; the axes of lengths alone are ``x, y, z, w``.
-
-    Raises:
-        UsageError: the value is not a mesh, or has no axis or more than four without names.
-        LayoutError: a length is not an integer of at least 1.
-    """
+    """Convert a mesh to one with axis names; the axes of lengths alone are ``x, y, z, w``."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     if isinstance(mesh, Mesh):
@@ -146,12 +141,7 @@ def as_device_mesh(mesh: MeshLike) -> DeviceMesh:
 
 
 def resolve_axes(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return axis names as a tuple; None means all axes of the mesh.
-
-    Raises:
-        LayoutError: the mesh lacks an axis, or an axis occurs twice.
-        UsageError: the value is neither a name nor several names.
-    """
+    """Return axis names as a tuple; None means all axes of the mesh."""
     if axes is None:
         return mesh.axis_names
     if not isinstance(axes, Iterable):
@@ -173,11 +163,6 @@ def group_of(
         device: the caller.
         axes: mesh axes along which the members differ, in any order; members have mesh order.
         group: the members themselves; all members must pass the same order.
-
-    Raises:
-        LayoutError: the mesh lacks an axis, or an axis occurs twice.
-        UsageError: both axes and group are given; or the group lacks the caller, contains a device twice, or contains
-            one that is not in the mesh.
     """
     if group is None:
         # Cached for all devices: `DeviceMesh.groups` goes over the whole mesh, and every collective asks.

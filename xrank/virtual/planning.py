@@ -70,11 +70,7 @@ def compile_operation(
 def compile_programs(
     operation: Operation, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
 ) -> tuple[Program, ...]:
-    """Compile an operation to one program per device, in mesh order.
-
-    Raises:
-        UsageError: the programs are for other devices.
-    """
+    """Compile an operation to one program per device, in mesh order."""
     programs = tuple(operation.compile(mesh, activations, parameters))
     if tuple(program.device for program in programs) != mesh.ranks:
         raise UsageError(

@@ -54,14 +54,7 @@ _NO_MESSAGE_STATUS = 70
 
 
 def run(jobs: Sequence[DeviceJob], *, timeout_seconds: float) -> EngineOutcome:
-    """Run each job in its own process; see `xrank.virtual.engine.Engine`.
-
-    Raises:
-        RankFailedError: a device raised or died; the first such error, with all known ones in ``failures``.
-        RankTimeoutError: the time limit is over, and ``waiting_for`` lists the devices that do not wait; or devices
-            wait for messages that no device will send, and ``waiting_for`` lists these devices.
-        UsageError: this system lacks a requirement, or there are too many devices.
-    """
+    """Run each job in its own process; see `xrank.virtual.engine.Engine`."""
     if len(jobs) > MAX_DEVICES:
         raise UsageError(
             f"{len(jobs)} devices need too many processes",

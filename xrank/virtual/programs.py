@@ -128,11 +128,7 @@ def list_outputs(instruction: Instruction) -> tuple[tuple[str, ArraySpec], ...]:
 
 
 def find_last_uses(program: Program) -> list[tuple[str, ...]]:
-    """Return, for each instruction, the registers whose last use it is.
-
-    Raises:
-        UsageError: a register is read before it is written, or written twice.
-    """
+    """Return, for each instruction, the registers whose last use it is."""
     last: dict[str, int] = {}
     for number, instruction in enumerate(program.instructions):
         for name in list_inputs(instruction):

@@ -85,8 +85,7 @@ class Schedule:
                 last = work.cycle
                 if not (0 <= work.run < self.num_runs and 0 <= work.chunk < self.num_chunks):
                     self._refuse(
-                        f"{_text(work)} on stage {stage}",
-                        f"runs below {self.num_runs}, chunks below {self.num_chunks}",
+                        f"{_text(work)} on stage {stage}", f"runs below {self.num_runs}, chunks below {self.num_chunks}"
                     )
                 key = (work.direction, work.run, work.chunk * self.num_stages + stage)
                 if key in done:
@@ -172,11 +171,7 @@ def make_interleaved(num_runs: int, num_stages: int, num_chunks: int) -> Schedul
     Runs pass the chunks in groups of at least S, so no stage waits for a group's first run to return. Megatron
     requires groups of exactly S, and so an R divisible by S.
     """
-    runs, stages, chunks = (
-        _range(num_runs, "runs"),
-        _range(num_stages, "stages"),
-        _range(num_chunks, "chunks"),
-    )
+    runs, stages, chunks = (_range(num_runs, "runs"), _range(num_stages, "stages"), _range(num_chunks, "chunks"))
     if num_chunks == 1:
         plain = make_1f1b(num_runs, num_stages)
         return Schedule("interleaved", num_runs, num_stages, 1, plain.stages)

@@ -222,11 +222,7 @@ def check_cuts(builder: ProgramBuilder, name: str, shape: Sequence[int], shardin
 
 
 def check_sharding(operation: ShardedOperation, sharding: object, kind: type) -> None:
-    """Check that an operation received its kind of shardings.
-
-    Raises:
-        UsageError: it received something else.
-    """
+    """Check that an operation received its kind of shardings."""
     if not isinstance(sharding, kind):
         name = type(operation).__qualname__
         raise UsageError(

@@ -128,11 +128,7 @@ class Arena:
         """End of the part that has pages."""
 
     def take(self, nbytes: int) -> int:
-        """Return the start of an unused place.
-
-        Raises:
-            NoSpaceError: the system has no memory for it.
-        """
+        """Return the start of an unused place."""
         size = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         index = self._num_dense
         start = self.taken[index - 1][1] if index else 0

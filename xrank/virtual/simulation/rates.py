@@ -114,9 +114,6 @@ def predict(traffic: ConversionTraffic, rates: Rates, mesh: DeviceMesh | None) -
         traffic: the traffic of a conversion.
         rates: rates of the machine.
         mesh: mesh of the ranks, for rates along its axes.
-
-    Raises:
-        UsageError: a needed rate is unknown; or ranks exchange data, and the mesh lacks an axis of the rates.
     """
     is_exchanged = any(len(one.exchange.taker) for one in traffic.rounds)
     links = _Links(rates if is_exchanged else Rates(), mesh, traffic.num_ranks)

@@ -70,12 +70,7 @@ _SOME_CHECKSUM = 0
 
 
 def read_layouts_on(file: str, mesh: str | None) -> LayoutMap:
-    """Read a layout file, and replace its mesh if another one is given.
-
-    Raises:
-        LayoutError: the mesh is invalid, or does not fit the layouts.
-        UsageError: the file cannot be read.
-    """
+    """Read a layout file, and replace its mesh if another one is given."""
     try:
         return LayoutMap.read(file, mesh=None if mesh is None else DeviceMesh.parse_grid(mesh))
     except LayoutError as error:
@@ -91,10 +86,6 @@ def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, t
         layouts: content of the file.
         file: path of the file.
         dtype: safetensors name of the element type of all tensors.
-
-    Raises:
-        LayoutError: no size or no mesh is defined, a size does not divide as its layout requires, the ranks do not
-            cover a tensor exactly once, or they have addends of it.
     """
     shapes, untold = compute_shapes(layouts, is_strict=True)
     if not shapes:
@@ -128,9 +119,6 @@ def build_layout_model(found: Survey, path: str) -> StoredModel:
     Args:
         found: a survey without problems, with all element types.
         path: name of the model in messages.
-
-    Raises:
-        UsageError: the survey has no ranks, or they are not numbered from 0.
     """
     held = [one for one in found.tensors if one.parts is not None and len(one.parts.ranks)]
     meshes = [one.mesh for one in held if one.mesh is not None]
@@ -225,10 +213,6 @@ def plan_work(
         dtype: element type of a layout file's tensors: ``"bf16"`` (default), ``"fp16"``, ``"fp32"``.
         recipe: as for a gather; None keeps the names of a layout file.
         needs_mesh: whether to determine the mesh of a checkpoint's ranks.
-
-    Raises:
-        UsageError, LayoutError: the call must change.
-        IncompleteError, ContradictionError, CorruptError, UnsafeError: as in the operation itself.
     """
     _check(operation, to, num_ranks)
     if is_layout_file(path):
