@@ -2,10 +2,8 @@
 
 from collections import deque
 from itertools import product
-from math import prod
 from time import process_time
 
-import numpy as np
 import pytest
 
 from tests.virtual.stepwise import step_nbytes
@@ -21,7 +19,6 @@ from xrank.virtual.collectives import (
     check_algorithm,
     count_traffic,
     course,
-    output_spec,
 )
 from xrank.virtual.matmul import MatMul, MatMulSharding
 from xrank.virtual.planning import plan
@@ -155,27 +152,6 @@ def test_a_plan_of_one_group_of_thousands_takes_seconds(algorithm):
     # Push: the whole to all others; ring: every piece twice around.
     assert found.nbytes == (size * (size - 1) if algorithm == "push" else 2 * (size - 1)) * whole
     assert found.messages == size * (size - 1) * (1 if algorithm == "push" else 2)
-
-
-def test_output_specs_are_those_of_numpy():
-    arrays = [np.zeros((2, 5 + m)) for m in range(3)]
-    given = [ArraySpec(array.shape, "F64") for array in arrays]
-    for member in range(3):
-        parts = [np.array_split(array, 3, 1)[member] for array in arrays]
-        wanted = {
-            "all_gather": np.concatenate(arrays, 1),
-            "all_scatter": np.concatenate(arrays, 1),
-            "all_to_all": np.concatenate(parts, 1),
-            "all_reduce": arrays[member],
-            "reduce_scatter": parts[member],
-            "broadcast": arrays[2],
-            "scatter": parts[2],
-            "gather": np.concatenate(arrays, 1) if member == 2 else None,
-        }
-        for collective, array in wanted.items():
-            found = output_spec(collective, given, member, dim=1, root=2)
-            assert found == (None if array is None else ArraySpec(array.shape, "F64"))
-            assert array is None or found.nbytes == prod(array.shape) * 8
 
 
 def test_invalid_names_are_refused():

@@ -283,39 +283,8 @@ def count_traffic(
     return tuple(Traffic(1, messages, messages, *both) for both in zip(sent.tolist(), received.tolist(), strict=True))
 
 
-def output_spec(
-    collective: str, given: Sequence[ArraySpec], member: int, *, dim: int | None = None, root: int = 0
-) -> ArraySpec | None:
-    """Return the spec of a member's result, joined at the dim if there are several arrays; None without a result."""
-    size = len(given)
-    match collective:
-        case "all_reduce":
-            return given[member]
-        case "broadcast":
-            return given[root]
-        case "reduce_scatter":
-            return _part(given[member], size, member, dim)
-        case "scatter":
-            return _part(given[root], size, member, dim)
-        case "gather" if member != root:
-            return None
-        case "all_to_all":
-            return _join_specs([_part(one, size, member, dim) for one in given], dim)
-        case _:
-            return _join_specs(given, dim)
-
-
-def _part(spec: ArraySpec, size: int, number: int, dim: int | None) -> ArraySpec:
-    return _cut_spec(spec, size, dim or 0)[number]
-
-
 def _cut_spec(spec: ArraySpec, size: int, dim: int) -> list[ArraySpec]:
     return [with_length(spec, dim, length) for length in split_lengths(spec.shape[dim], size)]
-
-
-def _join_specs(specs: Sequence[ArraySpec], dim: int | None) -> ArraySpec:
-    where = 0 if dim is None else dim
-    return with_length(specs[0], where, sum(spec.shape[where] for spec in specs))
 
 
 def _list_others(size: int, member: int) -> tuple[int, ...]:

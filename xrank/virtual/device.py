@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
@@ -39,25 +39,14 @@ from xrank.virtual.collectives import (
 from xrank.virtual.mesh import group_of
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of one device for one kind of exchange."""
+def sent_message(array: Array) -> Traffic:
+    """Return the traffic of one array that was sent."""
+    return Traffic(0, 1, 0, nbytes_of(array), 0)
 
-    calls: int = 0
-    sent_messages: int = 0
-    received_messages: int = 0
-    sent_nbytes: int = 0
-    received_nbytes: int = 0
 
-    def count_sent(self, array: Array) -> None:
-        """Count one sent message."""
-        self.sent_messages += 1
-        self.sent_nbytes += nbytes_of(array)
-
-    def count_received(self, array: Array) -> None:
-        """Count one received message."""
-        self.received_messages += 1
-        self.received_nbytes += nbytes_of(array)
+def received_message(array: Array) -> Traffic:
+    """Return the traffic of one array that was received."""
+    return Traffic(0, 0, 1, 0, nbytes_of(array))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +68,31 @@ class CollectiveCall:
         """This device's place in the group."""
         return self.members.index(self.device)
 
-    def run(self, brought: Array | Sequence[Array] | None, links: Links, tally: Tally) -> Array | list[Array] | None:
-        """Execute all steps and return the result, which the caller owns.
+    def run(self, brought: Array | Sequence[Array] | None, links: Links) -> tuple[Any, Traffic]:
+        """Execute all steps and return the result, which the caller owns, and the traffic.
 
         Args:
             brought: an array; or one part per member if the course starts with ready-made parts.
             links: the device's channels.
-            tally: receives the message counts.
         """
+        traffic = Traffic(1)
         self._fill_slots(brought)
         wanted = self._compute_specs()
         for step in self.course.steps:
             if isinstance(step, SendSlot):
                 array = self.slots[step.slot]
                 links.to_device(self.members[step.member]).send(array, self.heading)
-                tally.count_sent(array)
+                traffic += sent_message(array)
                 continue
             array = links.from_device(self.members[step.member]).receive(self.heading)
-            tally.count_received(array)
+            traffic += received_message(array)
             if wanted:
                 # A ring forwards slots: the array comes from the member of the slot's number, not from the neighbour.
                 origin = step.member if self.course.start != "whole" else step.slot
                 self._check(array, wanted[step.slot], self.members[origin])
             assert not step.fold or self.reduction is not None
             self.slots[step.slot] = fold(array, self.slots[step.slot], self.reduction or "") if step.fold else array
-        return self._result(brought)
+        return self._result(brought), traffic
 
     def _fill_slots(self, brought: Array | Sequence[Array] | None) -> None:
         size = len(self.members)
@@ -199,9 +188,9 @@ class VirtualDevice:
         self.coordinate = mesh.coordinate(index)
         """The device's place along every mesh axis, by axis name."""
         self._links = links
-        self._tallies: dict[str, Tally] = {}
-        self._from_host = Tally()
-        self._to_host = Tally()
+        self._traffic: dict[str, Traffic] = {}
+        self._from_host = Traffic()
+        self._to_host = Traffic()
         self._flops = 0
         self._peak_nbytes: int | None = None
         self._calls: dict[tuple[int, ...], int] = {}
@@ -212,13 +201,7 @@ class VirtualDevice:
     @property
     def statistics(self) -> DeviceStatistics:
         """Statistics of this device up to now."""
-        return DeviceStatistics(
-            {name: _traffic(tally) for name, tally in self._tallies.items()},
-            _traffic(self._from_host),
-            _traffic(self._to_host),
-            self._flops,
-            self._peak_nbytes,
-        )
+        return DeviceStatistics(dict(self._traffic), self._from_host, self._to_host, self._flops, self._peak_nbytes)
 
     def group(self, axes: Axes = None, *, group: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return the members of the group that these arguments select, including this device."""
@@ -330,30 +313,24 @@ class VirtualDevice:
         self._check_array("send", array)
         channel = self._links.to_device(self._partner(device))
         channel.send(array)
-        tally = self._tally("send")
-        tally.calls += 1
-        tally.count_sent(array)
+        self._count("send", Traffic(1) + sent_message(array))
 
     def receive(self, device: int) -> Array:
         """Wait for the next array that another device sends to this one, and return it."""
         array = self._links.from_device(self._partner(device)).receive()
-        tally = self._tally("receive")
-        tally.calls += 1
-        tally.count_received(array)
+        self._count("receive", Traffic(1) + received_message(array))
         return array
 
     def receive_from_host(self) -> Array:
         """Return the host's next packet; for interpreters of programs."""
         array = self._links.from_host.receive(make_heading("packet", call=self._from_host.calls))
-        self._from_host.calls += 1
-        self._from_host.count_received(array)
+        self._from_host += Traffic(1) + received_message(array)
         return array
 
     def send_to_host(self, array: Array) -> None:
         """Send a program's output to the host; for interpreters of programs."""
         self._links.to_host.send(array, make_heading("return", call=self._to_host.calls))
-        self._to_host.calls += 1
-        self._to_host.count_sent(array)
+        self._to_host += Traffic(1) + sent_message(array)
 
     def count_flops(self, flops: int) -> None:
         """Add floating-point operations that the caller has done; the device cannot see them."""
@@ -402,10 +379,10 @@ class VirtualDevice:
         heading = make_heading(
             collective, algorithm=algorithm, reduction=reduction, root=root, group=members, call=call, shape=shape
         )
-        tally = self._tally(collective)
-        tally.calls += 1
         exchange = CollectiveCall(self.index, collective, members, plan, heading, dim, reduction)
-        return exchange.run(brought, self._links, tally)
+        result, traffic = exchange.run(brought, self._links)
+        self._count(collective, traffic)
+        return result
 
     def _check_array(
         self, collective: str, array: Array | None, dim: int | None = None, reduction: str | None = None
@@ -440,12 +417,8 @@ class VirtualDevice:
             raise self._refusal("send or receive", f"names device {device!r}", "another device of the mesh")
         return device
 
-    def _tally(self, name: str) -> Tally:
-        return self._tallies.setdefault(name, Tally())
+    def _count(self, name: str, traffic: Traffic) -> None:
+        self._traffic[name] = self._traffic.get(name, Traffic()) + traffic
 
     def _refusal(self, collective: str, got: str, want: str) -> UsageError:
         return UsageError(f"device {self.index}: {collective} {got}", rank=self.index, got=got, want=want)
-
-
-def _traffic(tally: Tally) -> Traffic:
-    return Traffic(tally.calls, tally.sent_messages, tally.received_messages, tally.sent_nbytes, tally.received_nbytes)
