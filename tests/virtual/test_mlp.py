@@ -17,8 +17,7 @@ from xrank import dtypes
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import ArraySpec, spec_of
 from xrank.virtual.kernels import find_kernel
-from xrank.virtual.mlp import MLP
-from xrank.virtual.optimizers import SGD, Adam
+from xrank.virtual.mlp import MLP, SGD, Adam
 from xrank.virtual.pipeline import Pipeline
 
 

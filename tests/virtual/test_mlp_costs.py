@@ -8,8 +8,7 @@ from tests.virtual.whole_model import NUM_ROWS, SCHEDULES, WIDTHS, arguments, st
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import ArraySpec
 from xrank.virtual.link_model import LinkModel
-from xrank.virtual.mlp import MLP
-from xrank.virtual.optimizers import SGD
+from xrank.virtual.mlp import MLP, SGD
 from xrank.virtual.pipeline import Pipeline
 from xrank.virtual.programs import find_last_uses, list_outputs
 

@@ -8,8 +8,7 @@ from tests.virtual.whole_model import arguments, check_gradients, step
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.mlp import MLP
-from xrank.virtual.optimizers import SGD, Adam
+from xrank.virtual.mlp import MLP, SGD, Adam
 from xrank.virtual.pipeline import Pipeline
 from xrank.virtual.planning import plan
 

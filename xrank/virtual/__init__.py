@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from xrank.virtual.link_model import LinkModel
     from xrank.virtual.matmul import MatMul, MatMulSharding, MatMulShardingPolicy
     from xrank.virtual.mesh import Mesh, MeshIndex
-    from xrank.virtual.mlp import MLP
-    from xrank.virtual.optimizers import SGD, Adam
+    from xrank.virtual.mlp import MLP, SGD, Adam
     from xrank.virtual.pipeline import Pipeline, PipelinedOperation, PipelineStage, StageProgram
     from xrank.virtual.planning import plan
     from xrank.virtual.programs import Operation, Program
@@ -67,7 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Adam": "optimizers",
+    "Adam": "mlp",
     "ArraySpec": "arrays",
     "DimSharding": "sharding",
     "FeedForward": "feed_forward",
@@ -86,7 +85,7 @@ _HOMES = {
     "PipelinedOperation": "pipeline",
     "Program": "programs",
     "Run": "cluster",
-    "SGD": "optimizers",
+    "SGD": "mlp",
     "Schedule": "schedule",
     "ShardedOperation": "sharded_operation",
     "StageProgram": "pipeline",
