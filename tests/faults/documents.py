@@ -49,6 +49,7 @@ from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, RankStatus
 from xrank.refit.relay import RelayedEngines
 from xrank.refit.trainer_ranks import EngineWatch
 from xrank.writers.bucket_stage import BucketPlace, BucketStage, read_journal, read_record
+from xrank.writers.commit import seal
 from xrank.writers.folder_stage import parse_journal
 from xrank.writers.manifest import read_manifest
 
@@ -396,9 +397,13 @@ def _journals() -> list[Target]:
     ]
 
 
-def _seal(text: bytes) -> bytes:
-    record = text.decode("utf-8", "replace")
-    return json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(record.encode()), "record": record}).encode()
+def _seal(content: bytes) -> bytes:
+    """Return JSON as a journal's record with its checksum; what is not a record stays as it is."""
+    try:
+        record = json.loads(content)
+        return seal(record) if isinstance(record, dict) else content
+    except (ValueError, RecursionError):
+        return content
 
 
 class _Objects:

@@ -165,12 +165,11 @@ def unseal(text: bytes) -> dict[str, Any] | None:
     """Return a sealed record; None if it is damaged."""
     try:
         record = json.loads(text)
+        if isinstance(record, dict) and record.pop("xxh3", None) == _checksum(record):
+            return record
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    checksum = record.pop("xxh3", None)
-    return record if checksum == _checksum(record) else None
+        pass
+    return None
 
 
 def _checksum(record: Mapping[str, Any]) -> str:
