@@ -199,7 +199,7 @@ def test_a_plugin_that_does_not_load_is_one_line(tmp_path: Path, monkeypatch: py
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    from xrank.readers.plugins import plugin_readers
+    from xrank.readers.discovery import plugin_readers
 
     plugin_readers.cache_clear()
     try:

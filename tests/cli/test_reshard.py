@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, Ended, refusal, run
 from tests.conversion.made_workspaces import RUN, assert_holds, flip, leave, state_of
-from xrank.readers.rank_states import read_rank_state
+from xrank.readers.workspace import read_rank_state
 
 pytestmark = pytest.mark.quick
 

@@ -23,7 +23,7 @@ from tests.conversion.made_workspaces import (
     state_of,
 )
 from xrank.formats.rank_state import RankRecord, TensorRecord
-from xrank.readers import layout_placement
+from xrank.readers import placement
 
 State = dict[str, Any]
 
@@ -230,7 +230,7 @@ def test_a_hole(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         rewrite(bench.workspace, rank, recorded("up.weight", shape=(12, 8)))
     rewrite(bench.workspace, 1, lambda state: state["weight"].pop("up.weight"))
     with monkeypatch.context() as blind:
-        blind.setattr(layout_placement, "check_meshes", lambda name, placed: None)
+        blind.setattr(placement, "check_meshes", lambda name, placed: None)
         says = [
             "up.weight, rows 6-8: no rank left these elements",
             "got   pieces of ranks 0, 2-3",
@@ -245,17 +245,17 @@ def test_a_hole(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_past_the_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     # A wrong nest is no metadata fault but a bug of ours; the proof stands between it and the output.
     model = leave(bench.workspace)
-    shifted = layout_placement.local_part
+    shifted = placement.local_part
 
     def local_part(*arguments: Any, **named: Any) -> Any:
         part = shifted(*arguments, **named)
         return replace(part, nests=tuple(nest._replace(y=nest.y + 8) for nest in part.nests))
 
-    layout_placement._place_alike.cache_clear()
+    placement._place_alike.cache_clear()
     with monkeypatch.context() as wrong:
-        wrong.setattr(layout_placement, "local_part", local_part)
+        wrong.setattr(placement, "local_part", local_part)
         bench.refused("ContradictionError", says=["a rank holds elements outside the tensor"], rank=0)
-    layout_placement._place_alike.cache_clear()
+    placement._place_alike.cache_clear()
     bench.succeeds(model)
 
 

@@ -17,7 +17,7 @@ from tests.writers.kill_points import NO_SPACE, error_points, in_child, kill_poi
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.errors import CorruptError, NoSpaceError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.readers.rank_states import read_rank_state
+from xrank.readers.workspace import read_rank_state
 
 _MESH = DeviceMesh((3,), ("r",))
 

@@ -47,7 +47,7 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.local_part import LocalPart
 from xrank.layout.nests import Nest
 from xrank.plan import executor, windows
-from xrank.readers.rank_states import read_rank_state
+from xrank.readers.workspace import read_rank_state
 
 ELSEWHERE = {
     "embed.weight": "[v, h/~x]",

@@ -16,7 +16,7 @@ from xrank.conversion.checkpoint import open_checkpoint
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.layout import LayoutMap
-from xrank.readers.rank_states import read_rank_state
+from xrank.readers.workspace import read_rank_state
 
 TOML = """[mesh]
 grid = "pp=2 dp=2 tp=2"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from xrank.dialects import cuts
-from xrank.dialects.cuts import Cuts, cuts_of, even_axes_of
+from xrank.dialects import tensors
+from xrank.dialects.tensors import Cuts, cuts_of, even_axes_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.notation import LayoutTree, Size, Split
@@ -49,7 +49,7 @@ def test_equal_pieces_are_told_where_they_can_be_said():
 
 def test_an_unknown_node_is_refused_with_its_text(monkeypatch):
     text = "turned(f, tp)"
-    monkeypatch.setattr(cuts, "render_dim", lambda node: text)
+    monkeypatch.setattr(tensors, "render_dim", lambda node: text)
     with pytest.raises(
         LayoutError, match=r"Keras cannot express dim 0 of the layout \[turned.*: turned.* is not one size"
     ) as info:
@@ -67,7 +67,7 @@ def test_an_unknown_split_is_refused_with_its_text():
 def test_what_a_split_says_besides_is_not_lost(monkeypatch):
     """A split of a later notation may also say multiples or a list of sizes; its kind alone would pass."""
     rendered = {Size("f"): "f", Split(Size("f"), "tp", "/"): "f/tp{3,0,5}"}
-    monkeypatch.setattr(cuts, "render_dim", rendered.get)
+    monkeypatch.setattr(tensors, "render_dim", rendered.get)
     with pytest.raises(LayoutError, match="have no such split") as info:
         cuts_of(StandIn((Split(Size("f"), "tp", "/"),), "[f/tp{3,0,5}]"), "placements")
     assert info.value.got == "/tp{3,0,5}"

@@ -42,8 +42,8 @@ from xrank.ranks.memory_messages import MemoryPlace
 from xrank.ranks.socket_messages import _Receipt
 from xrank.readers.base import Hints
 from xrank.readers.orbax import OrbaxReader
-from xrank.readers.orbax.items import read_leaves
-from xrank.readers.torch_checkpointing.item_files import find_model_files
+from xrank.readers.orbax.reader import read_leaves
+from xrank.readers.torch_checkpointing import find_model_files
 from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, RankStatus
 from xrank.refit.relay import RelayedEngines

@@ -22,7 +22,7 @@ from tests.readers.made_megatron import HIDDEN, Run, whole_model
 from tests.recipes.made_checkpoints import MIXED, as_megatron, config_of, saved, tiny
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.modules import local_model
 from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 
 _RUNS = {

@@ -16,7 +16,7 @@ from tests.readers.dcp_checkpoints import CUTS, expected, saved
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.readers.base import Hints
-from xrank.readers.dcp.reader import DcpReader
+from xrank.readers.dcp import DcpReader
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import WholeTensor, read_model, whole
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.plan.source import StoredShard
-from xrank.readers.held_tensor import HeldTensor
+from xrank.readers.claims import HeldTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xrank.readers.checkpoint_folders import find_checkpoint_folders
+from xrank.readers.records import find_checkpoint_folders
 
 
 def folders(root: Path, asked: str, place: str) -> list[str]:

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from xrank.readers.copies import compute_repeated_crc32
+from xrank.readers.records import compute_repeated_crc32
 
 
 @pytest.mark.parametrize("pattern", [b"\0\0\0\0", b"\x80\x3f"])

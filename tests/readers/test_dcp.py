@@ -34,9 +34,9 @@ from xrank.errors import (
     UsageError,
 )
 from xrank.plan.source import NO_CHECKSUM, StoredModel
+from xrank.readers import dcp as dcp_reader
 from xrank.readers.base import Hints
-from xrank.readers.dcp import values
-from xrank.readers.dcp.reader import DcpReader
+from xrank.readers.dcp import DcpReader
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 
@@ -526,7 +526,7 @@ def test_a_file_of_many_values_is_opened_once(tmp_path: Path) -> None:
     held = [f"held{k}" for k in range(6)]
     state = {"model": {"w": W, **dict.fromkeys(held, (W, B)), "pairs": {str(k): (k, k) for k in range(20)}}}
     folder = save_here(tmp_path / "checkpoint", state, thread_count=2)
-    with mock.patch.object(values, "open_regular", wraps=values.open_regular) as opened:
+    with mock.patch.object(dcp_reader, "open_regular", wraps=dcp_reader.open_regular) as opened:
         absent = DcpReader().read(str(folder), Hints(is_left_out=held.__contains__)).absent
     assert sorted(absent) == held
     assert sorted(call.args[0] for call in opened.call_args_list) == [str(folder / f"__0_{k}.distcp") for k in (0, 1)]

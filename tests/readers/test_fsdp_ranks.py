@@ -23,8 +23,8 @@ from xrank.decisions.sources import read_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
-from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards
 from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
+from xrank.readers.fsdp.reader import find_flat_pieces, flat_shards
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 

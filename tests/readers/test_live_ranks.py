@@ -10,7 +10,7 @@ import torch
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.planner import make_plan
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.modules import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.recipes.decision import select
 from xrank.recipes.options import GatherOptions

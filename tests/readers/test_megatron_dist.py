@@ -25,7 +25,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.report import Report
 from xrank.readers.base import Hints
-from xrank.readers.dcp.reader import DcpReader
+from xrank.readers.dcp import DcpReader
 from xrank.readers.discovery import find_source
 from xrank.readers.megatron.dist import MegatronDistReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, read_model, whole

@@ -37,7 +37,7 @@ from tests.test_error_texts import errors_made, texts, tree_of
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh
-from xrank.readers.advice import ONE_SAVE
+from xrank.readers.records import ONE_SAVE
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import WholeTensor, read_model, whole
 

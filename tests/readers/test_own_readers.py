@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.conversion.made_workspaces import leave
-from xrank.readers.own_readers import OWN_READERS
+from xrank.readers.discovery import OWN_READERS
 
 _PROGRAM = """
 import sys

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.bench import run
 from xrank.errors import UnknownFormatError, XrankError
-from xrank.readers import Hints, plugins
+from xrank.readers import Hints, discovery
 from xrank.readers.discovery import find_source
 
 CODE = """
@@ -47,9 +47,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nutshell\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    plugins.plugin_readers.cache_clear()
+    discovery.plugin_readers.cache_clear()
     yield info / "entry_points.txt"
-    plugins.plugin_readers.cache_clear()
+    discovery.plugin_readers.cache_clear()
     sys.modules.pop("nutshell", None)
 
 
@@ -113,7 +113,7 @@ def test_each_failure_of_one_ends_a_command_in_one_line(
 
 def test_a_reader_without_a_name_does_not_load(installed: Path) -> None:
     installed.write_text("[xrank.readers]\nnuts = nutshell:Unnamed\n")
-    assert plugins.find_plugins() == [
+    assert discovery.find_plugins() == [
         ("nutshell", "nuts", "TypeError: the name of nutshell:Unnamed is None, not a text")
     ]
 

@@ -22,7 +22,7 @@ from xrank.conversion.inspect import inspect_source
 from xrank.errors import COMMAND, IncompleteError, UnknownFormatError, UsageError, XrankError
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
-from xrank.readers.torch_save.reader import TorchSaveReader
+from xrank.readers.torch_save import TorchSaveReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
 
 pytestmark = pytest.mark.quick

@@ -21,8 +21,8 @@ from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
-from xrank.readers.hugging_face.bin_folder import BinFolderReader
 from xrank.readers.hugging_face.folder import HfFolderReader
+from xrank.readers.torch_save import BinFolderReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 
 pytestmark = pytest.mark.quick

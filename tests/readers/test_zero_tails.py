@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.readers import zero_tails
+from xrank.readers import placement
 
 BLOCK = 4096
 
@@ -40,7 +40,7 @@ def zero_notes(folder: Path) -> list[str]:
 @pytest.mark.parametrize("nbytes", [BLOCK, 3 * BLOCK + 100, 15_000])
 @pytest.mark.parametrize("chunk_nbytes", [BLOCK, 1 << 20])
 def test_lost_blocks_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, chunk_nbytes: int) -> None:
-    monkeypatch.setattr(zero_tails, "_CHUNK_NBYTES", chunk_nbytes)
+    monkeypatch.setattr(placement, "_CHUNK_NBYTES", chunk_nbytes)
     file = save_model(tmp_path)
     assert zero_notes(tmp_path) == []
     lost = crash(file, nbytes)

@@ -13,7 +13,7 @@ from tests.recipes.families import FAMILIES, Family
 from tests.recipes.made_checkpoints import leave
 from tests.recipes.test_there_and_back import RECIPES, model_of
 from xrank import gather_checkpoint, reshard_checkpoint
-from xrank.dialects.megatron.layouts import layout_of
+from xrank.readers.megatron.layouts import layout_of
 from xrank.recipes.recipe import match
 from xrank.recipes.recipe_choice import follow_recipe
 

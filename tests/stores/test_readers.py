@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.stores.servers import Bucket
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.readers.own_readers import OWN_READERS
+from xrank.readers.discovery import OWN_READERS
 from xrank.testing.reader_contract import ReaderContract, SampleSource, read_model, whole
 
 _SAMPLES = {

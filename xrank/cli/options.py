@@ -147,7 +147,7 @@ def shipped_recipes() -> tuple[str, ...]:
 
 
 def _own_formats() -> list[str]:
-    from xrank.readers.own_readers import OWN_READERS
+    from xrank.readers.discovery import OWN_READERS
 
     return [reader.name for reader in OWN_READERS]
 

@@ -21,7 +21,7 @@ from xrank.plan.buffers import shares_blocks
 from xrank.plan.report import DoctorDetails, Report, timed_report
 from xrank.ranks.peer_memory import LendingSign
 from xrank.ranks.team import find_launch
-from xrank.readers.plugins import find_plugins
+from xrank.readers.discovery import find_plugins
 from xrank.recipes.options import default_workers
 from xrank.version import __version__
 from xrank.words import one_line, plural, size_text

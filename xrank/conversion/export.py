@@ -133,7 +133,7 @@ def export_model(
         layouts: the layouts of plain tensors. A plain tensor without a layout counts as whole on every rank that has
             it. Layouts are trusted: one that cuts a whole tensor describes a larger tensor.
         mesh: xrank's ``DeviceMesh`` or torch's, for layouts without a mesh and for Megatron's modules
-            (`xrank.dialects.megatron.mesh`).
+            (`xrank.readers.megatron.live`).
         recipe: as `xrank.gather_checkpoint`; so are `dtype`, `base_model` and `max_shard_size`.
         dtype: element type of floating-point tensors. A recipe may keep routers in fp32, with a note.
         base_model: a model folder, or the ID of one in the local Hugging Face cache.

@@ -26,8 +26,14 @@ from xrank.plan.report import OutputFacts, ProofFacts, Report, timed_report
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import FilePart, share_all
 from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text, path_text
-from xrank.readers.live.local_model import LocalModel, local_model
-from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.readers.live.modules import (
+    FilledModule,
+    LocalModel,
+    check_materialised,
+    count_changes,
+    local_model,
+    names_left_out,
+)
 from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
 from xrank.recipes.ties import list_unsaved
@@ -226,7 +232,7 @@ def load_model(
         path: any source of `xrank.open_checkpoint` with recorded layouts.
         layouts: layouts of plain tensors that are cut, or a layout file; other plain tensors are whole.
         mesh: xrank's mesh or torch's, for layouts without one and for Megatron's modules
-            (`xrank.dialects.megatron.mesh`).
+            (`xrank.readers.megatron.live`).
         recipe: name of a shipped recipe, or a file, from training names to Hugging Face's or back, with zeros for the
             padding of a vocabulary. ``"none"`` keeps the names. None keeps them too, but fuses experts that
             transformers fuses in memory.

@@ -16,8 +16,7 @@ from xrank.errors import AGAIN, LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
-from xrank.readers.discovery import SourcePlace, find_source
-from xrank.readers.own_readers import WORKSPACE
+from xrank.readers.discovery import WORKSPACE, SourcePlace, find_source
 from xrank.readers.records import refuse_foreign_names
 from xrank.recipes.adapters import adapter_beside, check_ties
 from xrank.recipes.config_proof import prove_config

@@ -22,9 +22,8 @@ from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.plan.output import OutputFile, OutputTensor, TensorPart
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.readers.claims import Claim, Claims, find_global_name
-from xrank.readers.held_tensor import whole
-from xrank.readers.live.local_model import LocalModel
+from xrank.readers.claims import Claim, Claims, find_global_name, whole
+from xrank.readers.live.modules import LocalModel
 from xrank.readers.live.ranks import make_held_tensor
 from xrank.recipes.quantization import find_scales
 from xrank.words import likewise_text, list_text

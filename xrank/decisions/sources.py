@@ -25,11 +25,10 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import make_plan
 from xrank.plan.source import StoredModel, StoredShard, merge_models
 from xrank.readers.base import Hints, Reader
-from xrank.readers.checkpoint_folders import find_checkpoint_folders
-from xrank.readers.discovery import SourcePlace, find_source
-from xrank.readers.own_readers import TORCH_SAVE, WORKSPACE
-from xrank.readers.wrapper_names import drop_states, plain_names, remove_wrapper_names, rename_tensors
-from xrank.readers.zero_tails import note_zero_tails
+from xrank.readers.discovery import TORCH_SAVE, WORKSPACE, SourcePlace, find_source
+from xrank.readers.names import drop_states, plain_names, remove_wrapper_names, rename_tensors
+from xrank.readers.placement import note_zero_tails
+from xrank.readers.records import find_checkpoint_folders
 from xrank.recipes.adapter_names import PREFIX, find_adapter, find_config
 from xrank.recipes.adapters import check_ties
 from xrank.recipes.found_source import BaseModel, FoundSource, read_config

@@ -1,9 +1,14 @@
 """Convert the layout terms of other systems to xrank's layouts and back."""
 
-from xrank.dialects.keras import describe_keras_mesh, from_keras_axes, to_keras_axes
-from xrank.dialects.partition_spec import from_partition_spec, to_partition_spec
-from xrank.dialects.placements import describe_mesh, from_placements, to_placements
+from xrank.dialects.axes import (
+    describe_keras_mesh,
+    from_keras_axes,
+    from_partition_spec,
+    to_keras_axes,
+    to_partition_spec,
+)
 from xrank.dialects.sharded_tensor import PlacedTensor, ShardedTensorData, from_sharded_tensor, to_sharded_tensors
+from xrank.dialects.tensors import describe_mesh, from_placements, to_placements
 from xrank.dialects.tp_plan import from_tp_plan, to_tp_plan
 
 __all__ = [

@@ -13,9 +13,20 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from xrank.dialects.boxes import Box, box_nests, box_text, boxes_overlap, range_of, volume
-from xrank.dialects.cuts import Cuts, cuts_of, is_even_split, resolve_mesh
-from xrank.dialects.shard_layout import layout_of_shards, place_bounds
+from xrank.dialects.tensors import (
+    Box,
+    Cuts,
+    box_nests,
+    box_text,
+    boxes_overlap,
+    cuts_of,
+    is_even_split,
+    layout_of_shards,
+    place_bounds,
+    range_of,
+    resolve_mesh,
+    volume,
+)
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout.local_part import LocalPart, holds, local_part
 from xrank.layout.mesh import DeviceMesh

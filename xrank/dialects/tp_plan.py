@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from xrank.dialects.cuts import cuts_of
+from xrank.dialects.tensors import cuts_of
 from xrank.errors import LayoutError
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh

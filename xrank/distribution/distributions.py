@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor
 
-from xrank.dialects.placements import describe_mesh, from_placements
+from xrank.dialects.tensors import describe_mesh, from_placements
 from xrank.distribution import keras_forms
 from xrank.distribution.calls import CallHooks
 from xrank.distribution.datasets import shard_dataset

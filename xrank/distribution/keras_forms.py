@@ -115,7 +115,7 @@ class TensorLayout(frozen.TensorLayout):
     @property
     def backend_layout(self) -> Any:
         """The torch mesh and the placements of a tensor of these dims; None without a process group."""
-        from xrank.dialects.placements import to_placements
+        from xrank.dialects.tensors import to_placements
         from xrank.distribution.devices import live_mesh
 
         if self.device_mesh is None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from xxhash import xxh128_hexdigest
 
-from xrank.dialects.placements import describe_mesh, from_placements
+from xrank.dialects.tensors import describe_mesh, from_placements
 from xrank.errors import GradientError
 from xrank.gradients.mesh_places import EXPERT_DATA_AXES, MeshPlace
 from xrank.gradients.nonfinite import first_nonfinite

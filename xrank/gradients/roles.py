@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from xrank.dialects.placements import describe_mesh
+from xrank.dialects.tensors import describe_mesh
 from xrank.errors import UsageError
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.faults import At

@@ -31,7 +31,7 @@ from xrank.plan.source import StoredModel
 from xrank.ranks.loans import MemoryOffer, PeerSource, add_token
 from xrank.ranks.team import Team, check_plans, find_world, nbytes_text, path_text, value_text
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
-from xrank.readers.live.local_model import local_model
+from xrank.readers.live.modules import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.own_config import OwnConfig, choose_config, read_own_config

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import Any
 
-from xrank.dialects.placements import describe_mesh, from_placements
+from xrank.dialects.tensors import describe_mesh, from_placements
 from xrank.dtypes import DTYPES, by_torch_name
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout

@@ -1,9 +1,9 @@
 """Readers of source formats, one module or package each: they find where tensors lie, from metadata alone.
 
-To add a format, write a class with the methods of `xrank.readers.base.Reader`, list it in `xrank.readers.own_readers`
+To add a format, write a class with the methods of `xrank.readers.base.Reader`, list it in `xrank.readers.discovery`
 (another package names it under the entry point ``xrank.readers``), and subclass `xrank.testing.ReaderContract`.
 `xrank.readers.placement` places the parts of formats that have a file per rank. Lists that may need an entry:
-`discovery` (formats of whole models), `checkpoint_folders` and `step_marker` (a trainer's markers), and
+`discovery` (formats of whole models, markers of steps), `records` (a trainer's markers), and
 `xrank.writers.companions` (suffixes of weight files).
 
 This package exports the names that a reader of your own needs.

@@ -2,21 +2,371 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
-from xrank.errors import IncompleteError, UnknownFormatError, UsageError, option
-from xrank.readers.base import Reader
-from xrank.readers.checkpoint_folders import EXPORT_FOLDER
-from xrank.readers.foreign_kinds import find_foreign_kind
-from xrank.readers.own_readers import OWN_READERS, TORCH_SAVE, WORKSPACE, ListedReader
-from xrank.readers.plugins import plugin_readers
-from xrank.readers.step_marker import find_marked_step
+from xrank.errors import IncompleteError, UnknownFormatError, UsageError, XrankError, option
+from xrank.formats.regular_file import LFS_MAGIC, open_regular, quote
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints, Reader
+from xrank.readers.hugging_face.folder import ENGINE_PART
+from xrank.readers.records import EXPORT_FOLDER
 from xrank.stores import places
 from xrank.stores.url import is_url
-from xrank.words import list_text
+from xrank.words import list_text, one_line
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint, EntryPoints
+
+
+@dataclass(frozen=True, slots=True)
+class ListedReader:
+    """A reader's place, and the file names that hint at its format."""
+
+    name: str
+    """The format."""
+    sign: str
+    """A regular expression. A folder of this format has an entry with a matching name; a single file matches itself."""
+    module: str
+    class_name: str
+
+    def is_hinted_at(self, path: str) -> bool:
+        """Return whether the reader may recognise a path."""
+        try:
+            names = places.list_names(path)
+        except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
+            names = [os.path.basename(path)]
+        return any(map(re.compile(self.sign).fullmatch, names))
+
+    def load(self) -> Reader:
+        """Import the reader."""
+        reader: Reader = getattr(import_module(self.module), self.class_name)()
+        return reader
+
+
+WORKSPACE = ListedReader("workspace", r"rank_.*_state\.pth", "xrank.readers.workspace", "WorkspaceReader")
+TORCH_SAVE = ListedReader("torch-save", r".*\.(pt|pth|ckpt|th|bin|tar)", "xrank.readers.torch_save", "TorchSaveReader")
+OWN_READERS = (
+    WORKSPACE,
+    ListedReader("safetensors", r".*\.safetensors", "xrank.readers.hugging_face.folder", "HfFolderReader"),
+    ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "xrank.readers.hugging_face.shards", "HfShardsReader"),
+    ListedReader("vllm", r"model-(rank|pp)-.*\.safetensors", "xrank.readers.vllm", "VllmReader"),
+    ListedReader(
+        "bin",
+        r"(diffusion_)?pytorch_model.*\.bin|(ft-)?model-\d{5}-of-\d{5}\.bin",
+        "xrank.readers.torch_save",
+        "BinFolderReader",
+    ),
+    ListedReader("dcp", r"\.metadata|.*\.distcp", "xrank.readers.dcp", "DcpReader"),
+    ListedReader(
+        "megatron-dist",
+        r"metadata\.json|common\.pt|latest_checkpointed_iteration\.txt",
+        "xrank.readers.megatron.dist",
+        "MegatronDistReader",
+    ),
+    ListedReader(
+        "megatron-legacy",
+        r"mp_rank_.*|latest_checkpointed_iteration\.txt",
+        "xrank.readers.megatron.legacy",
+        "MegatronLegacyReader",
+    ),
+    ListedReader("deepspeed", r".*_states\.pt|latest|latest_universal", "xrank.readers.deepspeed", "DeepSpeedReader"),
+    ListedReader("verl", r"model_world_size_.*\.pt", "xrank.readers.fsdp", "VerlReader"),
+    ListedReader(
+        "torch-checkpointing",
+        r"metadata\.pkl|(?!model_world_size_).+_\d+\.(pt|safetensors)",
+        "xrank.readers.torch_checkpointing",
+        "TorchCheckpointingReader",
+    ),
+    ListedReader(
+        "orbax",
+        r"_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas|manifest\.ocdbt|ocdbt\.process_\d+",
+        "xrank.readers.orbax",
+        "OrbaxReader",
+    ),
+    ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "xrank.readers.fsdp", "AccelerateRanksReader"),
+    TORCH_SAVE,
+)
+"""In the order in which they are tried, before the readers of other packages."""
+
+
+GROUP = "xrank.readers"
+
+_logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=1)
+def plugin_readers() -> tuple[Reader, ...]:
+    """Return the readers of installed packages; a reader that fails to load becomes a warning with its package's name.
+
+    The search reads the metadata of every installed package. So it happens once, and only if no own reader fits.
+    """
+    found: list[Reader] = []
+    for point in _entry_points():
+        reader, fault = _try_load(point)
+        if reader is not None:
+            found.append(reader)
+        else:
+            package = _package_of(point)
+            _logger.warning("the reader %s of the package %s does not load: %s", point.name, package, fault)
+    return tuple(found)
+
+
+def find_plugins() -> list[tuple[str, str, str | None]]:
+    """Return (package, reader, why it does not load) for each reader of another package, sorted."""
+    return sorted((_package_of(point), point.name, _try_load(point)[1]) for point in _entry_points())
+
+
+def _entry_points() -> EntryPoints:
+    from importlib.metadata import entry_points  # slow, because it imports the email package
+
+    return entry_points(group=GROUP)
+
+
+def _package_of(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
+
+
+def _try_load(point: EntryPoint) -> tuple[Reader | None, str | None]:
+    """Return the reader, or None and the reason in one line."""
+    try:
+        return _load(point), None
+    except Exception as error:  # another package's code may raise anything
+        return None, one_line(f"{type(error).__name__}: {error}")
+
+
+def _load(point: EntryPoint) -> Reader:
+    made = point.load()
+    reader: Reader = made() if isinstance(made, type) else made
+    for name in ("name", "recognise", "read"):
+        if not hasattr(reader, name):
+            raise TypeError(f"{point.value} lacks {name!r}, which a reader needs")
+    if not isinstance(reader.name, str):
+        raise TypeError(f"the name of {point.value} is {reader.name!r}, not a text")
+    return _PluginReader(reader, _package_of(point))
+
+
+class _PluginReader:
+    """Another package's reader, whose failures name that package.
+
+    Args:
+        reader: the reader.
+        package: the package that brings it.
+    """
+
+    def __init__(self, reader: Reader, package: str) -> None:
+        self.name = reader.name
+        self._reader, self._package = reader, package
+
+    def recognise(self, path: str) -> str | None:
+        """Return what the reader returns; a failure counts as a reason why not."""
+        try:
+            reason: object = self._reader.recognise(path)
+        except XrankError:
+            raise
+        except Exception as error:  # another package's code may raise anything
+            return self._describe(error)
+        return reason if reason is None or isinstance(reason, str) else f"{self.name}: {reason!r}"
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return what the reader returns.
+
+        Raises:
+            IncompleteError, UsageError: a file is missing, or may not be read.
+            XrankError: as the reader raises; or the reader failed.
+        """
+        try:
+            model: object = self._reader.read(path, hints)
+            if not isinstance(model, StoredModel):
+                raise TypeError(f"read returned {type(model).__name__}, not StoredModel")
+            return model
+        except XrankError:
+            raise
+        except Exception as error:
+            kind: type[XrankError] = XrankError
+            next_step = f"report it to the authors of {self._package}, with its traceback"
+            if isinstance(error, FileNotFoundError):
+                kind, next_step = IncompleteError, "bring the missing file"
+            elif isinstance(error, PermissionError):
+                kind, next_step = UsageError, "run as its owner, or let this user read it"
+            raise kind(f"{path} cannot be read: {self._describe(error)}", file=path, next_step=next_step) from error
+
+    def _describe(self, error: Exception) -> str:
+        failure = one_line(f"{type(error).__name__}: {error}")
+        return f"the reader {self.name} of the package {self._package} failed: {failure}"
+
+
+# verl/utils/checkpoint/checkpoint_manager.py: get_checkpoint_tracker_filename; skyrl_train/trainer.py.
+_MARKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
+_STEP_NAME = re.compile(r"global_step_\d{1,18}", re.ASCII)
+_MAX_NBYTES = 64
+
+
+def find_marked_step(path: str) -> str | None:
+    """Return the folder that a marker names; None without such folders or a marker.
+
+    Raises:
+        CorruptError: the marker is not a number.
+        IncompleteError: the folder is missing.
+    """
+    entries = places.list_names(path) if places.is_folder(path) else []
+    steps = sorted((e for e in entries if _STEP_NAME.fullmatch(e)), key=lambda entry: int(entry[12:]))
+    # Megatron has a marker of the same name, beside folders with other names.
+    marker = next((os.path.join(path, name) for name in _MARKERS if name in entries), None)
+    if not steps or marker is None:
+        return None
+    with open_regular(marker) as file:
+        text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode("latin1").strip()
+        if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+            raise file.origin.corrupt("is not a step marker", got=quote(text), want="a number")
+    folder = os.path.join(path, f"global_step_{int(text)}")
+    if not places.is_folder(folder):
+        raise IncompleteError(
+            f"{marker} names global_step_{int(text)}, which is missing",
+            file=marker,
+            got=", ".join(steps[-5:]),
+            want=f"global_step_{int(text)}",
+            next_step="copy that folder here, or give the path of the step's folder that you want",
+        )
+    return folder
+
+
+_CONVERTED = "give the checkpoint or the Hugging Face folder that was converted into it"
+_MAX_OPENED_FILES = 64
+_MAX_MAGIC_NBYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _ForeignKind:
+    noun: str
+    next_step: str
+    name: re.Pattern[str] | None = None
+    """Names of such files or folders."""
+    magic: bytes = b""
+    """First bytes of such files."""
+
+
+_KINDS = (
+    _ForeignKind("a GGUF file of llama.cpp", _CONVERTED, re.compile(r".*\.gguf"), b"GGUF"),
+    _ForeignKind("a file of tensorizer", _CONVERTED, magic=b"|TZR|"),
+    _ForeignKind(
+        "a rank's part of a model that an inference engine saved",
+        "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
+        ENGINE_PART,
+    ),
+    _ForeignKind("a pointer of git-lfs in the place of a file", "fetch the files (git lfs pull)", magic=LFS_MAGIC),
+    _ForeignKind("a graph of ONNX", _CONVERTED, re.compile(r".*\.onnx(_data|\.data)?")),
+    _ForeignKind(
+        "a msgpack file of Flax",
+        "give the model's safetensors files; transformers 4 makes them (from_pretrained with from_flax=True, then "
+        "save_pretrained)",
+        re.compile(r".*\.msgpack(\.index\.json)?"),
+    ),
+    _ForeignKind(
+        "a file of TensorFlow or Keras",
+        "give the model's safetensors files; transformers 4 makes them of its own models (from_pretrained with "
+        "from_tf=True, then save_pretrained)",
+        re.compile(r"saved_model\.pb(txt)?|.*\.h5|.*\.data-\d{5}-of-\d{5}|.*\.keras"),
+        b"\x89HDF\r\n\x1a\n",
+    ),
+    _ForeignKind(
+        "a part of a checkpoint of Orbax that is not finished, or has no tree of arrays",
+        "give another step's folder, or the folder of an item with _METADATA in it",
+        re.compile(r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA|.*\.orbax-checkpoint-tmp.*"),
+    ),
+)
+
+
+_SMALL = re.compile(
+    r"config\.json|generation_config\.json|(preprocessor|processor)_config\.json|tokenizer.*|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|chat_template\..*|adapter_config\.json"
+)
+"""Files beside a model's weights."""
+
+
+def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatError | None:
+    """Return the error that names the format of files which no reader recognises; None if it is unknown here, too.
+
+    Args:
+        path: the user's path.
+        folders_below: the folders to search besides.
+    """
+    if _is_empty(path):
+        return UnknownFormatError(
+            f"{path} contains no file",
+            file=path,
+            got="an empty folder",
+            want="a checkpoint",
+            next_step="check the path",
+        )
+    entries = [path, *(os.path.join(folder, name) for folder in (path, *folders_below) for name in _list(folder))]
+    found = [(place, kind) for place in entries if (kind := _kind_of_name(place)) is not None]
+    if not found:
+        # A folder may hold a million files of data, so that only the first ones are opened.
+        files = [place for place in entries if places.is_file(place)][:_MAX_OPENED_FILES]
+        found = [(file, kind) for file in files if (kind := _kind_of_content(file)) is not None]
+    if not found:
+        return _describe_weightless(path, entries)
+    file, kind = found[0]
+    return UnknownFormatError(
+        f"{file} is {kind.noun}, which xrank does not read",
+        file=file,
+        got=list_text(os.path.relpath(place, path) for place, other in found if other == kind)
+        if path != file
+        else None,
+        want="a checkpoint of a framework on torch, or a Hugging Face folder",
+        next_step=kind.next_step,
+    )
+
+
+def _describe_weightless(path: str, entries: Iterable[str]) -> UnknownFormatError | None:
+    """Return the error for a folder with small files of a model, and no weights; None for other ones."""
+    small = [os.path.relpath(place, path) for place in entries if _SMALL.fullmatch(os.path.basename(place))]
+    if not small or not places.is_folder(path):
+        return None
+    return UnknownFormatError(
+        f"{path} contains small files of a model, and no weights",
+        file=path,
+        got=list_text(small, 4),
+        want="a checkpoint, or the model's weights beside them",
+        next_step="give the folder with the weights; if this is where they belong, their download or save is not done",
+    )
+
+
+def _is_empty(path: str) -> bool:
+    """Return whether a folder holds no file, and no link that may lead to one, at any depth."""
+    return places.is_folder(path) and not any(
+        files or any(places.is_link(os.path.join(folder, name)) for name in folders)
+        for folder, folders, files in places.walk(path)
+    )
+
+
+def _list(folder: str) -> list[str]:
+    try:
+        return sorted(places.list_names(folder))
+    except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
+        return []
+
+
+def _kind_of_name(place: str) -> _ForeignKind | None:
+    name = os.path.basename(place)
+    return next((kind for kind in _KINDS if kind.name is not None and kind.name.fullmatch(name)), None)
+
+
+def _kind_of_content(file: str) -> _ForeignKind | None:
+    try:
+        with open_regular(file) as content:
+            start = content.read(0, min(content.nbytes, _MAX_MAGIC_NBYTES))
+    except XrankError:
+        return None
+    return next((kind for kind in _KINDS if kind.magic and start.startswith(kind.magic)), None)
+
 
 _SEARCHED_LEVELS = 2
 _UNFINISHED = re.compile(r"(^|/)tmp-|[.-]tmp(\.|-\d+|$|/)")
@@ -240,7 +590,7 @@ def _find_others(path: str, found: SourcePlace, listed: Sequence[ListedReader]) 
     folders = [folder for folder in dict.fromkeys((found.path, path)) if places.is_folder(folder)]
     for folder in folders if TORCH_SAVE in listed else []:
         if TORCH_SAVE.is_hinted_at(folder):
-            from xrank.readers.torch_save.reader import has_parts, list_models
+            from xrank.readers.torch_save import has_parts, list_models
 
             if has_parts(folder):
                 yield folder, TORCH_SAVE.load()

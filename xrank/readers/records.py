@@ -1,22 +1,181 @@
-"""Byte records that contain a model's pieces, collected file by file from torch and safetensors files."""
+"""The files of a source: byte records, copies of other ranks' files, and the folders with its config."""
 
 from __future__ import annotations
 
+import os
+import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
+from isal import isal_zlib
 
-from xrank.errors import UnsafeError, option
-from xrank.formats.regular_file import quote
+from xrank.dtypes import dtype
+from xrank.errors import ContradictionError, UnsafeError, XrankError, option
+from xrank.formats.regular_file import Origin, open_regular, quote
+from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
+from xrank.stores import places
 from xrank.words import plural
 
 if TYPE_CHECKING:
     from xrank.formats.regular_file import RegularFile
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
-    from xrank.formats.torch_archive import TorchArchive
+
+
+ONE_SAVE = "let all ranks save into an empty folder, or copy the folder of one save again from where it was written"
+"""Where files of two saves lie in one folder, and the format does not record which belong together.
+
+Moving some of them away could leave a mixture that looks like a model.
+"""
+
+
+_TELLING_ELEMENTS = 8
+_ONES = {"F32": b"\0\0\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\0\x3c"}
+
+
+class CopiedValues:
+    """Detects copied files: ranks hold different weights, so the checksums of two files cannot all be equal."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[tuple[int, int], ...], Origin] = {}
+
+    def add(self, archive: TorchArchive, tensors: Iterable[ArchivedTensor], num_elements: int, origin: Origin) -> None:
+        """Add the tensors that only this rank should hold, with `num_elements` elements besides padding.
+
+        Raises:
+            ContradictionError: another rank holds the same.
+        """
+        # A few elements may be equal by chance, and padding often is.
+        if not archive.has_checksums or num_elements < _TELLING_ELEMENTS:
+            return
+        found = tuple(
+            (archive.records[t.key].nbytes, archive.records[t.key].crc32) for t in tensors if is_telling(archive, t)
+        )
+        if not found:
+            return
+        other = self._seen.setdefault(found, origin)
+        if other is not origin:
+            raise ContradictionError(
+                origin.locate(f"is a copy of rank {other.rank}'s file"),
+                rank=origin.rank,
+                file=origin.path,
+                got=f"the checksums of all {len(found)} tensors as in {other.path}",
+                want="different weights",
+                next_step=f"copy rank {origin.rank}'s file, or rank {other.rank}'s, again from where it was saved",
+            )
+
+
+def is_telling(archive: TorchArchive, tensor: ArchivedTensor) -> bool:
+    """Return whether a tensor's values tell it from others; zeros or ones (norms, new adapters, padding) do not."""
+    record, width = archive.records[tensor.key], dtype(tensor.dtype).nbytes
+    if tensor.shape in ((), (0,)) or record.nbytes < width:
+        return False
+    count = record.nbytes // width
+    patterns: Sequence[bytes] = [bytes(width), *([_ONES[tensor.dtype]] if tensor.dtype in _ONES else [])]
+    return all(compute_repeated_crc32(pattern, count) != record.crc32 for pattern in patterns)
+
+
+def compute_repeated_crc32(pattern: bytes, count: int) -> int:
+    """Return the CRC-32 of a pattern repeated `count` times, in O(log count) steps."""
+    total, total_nbytes = 0, 0
+    power, power_nbytes = isal_zlib.crc32(pattern), len(pattern)
+    # Square and multiply: `power` is the CRC of 1, 2, 4, ... repetitions, and the bits of the count choose among them.
+    while count:
+        if count & 1:
+            total = isal_zlib.crc32_combine(total, power, power_nbytes) if total_nbytes else power
+            total_nbytes += power_nbytes
+        power, power_nbytes = isal_zlib.crc32_combine(power, power, power_nbytes), 2 * power_nbytes
+        count >>= 1
+    return total
+
+
+# deepspeed/runtime/engine.py: _save_checkpoint; megatron/training/checkpointing.py: get_checkpoint_tracker_filename;
+# verl/utils/checkpoint/checkpoint_manager.py; skyrl_train/trainer.py.
+_MARKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
+_TAG = re.compile(r"[\w.-]{1,255}")
+_MAX_NBYTES = 256
+
+# transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR.
+_TRAINER_STEP = re.compile(r"checkpoint-[0-9]+")
+# accelerate/utils/fsdp_utils.py: save_fsdp_model; torch/distributed/checkpoint/_hf_utils.py: SHARDED_DIR_NAME;
+# verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path, for Megatron's part.
+_PART = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|sharded|dist_ckpt")
+_SHARDED = "sharded"
+EXPORT_FOLDER = "huggingface"
+"""Subfolder for the config, and perhaps the whole model, that verl and SkyRL write beside the ranks' files."""
+
+
+def find_checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
+    """Return the folders in which a checkpoint's companions may lie, those nearest to its weights first.
+
+    The order: the folder that a marker in the source names, the source, each parent up to the user's path, and the
+    checkpoint's root, recognised by a marker or a name. Each is followed by its subfolder ``huggingface``.
+
+    Args:
+        asked: the user's path: a file, or a folder at or above the source.
+        place: the source.
+    """
+    folder = place if places.is_folder(place) else _parent(place)
+    found = [*_find_marked(folder), folder]
+    while _is_below(found[-1], asked):
+        found.append(_parent(found[-1]))
+    above = _parent(folder)
+    if _is_root(above, os.path.basename(places.absolute(folder))):
+        found.append(above)
+    return tuple(dict.fromkeys(inner for own in found for inner in (own, os.path.join(own, EXPORT_FOLDER))))
+
+
+def _find_marked(folder: str) -> Iterator[str]:
+    """Yield the folders with the weights that markers name; never one outside `folder`."""
+    for marker in _MARKERS:
+        try:
+            with open_regular(os.path.join(folder, marker)) as file:
+                text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode().strip()
+        except (XrankError, OSError, ValueError):
+            continue  # the format's reader reports a damaged marker
+        names = [text]
+        if text.isdecimal():
+            # Megatron's marker contains a number for iter_0000010; verl's and SkyRL's one for global_step_10.
+            names = [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
+        for name in names:
+            path = os.path.join(folder, name)
+            if _TAG.fullmatch(name) and name not in (".", "..") and places.is_folder(path):
+                yield path
+    if places.is_folder(os.path.join(folder, _SHARDED)):
+        yield os.path.join(folder, _SHARDED)
+
+
+def _is_below(folder: str, asked: str) -> bool:
+    return places.absolute(folder).startswith(os.path.join(places.absolute(asked), ""))
+
+
+def _is_root(above: str, name: str) -> bool:
+    is_marked = any(places.is_file(os.path.join(above, marker)) for marker in _MARKERS)
+    is_step = _TRAINER_STEP.fullmatch(os.path.basename(places.absolute(above))) is not None
+    return is_marked or is_step or _PART.fullmatch(name) is not None
+
+
+def _parent(path: str) -> str:
+    """Return the parent folder, spelled as in the user's path if possible."""
+    head, name = os.path.split(path.rstrip(os.sep))
+    if name in ("", os.curdir, os.pardir):
+        return os.path.dirname(places.absolute(path))
+    return head or os.curdir
+
+
+def nbytes_below(folder: str) -> int:
+    """Return the bytes of all files in a folder."""
+    total = 0
+    for place, _, names in places.walk(folder):
+        for name in names:
+            # A companion file may be a dangling link, or removed meanwhile.
+            with suppress(OSError):
+                total += places.nbytes_of(os.path.join(place, name))
+    return total
+
 
 _FOREIGN_NAMES = "foreign-names"
 """Code of the note on classes and functions that frameworks do not write into pickles."""

@@ -4,7 +4,7 @@ Recipes map the tensors of training frameworks to those of Hugging Face: one TOM
 
 To add a family, add a TOML file beside this one; gathers choose it by the names in it. `xrank.recipes.recipe_file`
 explains its tables. While you write it, try it with ``xrank recipe check FILE SRC``. Names that Megatron-core cuts and
-`xrank.dialects.megatron.layouts` lacks need a rule there. Tests take the families from
+`xrank.readers.megatron.layouts` lacks need a rule there. Tests take the families from
 ``tests/recipes/made_checkpoints.py``, and docs/families.md lists them. ``transformers.json`` has transformers'
 conversions between files and memory, generated from its own tables (`xrank.recipes.conversions`).
 """

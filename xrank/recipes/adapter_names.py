@@ -39,7 +39,7 @@ from xrank.errors import (
     option,
 )
 from xrank.layout.tensor_name import compile_pattern
-from xrank.readers.checkpoint_folders import find_checkpoint_folders
+from xrank.readers.records import find_checkpoint_folders
 from xrank.recipes.found_source import read_config
 from xrank.stores import places
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from xrank.dialects.placements import describe_mesh
+from xrank.dialects.tensors import describe_mesh
 from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap, MeshViews
 from xrank.layout.tensor_name import compile_pattern

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from xrank import dtypes
-from xrank.dialects.boxes import Box, box_nests, layout_of_boxes
-from xrank.dialects.shard_layout import layout_of_shards
+from xrank.dialects.tensors import Box, box_nests, layout_of_boxes, layout_of_shards
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import bind

@@ -29,8 +29,7 @@ from xrank.plan.windows import share_all
 from xrank.ranks.loans import PeerSource, SpanMemory
 from xrank.ranks.peer_memory import MAX_SPANS, SpanArray
 from xrank.ranks.tensor_bytes import locate_elements
-from xrank.readers.live.local_model import local_model
-from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, list_tensors
+from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, list_tensors, local_model
 from xrank.refit.directory import TrainerModel
 from xrank.words import list_text
 

@@ -155,7 +155,7 @@ class _Places:
 
 def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
     """Return a DTensor's layout and mesh; `order` of its cuts is a private attribute of torch that older ones lack."""
-    from xrank.dialects.placements import describe_mesh, from_placements
+    from xrank.dialects.tensors import describe_mesh, from_placements
 
     mesh = describe_mesh(tensor.device_mesh)
     layout = from_placements(mesh, tensor.placements, tensor.ndim, order)

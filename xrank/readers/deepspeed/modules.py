@@ -11,13 +11,10 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.plan.source import StoredShard
-from xrank.readers.copies import CopiedValues
-from xrank.readers.deepspeed.agreement import Agreement
-from xrank.readers.deepspeed.flat_rows import FlatRows
-from xrank.readers.deepspeed.partitions import locate_interleaved, piece_numel
-from xrank.readers.deepspeed.states import ModelState, Shape, Shapes, read_model_state
-from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
-from xrank.readers.records import Records
+from xrank.readers.claims import HeldTensor, pieces_of, whole
+from xrank.readers.deepspeed.files import Agreement, ModelState, Shape, Shapes, read_model_state
+from xrank.readers.deepspeed.partitions import FlatRows, locate_interleaved, piece_numel
+from xrank.readers.records import CopiedValues, Records
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The reader of DeepSpeed's checkpoints.
 
-The weights are the fp32 ones that the optimizer trains, as in ``zero_to_fp32.py``. Buffers and frozen parameters keep
+The weights are the fp32 ones that the optimizer trains, as in zero_to_fp32.py. Buffers and frozen parameters keep
 their stored type. The optimizer's moments are left out.
 """
 
@@ -9,28 +9,121 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError
-from xrank.formats.regular_file import Origin
+from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError
+from xrank.formats.pickles import InertRecord, inert_error
+from xrank.formats.regular_file import Origin, quote
+from xrank.formats.torch_archive import ArchivedTensor, read_archive
+from xrank.layout.nests import Nest
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.readers.advice import ONE_SAVE
 from xrank.readers.base import Hints
-from xrank.readers.checkpoint_folders import nbytes_below
-from xrank.readers.deepspeed.agreement import Agreement
-from xrank.readers.deepspeed.experts import locate_experts, locate_trained_experts, read_experts
-from xrank.readers.deepspeed.folder import CheckpointFiles, explain_mismatch, list_files, resolve_folder
+from xrank.readers.claims import HeldTensor, pieces_of, whole
+from xrank.readers.deepspeed.files import (
+    DEALS,
+    SLICES,
+    UNIVERSAL_STAGES,
+    Agreement,
+    CheckpointFiles,
+    ModelState,
+    Shape,
+    Shapes,
+    check_same_step,
+    explain_mismatch,
+    list_files,
+    read_model_state,
+    resolve_folder,
+)
 from xrank.readers.deepspeed.modules import Modules, assemble, read_rank_modules, read_whole_modules
-from xrank.readers.deepspeed.moment import check_moment
-from xrank.readers.deepspeed.partitions import DEALS, undo_dealing
-from xrank.readers.deepspeed.pipeline import read_pipeline
-from xrank.readers.deepspeed.slices import shapes_of_slices
-from xrank.readers.deepspeed.states import ModelState, Shapes, read_model_state
-from xrank.readers.deepspeed.universal import locate_universal
-from xrank.readers.deepspeed.unread import SLICES, UNIVERSAL_STAGES
-from xrank.readers.deepspeed.zero import Partitions, check_ranks, locate_trained, read_partitions
-from xrank.readers.records import Records
-from xrank.readers.wrapper_names import LIGHTNING_VERSION
+from xrank.readers.deepspeed.partitions import (
+    Partitions,
+    check_ranks,
+    locate_trained,
+    read_partitions,
+    shapes_of_slices,
+    undo_dealing,
+)
+from xrank.readers.deepspeed.parts import locate_experts, locate_trained_experts, read_experts, read_pipeline
+from xrank.readers.names import LIGHTNING_VERSION
+from xrank.readers.records import ONE_SAVE, Records, nbytes_below
+from xrank.stores import places
+
+
+def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:
+    """Return every trained tensor.
+
+    Args:
+        folder: the checkpoint's folder.
+        shapes: shapes of the parameters, from the model states.
+        records: collects the files.
+        is_sliced: whether the shapes are those of tensor-parallel slices, which do not determine the whole.
+
+    Raises:
+        IncompleteError: a parameter's file is missing.
+        ContradictionError: it has another shape.
+        CorruptError, UnsafeError: it is damaged, or a name leads out of the folder.
+    """
+    return {name: _shard(folder, name, shape, records, is_sliced) for name, shape in shapes.items()}
+
+
+def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bool) -> StoredShard:
+    if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable():
+        raise UnsafeError(
+            f"{folder}: a parameter's name is not the name of a folder: {quote(name)}",
+            tensor=quote(name),
+            file=folder,
+            got=quote(name),
+            want="a name without / in it",
+            next_step="do not use this checkpoint: it was tampered with",
+        )
+    path = os.path.join(folder, "zero", name, "fp32.pt")
+    if not places.is_present(path):
+        raise IncompleteError(
+            f"{name}: {path} is missing",
+            tensor=name,
+            file=path,
+            want="the parameter's fp32 weights",
+            next_step="run ds_to_universal.py again, or copy the folder again from where it was made",
+        )
+    archive, origin = read_archive(path), Origin(path)
+    value = archive.value
+    entry: Mapping[object, object] = value if isinstance(value, dict) else {"param": value}
+    tensor = entry.get("param")
+    if isinstance(tensor, InertRecord):
+        raise inert_error(tensor, origin)
+    # torch calls an archive by its file's name, or "archive" if it was saved into a stream.
+    if archive.name not in ("fp32", "archive"):
+        raise ContradictionError(
+            origin.locate("is another file, renamed or copied"),
+            tensor=name,
+            file=path,
+            got=f"a file saved as {quote(archive.name)}",
+            want="a file saved as fp32.pt",
+            next_step="run ds_to_universal.py again",
+        )
+    if not isinstance(tensor, ArchivedTensor):
+        raise origin.corrupt("contains no tensor", got=type(tensor).__name__, want="a tensor, or a dict with param")
+    # ds_to_universal.py cuts the padding off a `vocab_tensor`, so its rows may be fewer than the model states'.
+    is_row = tensor.shape == (prod(shape),) and (tensor.strides == (1,) or prod(shape) <= 1)
+    if is_row:
+        # Stage 3's elements lost their shape; the model states have it.
+        final = shape
+    elif tensor.shape == shape or is_sliced or (entry.get("vocab_tensor") is True and tensor.shape[1:] == shape[1:]):
+        final = tensor.shape
+    else:
+        raise ContradictionError(
+            f"{name}: {path} has another shape than the model states record",
+            tensor=name,
+            file=path,
+            got=str(list(tensor.shape)),
+            want=str(list(shape)),
+            next_step="run ds_to_universal.py again",
+        )
+    held = HeldTensor.from_archive(tensor, rank=0, file=path, record=records.add_archive(archive)(tensor.key))
+    count = prod(final)
+    row = (Nest(0, 0, ((count, 1, 1),) if count > 1 else ()),) if count else ()
+    return pieces_of(name, [held], final, [row if is_row else whole(tensor.shape)])
 
 
 class DeepSpeedReader:
@@ -291,7 +384,7 @@ def _make_stored_model(
     step, world_size = (modules.state.facts.get(key) for key in ("global_steps", "dp_world_size"))
     num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
     first = partitions.all[0].facts if partitions is not None else None
-    moment = check_moment(files.tag, modules.state.facts, modules.state.origin, first)
+    moment = check_same_step(files.tag, modules.state.facts, modules.state.origin, first)
     notes = dict.fromkeys((*modules.notes, *moment, *records.notes()))
     return StoredModel(
         format="deepspeed",

@@ -1,17 +1,584 @@
-"""Reads one rank's file: DTensors, ShardedTensors, plain tensors and other values, by name."""
+"""One rank's file: DTensors with their meshes, FSDP1's ShardedTensors, plain tensors and other values, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, TypeGuard
 
-from xrank.formats.pickles import is_extra_state, refuse_inert
-from xrank.formats.regular_file import Origin, quote
+import numpy as np
+from isal import isal_zlib
+
+from xrank.dialects.tensors import Box, box_text, from_placements
+from xrank.dtypes import by_torch_name
+from xrank.errors import ContradictionError, LayoutError, UsageError
+from xrank.formats.pickles import InertRecord, inert_error, is_extra_state, refuse_inert
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, read_archive
-from xrank.readers.fsdp.dtensors import DTensorPart, DTensors
-from xrank.readers.fsdp.pickled import read_wrapper, unwrap_parameter
-from xrank.readers.fsdp.sharded_tensors import ShardedPart, read_sharded_part
+from xrank.layout import DeviceMesh
+from xrank.layout.mesh import MAX_RANKS, is_name
+from xrank.words import list_text
+
+_PACKAGE = "torch.distributed."
+_MAX_DIMENSIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A tensor subclass around local tensors (torch/_utils.py: _rebuild_wrapper_subclass)."""
+
+    kind: str
+    """Name of the class."""
+    dtype: str
+    """Safetensors name of the element type."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    state: object
+    """State that the class saved."""
+
+
+def is_object(value: object, *names: str) -> bool:
+    """Return whether a pickled value is an object of one of these classes of torch.distributed.
+
+    Releases moved the modules (``torch.distributed._tensor``, ``torch.distributed.tensor``) but kept the class names.
+    """
+    return (
+        isinstance(value, InertRecord)
+        and value.args is not None
+        and value.name in names
+        and value.module.startswith(_PACKAGE)
+    )
+
+
+def attributes(value: object) -> Mapping[str, Any]:
+    """Return an object's attributes, from a ``__dict__`` or slots (a pair of both); empty without either."""
+    state = value.state if isinstance(value, InertRecord) else value
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    found: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, dict):
+            found.update((key, value) for key, value in part.items() if isinstance(key, str))
+    return found
+
+
+def unwrap_parameter(value: object) -> object:
+    """Return the data of a parameter; other values unchanged."""
+    # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks); already resolved for plain tensors.
+    match value:
+        case InertRecord(module="torch._utils", name="_rebuild_parameter", args=(data, bool(), hooks)) if not hooks:
+            return data
+    return value
+
+
+def read_wrapper(value: object, origin: Origin) -> Wrapper | None:
+    """Return a DTensor or a ShardedTensor as its class and state; None for other values.
+
+    Raises:
+        CorruptError: its element type or shape is invalid.
+    """
+    # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state), with func _rebuild_wrapper_subclass(cls,
+    # dtype, size, stride, storage_offset, layout, device, requires_grad).
+    match value:
+        case InertRecord(
+            module="torch._tensor",
+            name="_rebuild_from_type_v2",
+            args=(
+                InertRecord(module="torch._utils", name="_rebuild_wrapper_subclass", args=None),
+                InertRecord(args=None) as kind,
+                tuple() as parts,
+                state,
+            ),
+        ) if kind.module.startswith(_PACKAGE) and len(parts) >= 3:
+            return Wrapper(kind.name, element_type(parts[1], origin), sizes_of(parts[2], origin), state)
+    return None
+
+
+def element_type(value: object, origin: Origin) -> str:
+    """Return the safetensors name of an element type that torch names.
+
+    Raises:
+        CorruptError: it is not a name.
+        UsageError: safetensors cannot hold the type.
+    """
+    if not isinstance(value, str):
+        raise origin.corrupt("a tensor's element type is invalid", got=type(value).__name__)
+    try:
+        return by_torch_name(value.removeprefix("torch.")).name
+    except UsageError as error:
+        error.about(origin.name, file=origin.path, rank=origin.rank)
+        raise
+
+
+def sizes_of(value: object, origin: Origin) -> tuple[int, ...]:
+    """Return sizes or offsets, one per dim.
+
+    Raises:
+        CorruptError: they are not counts.
+    """
+    if (
+        not isinstance(value, (tuple, list))
+        or len(value) > _MAX_DIMENSIONS
+        or not all(type(part) is int and 0 <= part < 1 << 63 for part in value)
+    ):
+        got = quote(tuple(value)) if isinstance(value, (tuple, list)) else type(value).__name__
+        raise origin.corrupt("a tensor's sizes are not counts", got=got)
+    return tuple(value)
+
+
+def read_local_tensor(value: object, name: str, dtype: str, origin: Origin) -> ArchivedTensor:
+    """Return a rank's plain tensor inside a tensor subclass.
+
+    Raises:
+        CorruptError: its type differs from the outer tensor's.
+        UnsafeError: it is not a plain tensor.
+    """
+    value = unwrap_parameter(value)
+    if not isinstance(value, ArchivedTensor):
+        raise inert_error(value, origin, f"{name}: the rank's part")
+    if value.dtype != dtype:
+        raise origin.corrupt(f"{name}: the rank's part has another type than the tensor", got=value.dtype, want=dtype)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedPart:
+    """A rank's part of a ShardedTensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Global shape."""
+    shards: tuple[tuple[Box, ArchivedTensor], ...]
+    """The rank's own boxes and their elements; empty if the tensor ends before the rank's share."""
+    boxes: tuple[Box, ...]
+    """Boxes of all ranks of its process group."""
+    world_size: int
+    """Number of ranks of the run."""
+
+
+def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPart:
+    """Return a rank's part of a ShardedTensor (torch/distributed/_shard/sharded_tensor/api.py: __getstate__).
+
+    Raises:
+        ContradictionError: the file is another rank's.
+        CorruptError, UnsafeError: it is not a ShardedTensor as torch writes it.
+    """
+    state = wrapper.state
+    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
+        raise origin.corrupt(f"{quote(name)}: the ShardedTensor's state is invalid", got=type(state).__name__)
+    locals_, metadata, group = state[0], attributes(state[1]), attributes(state[2])
+    rank, world_size = group.get("global_rank"), group.get("global_world_size")
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise origin.corrupt(f"{quote(name)}: the ShardedTensor records no rank", got=f"{rank} of {world_size}")
+    if rank != origin.rank:
+        raise ContradictionError(
+            f"{origin.path} is a copy of another rank's file",
+            rank=origin.rank,
+            file=origin.path,
+            got=f"rank {rank}",
+            want=f"rank {origin.rank}",
+            next_step=f"copy the file of rank {origin.rank} again, or let all ranks write again",
+        )
+    if sizes_of(metadata.get("size"), origin) != wrapper.shape:
+        raise origin.corrupt(
+            f"{quote(name)}: the ShardedTensor records two shapes",
+            got=f"{metadata.get('size')} in its metadata",
+            want=f"{wrapper.shape}",
+        )
+    listed = metadata.get("shards_metadata")
+    boxes = tuple(_box(name, value, wrapper.shape, origin) for value in (listed if isinstance(listed, list) else []))
+    shards = []
+    for value in locals_:
+        fields = attributes(value)
+        if not is_object(value, "Shard"):
+            raise origin.corrupt(f"{quote(name)}: a shard is invalid", got=type(value).__name__)
+        box = _box(name, fields.get("metadata"), wrapper.shape, origin)
+        tensor = read_local_tensor(fields.get("tensor"), quote(name), wrapper.dtype, origin)
+        if box not in boxes or tensor.shape != tuple(high - low for low, high in box):
+            raise origin.corrupt(
+                f"{quote(name)}: a shard is not among the tensor's shards",
+                got=f"{box_text(box)} of shape {tensor.shape}",
+                want=f"one of {list_text(map(box_text, boxes), 8)}",
+            )
+        shards.append((box, tensor))
+    return ShardedPart(wrapper.dtype, wrapper.shape, tuple(shards), boxes, world_size)
+
+
+def _box(name: str, value: Any, shape: tuple[int, ...], origin: Origin) -> Box:
+    if not isinstance(value, InertRecord) or not is_object(value, "ShardMetadata"):
+        raise origin.corrupt(f"{quote(name)}: a shard has no metadata", got=type(value).__name__)
+    fields = attributes(value)
+    offsets, sizes = (sizes_of(fields.get(key), origin) for key in ("shard_offsets", "shard_sizes"))
+    # Unequal numbers of dims are refused below, by an error that names the file.
+    box = tuple(zip(offsets, (a + n for a, n in zip(offsets, sizes, strict=False)), strict=False))
+    if not len(offsets) == len(sizes) == len(shape) or any(high > n for (_, high), n in zip(box, shape, strict=True)):
+        raise origin.corrupt(
+            f"{quote(name)}: a shard is not within its tensor", got=f"{offsets} + {sizes}", want=f"within {shape}"
+        )
+    return box
+
+
+_INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+
+
+class Meshes:
+    """The meshes of one rank's file; a mesh that many tensors share is read once.
+
+    Args:
+        archive: the file.
+        rank: the rank in the file's name.
+    """
+
+    def __init__(self, archive: TorchArchive, rank: int) -> None:
+        self._archive = archive
+        self._rank = rank
+        self._origin = Origin(archive.path, rank)
+        # Keyed by identity: the archive's value keeps the objects alive, and a pickle contains a shared object once.
+        self._known: dict[int, DeviceMesh | None] = {}
+        self._values: dict[str, list[int]] = {}
+
+    def find(self, value: object) -> DeviceMesh | None:
+        """Return the mesh; None if it does not contain the rank, which then holds no part of the tensor.
+
+        Raises:
+            ContradictionError: the file is another rank's.
+            CorruptError: it is not a mesh.
+            LayoutError: it is not a grid of ranks.
+        """
+        if id(value) not in self._known:
+            if not is_object(value, "DeviceMesh"):
+                raise self._origin.corrupt("a DTensor has no device mesh", got=type(value).__name__)
+            self._known[id(value)] = self._read(attributes(value))
+        return self._known[id(value)]
+
+    def _read(self, fields: Mapping[str, Any]) -> DeviceMesh | None:
+        if fields.get("_rank", self._rank) != self._rank:
+            raise self._rank_error(f"rank {fields['_rank']}")
+        if isinstance(fields.get("mesh"), ArchivedTensor):  # up to torch 2.9: a tensor of ranks
+            shape: tuple[int, ...] = fields["mesh"].shape
+            ranks = self._integers(fields["mesh"])
+        else:
+            found = self._read_layout(fields)
+            if found is None:
+                return None
+            shape, ranks = found
+        names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
+        try:
+            mesh = make_mesh(shape, names, ranks)
+        except LayoutError as error:
+            again = "copy the file again from where it was written"
+            error.about(self._origin.name, file=self._origin.path, rank=self._origin.rank, next_step=again)
+            raise
+        at = fields.get("_coordinate_on_dim")
+        if self._rank not in mesh:
+            if at is not None:
+                raise self._rank_error(f"a rank at {at} of the ranks {list(mesh.ranks)[:16]}")
+            return None
+        coordinate = list(mesh.coordinate(self._rank).values())
+        if isinstance(at, (list, tuple)) and list(at) != coordinate:
+            raise self._rank_error(f"the rank at {list(at)} of {mesh.grid!r}", want=f"the one at {coordinate}")
+        return mesh
+
+    def _rank_error(self, got: str, want: str | None = None) -> ContradictionError:
+        return ContradictionError(
+            f"{self._origin.path} is a copy of another rank's file",
+            rank=self._rank,
+            file=self._origin.path,
+            got=got,
+            want=want or f"rank {self._rank}",
+            next_step=f"copy the file of rank {self._rank} again, or let all ranks write again",
+        )
+
+    def _read_layout(self, fields: Mapping[str, Any]) -> tuple[tuple[int, ...], list[int]] | None:
+        """Return a mesh that is recorded as strides over the root mesh's ranks (torch/distributed/_mesh_layout.py).
+
+        A submesh records only its own strides; the rank that it contains determines its base.
+        """
+        axes = [list(zip(*axis, strict=True)) for axis in self._axes(fields.get("_layout"))]
+        rank_map = self._rank_map(fields)
+        if self._rank not in rank_map:
+            return None
+        base = rank_map.index(self._rank)
+        # Subtract the rank's own coordinate along each axis: the submesh starts at its first rank.
+        for size, stride in (loop for axis in axes for loop in axis):
+            base -= (base // stride) % size * stride if stride else 0
+        shape = tuple(prod(size for size, _ in axis) for axis in axes)
+        if prod(shape) > len(rank_map):
+            raise self._origin.corrupt(
+                "a device mesh is larger than its ranks", got=quote(shape), want=f"{len(rank_map)} ranks"
+            )
+        loops = [loop for axis in axes for loop in axis]
+        places = [
+            base + sum(i * stride for i, (_, stride) in zip(at, loops, strict=True))
+            for at in product(*(range(size) for size, _ in loops))
+        ]
+        if places and max(places) >= len(rank_map):
+            raise self._origin.corrupt("a device mesh reaches beyond its ranks", got=f"place {max(places)}")
+        return shape, [rank_map[place] for place in places]
+
+    def _axes(self, layout: object) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        fields = attributes(layout)
+        if "axes" in fields:  # torch 2.13: a flat layout per axis
+            parts = [attributes(axis) for axis in fields["axes"]] if isinstance(fields["axes"], (list, tuple)) else []
+            pairs = [(part.get("shape"), part.get("stride")) for part in parts]
+        else:  # up to 2.12: one layout with an entry per axis
+            shape, stride = _tuple(fields.get("shape")), _tuple(fields.get("stride"))
+            pairs = list(zip(shape, stride, strict=False)) if len(shape) == len(stride) else []
+        axes = [(_flat(shape), _flat(stride)) for shape, stride in pairs]
+        if not axes or any(len(shape) != len(stride) or min((*shape, 1)) < 1 for shape, stride in axes):
+            raise self._origin.corrupt("a device mesh has no shape", got=f"{len(axes)} axes")
+        return axes
+
+    def _rank_map(self, fields: Mapping[str, Any]) -> list[int]:
+        if isinstance(fields.get("_rank_map"), ArchivedTensor):
+            return self._integers(fields["_rank_map"])
+        flat = _flat(fields.get("_flatten_rank_map"))
+        if not flat:
+            raise self._origin.corrupt("a device mesh has no ranks")
+        return list(flat)
+
+    def _integers(self, tensor: ArchivedTensor) -> list[int]:
+        """Return the values of a small tensor; only such tensors are read together with the metadata."""
+        if tensor.dtype not in _INTEGERS or prod(tensor.shape) > MAX_RANKS:
+            raise self._origin.corrupt("a device mesh's ranks are not integers", got=f"{tensor.dtype} {tensor.shape}")
+        values = self._record(tensor.key, _INTEGERS[tensor.dtype])
+        places: Sequence[int] = [tensor.storage_offset]
+        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+            places = [place + i * stride for place in places for i in range(size)]
+        return [values[place] for place in places]
+
+    def _record(self, key: str, dtype: np.dtype[Any]) -> list[int]:
+        if key not in self._values:
+            record = self._archive.records[key]
+            with open_regular(self._archive.path, self._rank) as file:
+                data = file.read(record.offset, record.nbytes)
+            # These values decide where all elements go, so they are proven now, and not when tensors are copied.
+            if self._archive.has_checksums and isal_zlib.crc32(data) != record.crc32:
+                raise self._origin.corrupt(
+                    "a device mesh's ranks fail their checksum",
+                    got=f"CRC {isal_zlib.crc32(data):08x}",
+                    want=f"CRC {record.crc32:08x}",
+                )
+            self._values[key] = np.frombuffer(data, dtype).tolist()
+        return self._values[key]
+
+
+def make_mesh(shape: tuple[int, ...], names: object, ranks: Sequence[int]) -> DeviceMesh:
+    """Return the mesh that a file describes; invalid names, and a wrong number of them, are replaced.
+
+    Raises:
+        LayoutError: it is not a grid of ranks.
+    """
+    if not _are_names(names, len(shape)):
+        names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.dialects.tensors.describe_mesh
+    return _mesh(shape, names, tuple(ranks))
+
+
+@lru_cache(maxsize=4096)
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+    """Return the same object for equal meshes, because all files of a run share a few."""
+    return DeviceMesh(shape, names, ranks)
+
+
+def _are_names(names: object, count: int) -> bool:
+    return isinstance(names, (list, tuple)) and len(names) == count == len({*names}) and all(map(is_name, names))
+
+
+def _tuple(value: object) -> tuple[object, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _flat(value: object) -> tuple[int, ...]:
+    """Return the integers of nested tuples; an empty tuple if they contain anything else."""
+    waiting, found = [value], list[int]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (list, tuple)):
+            waiting.extend(reversed(node))
+        elif type(node) is int and 0 <= node < 1 << 62:
+            found.append(node)
+        else:
+            return ()
+    return tuple(found)
+
+
+_MAX_EXTENT = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorPart:
+    """A rank's part of a DTensor."""
+
+    local: ArchivedTensor
+    layout: str
+    """The placements in the notation of layouts."""
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
+    """Global shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Has the methods of torch's placements (torch/distributed/tensor/placement_types.py)."""
+
+    def is_shard(self) -> bool:
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(_Placement):
+    """A replica, as `from_placements` reads it."""
+
+    def is_replicate(self) -> bool:
+        """Return True."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(_Placement):
+    """A part along a dim, as `from_placements` reads it."""
+
+    dim: int
+
+    def is_shard(self) -> bool:
+        """Return True."""
+        return True
+
+
+# `from_placements` knows this class and Partial by their names, as it knows torch's.
+@dataclass(frozen=True, slots=True)
+class _StridedShard(_Placement):
+    dim: int
+    split_factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(_Placement):
+    """Addends of a sum, as `from_placements` reads it."""
+
+    reduce_op: str
+
+    def is_partial(self) -> bool:
+        """Return True."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderEntry:
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+class DTensors:
+    """Reads the DTensors of one rank's file.
+
+    Args:
+        archive: the file.
+        rank: the rank in the file's name.
+    """
+
+    def __init__(self, archive: TorchArchive, rank: int) -> None:
+        self._origin = Origin(archive.path, rank)
+        self._meshes = Meshes(archive, rank)
+        self._layouts: dict[object, str] = {}
+
+    def read_part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
+        """Return the rank's part of a DTensor; None if the tensor's mesh does not contain the rank.
+
+        Raises:
+            ContradictionError: the file is another rank's.
+            CorruptError, UnsafeError: it is not a DTensor as torch writes it.
+            LayoutError: the notation cannot express its placements.
+        """
+        state = attributes(wrapper.state)
+        spec = state.get("_spec")
+        if not is_object(spec, "DTensorSpec"):
+            raise self._origin.corrupt(f"{quote(name)}: the DTensor has no spec", got=type(spec).__name__)
+        fields = attributes(spec)
+        meta = fields.get("tensor_meta")
+        if is_object(meta, "TensorMeta"):
+            assert isinstance(meta, InertRecord) and meta.args is not None
+            shape = sizes_of(meta.args[0], self._origin) if meta.args else None
+            if shape != wrapper.shape:
+                raise self._origin.corrupt(
+                    f"{quote(name)}: the DTensor records two shapes",
+                    got=f"{shape} in its spec",
+                    want=f"{wrapper.shape}",
+                )
+        mesh = self._meshes.find(fields.get("mesh"))
+        if mesh is None:
+            return None
+        local = read_local_tensor(state.get("_local_tensor"), quote(name), wrapper.dtype, self._origin)
+        placements = tuple(self._placement(name, value) for value in _members(fields.get("placements")))
+        order = tuple(self._order_entry(name, value) for value in _members(fields.get("shard_order")))
+        # A model has thousands of DTensors, but a handful of ways to cut them.
+        key = (mesh, placements, order, len(wrapper.shape))
+        if key not in self._layouts:
+            try:
+                self._layouts[key] = str(from_placements(mesh, placements, len(wrapper.shape), order))
+            except LayoutError as error:
+                again = "copy the file again from where it was written"
+                error.about(name, tensor=name, rank=self._origin.rank, file=self._origin.path, next_step=again)
+                raise
+            except (LookupError, ValueError) as error:
+                raise self._origin.corrupt(
+                    f"{quote(name)}: the DTensor's placements are damaged", got=str(error)
+                ) from None
+        return DTensorPart(local, self._layouts[key], mesh, wrapper.shape)
+
+    def _placement(self, name: str, value: object) -> _Placement:
+        fields = attributes(value)
+        kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
+        placement = build_placement(kind, fields)
+        if placement is not None:
+            return placement
+        raise LayoutError(
+            f"{name}: no layout can express one of its placements",
+            tensor=name,
+            rank=self._origin.rank,
+            file=self._origin.path,
+            got=quote(kind or type(value).__name__),
+            want="Shard, Replicate or _StridedShard",
+            next_step="redistribute the tensor to Shard or Replicate before it is saved",
+        )
+
+    def _order_entry(self, name: str, value: object) -> _OrderEntry:
+        match value:
+            case InertRecord(name="ShardOrderEntry", args=(int(dim), tuple() as axes)) if all(map(_is_small, axes)):
+                return _OrderEntry(dim, axes)
+        raise self._origin.corrupt(f"{quote(name)}: the DTensor's order of cuts is damaged", got=type(value).__name__)
+
+
+def build_placement(kind: str | None, fields: Mapping[str, Any]) -> _Placement | None:
+    """Return the placement of a class of torch and its attributes; None for others."""
+    dim, factor = fields.get("dim"), fields.get("split_factor")
+    match kind:
+        case "Replicate":
+            return Replicate()
+        case "Shard" if _is_small(dim):
+            return Shard(dim)
+        case "_StridedShard" if _is_small(dim) and _is_small(factor) and factor > 0:
+            return _StridedShard(dim, factor)
+        case "Partial" | "_Partial" if isinstance(fields.get("reduce_op"), str):
+            return Partial(fields["reduce_op"])
+    return None
+
+
+def _members(value: object) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _is_small(value: object) -> TypeGuard[int]:
+    return type(value) is int and -_MAX_EXTENT < value < _MAX_EXTENT
 
 
 @dataclass(frozen=True, slots=True)

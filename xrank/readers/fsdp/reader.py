@@ -1,31 +1,538 @@
-"""The readers of checkpoints with one ``torch.save`` of a state dict per rank: verl's, SkyRL's, accelerate's.
-
-torch records the place of each part: DTensors record mesh and placements, FSDP1's ShardedTensors their boxes. Plain
-tensors among them are replicas (buffers, parameters that FSDP ignores), and are compared as such.
-"""
+"""The readers of checkpoints with one torch.save of a state dict per rank: verl's, SkyRL's, accelerate's."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, TypeAlias
 
-from xrank.errors import ContradictionError
-from xrank.formats.regular_file import quote
+from xrank.dialects.tensors import box_nests
+from xrank.dtypes import dtype
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, XrankError, option
+from xrank.formats.regular_file import open_regular, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.torch_archive import TorchArchive
+from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
+from xrank.layout import DeviceMesh
+from xrank.layout.nests import Nest
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, Scheme, list_accelerate, list_verl
-from xrank.readers.fsdp.flat_parameters import Index, find_flat_pieces, flat_shards, is_flat
-from xrank.readers.fsdp.held_parts import check_kinds, collect_parts, locate_boxed_shards
-from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
+from xrank.readers.claims import HeldTensor, pieces_of, replicate
+from xrank.readers.fsdp.rank_files import FsdpRankFile, ShardedPart, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
 from xrank.stores import places
-from xrank.words import list_text
+from xrank.words import likewise_text, list_text, ranks_text
+
+# verl/utils/checkpoint/fsdp_checkpoint_manager.py: save_checkpoint; SkyRL uses the same names.
+_VERL = re.compile(r"model_world_size_([1-9]\d{0,8})_rank_(0|[1-9]\d{0,8})\.pt")
+_VERL_OTHERS = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
+_VERL_CONFIG = "fsdp_config.json"
+# accelerate/utils/fsdp_utils.py: save_fsdp_model. The number is the model's; LOCAL_STATE_DICT omits a 0.
+_ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_(0|[1-9]\d{0,4}))?_rank(0|[1-9]\d{0,8})\.bin")
+_MAX_CONFIG_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one model."""
+
+    folder: str
+    by_rank: dict[int, str] = field(default_factory=dict)
+    """Paths, by rising rank."""
+    world_size: int | None = None
+    """World size in the names; None if they do not contain it."""
+    skipped: tuple[str, ...] = ()
+    """Paths of the trainer's own files: optimizer, schedules."""
+
+    def check(self, world_size: int) -> None:
+        """Check that exactly the ranks of a world wrote files.
+
+        Raises:
+            IncompleteError: ranks are missing.
+            ContradictionError: there are more ranks.
+        """
+        beyond = [rank for rank in self.by_rank if rank >= world_size]
+        if beyond:
+            file = self.by_rank[beyond[0]]
+            raise ContradictionError(
+                f"{file} belongs to rank {beyond[0]}, but the run has {world_size} ranks",
+                rank=beyond[0],
+                file=file,
+                got=ranks_text(self.by_rank),
+                want=f"ranks 0 to {world_size - 1}",
+                next_step=f"move the files of another run to another folder, then {AGAIN}",
+            )
+        # A name may claim any number of ranks, so count the present ranks, not the absent ones.
+        if len(self.by_rank) == world_size:
+            return
+        first = next(rank for rank in range(world_size) if rank not in self.by_rank)
+        file = os.path.join(self.folder, self._name_of(first))
+        count = world_size - len(self.by_rank)
+        raise IncompleteError(
+            f"rank {first} of {world_size} left no {os.path.basename(file)} in {self.folder}"
+            + (f", nor did {count - 1} more ranks" if count > 1 else ""),
+            rank=first,
+            file=file,
+            got=f"files of {ranks_text(self.by_rank)}",
+            want=f"files of all {world_size} ranks",
+            next_step=f"copy {os.path.basename(file)} from the node of rank {first}, then {AGAIN}",
+        )
+
+    def _name_of(self, rank: int) -> str:
+        other, path = next(iter(self.by_rank.items()))
+        return re.sub(rf"(rank_?|_){other}\.", rf"\g<1>{rank}.", os.path.basename(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Naming scheme of a folder's files."""
+
+    format: str
+    pattern: re.Pattern[str]
+    example: str
+
+    def check_name(self, path: str, saved_as: str, rank: int) -> None:
+        """Check that a file has the name under which it was saved, if that is a name of this scheme.
+
+        Raises:
+            ContradictionError: it is another rank's or run's file, copied or renamed.
+        """
+        stem, suffix = os.path.splitext(os.path.basename(path))
+        if saved_as != stem and self.pattern.fullmatch(saved_as + suffix):
+            raise ContradictionError(
+                f"rank {rank}: {path} was saved under another name",
+                rank=rank,
+                file=path,
+                got=saved_as + suffix,
+                want=stem + suffix,
+                next_step=f"copy the file of rank {rank} again, or let all ranks write again",
+            )
+
+    def explain_mismatch(self, path: str) -> str | None:
+        """Return None if the folder contains such files, otherwise the reason against it."""
+        if not places.is_folder(path):
+            return "not a folder"
+        if any(self.pattern.fullmatch(entry) for entry in places.list_names(path)):
+            return None
+        return f"no {self.example} in it"
+
+
+VERL = Scheme("verl", _VERL, "model_world_size_<N>_rank_<r>.pt")
+ACCELERATE = Scheme("accelerate-ranks", _ACCELERATE, "pytorch_model_fsdp_rank<r>.bin")
+
+
+def list_verl(folder: str) -> RankFiles:
+    """Return the model's files in a folder of verl's or SkyRL's.
+
+    Raises:
+        ContradictionError: the folder contains files of several worlds, or ``fsdp_config.json`` records another one.
+        IncompleteError: a rank is missing.
+    """
+    entries = sorted(places.list_names(folder))
+    worlds: dict[int, dict[int, str]] = {}
+    for entry in entries:
+        match = _VERL.fullmatch(entry)
+        if match is not None:
+            worlds.setdefault(int(match[1]), {})[int(match[2])] = os.path.join(folder, entry)
+    if not worlds:
+        raise _empty_error(folder, VERL)
+    recorded = _read_world_size(folder)
+    if len(worlds) > 1 or (recorded is not None and recorded not in worlds):
+        file = next(iter(worlds[max(worlds)].values())) if recorded is None or len(worlds) > 1 else _config(folder)
+        found = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
+        raise ContradictionError(
+            f"{file} belongs to another run than other files beside it",
+            file=file,
+            got=found + (f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""),
+            want="one world size",
+            next_step=f"move the files of another run to another folder, then {AGAIN}",
+        )
+    ((world_size, by_rank),) = worlds.items()
+    files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, _paths(folder, entries, _VERL_OTHERS))
+    files.check(world_size)
+    return files
+
+
+def _paths(folder: str, entries: Iterable[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
+    return tuple(os.path.join(folder, entry) for entry in entries if pattern.fullmatch(entry))
+
+
+def _config(folder: str) -> str:
+    return os.path.join(folder, _VERL_CONFIG)
+
+
+def _read_world_size(folder: str) -> int | None:
+    """Return the world size in ``fsdp_config.json``; None without a readable one, as in older verl."""
+    try:
+        with open_regular(_config(folder)) as file:
+            content = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+    except (XrankError, ValueError, RecursionError):
+        return None
+    size = content.get("world_size") if isinstance(content, dict) else None
+    return size if type(size) is int else None
+
+
+def list_accelerate(path: str) -> RankFiles:
+    """Return the files of the one model in a folder of accelerate's, or of the model to which a given file belongs.
+
+    Raises:
+        UsageError: the folder contains several models.
+        IncompleteError: a rank below the last one is missing.
+    """
+    folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
+    models: dict[str, dict[int, str]] = {}
+    for entry in sorted(places.list_names(folder)):
+        match = _ACCELERATE.fullmatch(entry)
+        if match is not None:
+            models.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)
+    if not models:
+        raise _empty_error(folder, ACCELERATE)
+    if path != folder:
+        named = _ACCELERATE.fullmatch(os.path.basename(path))
+        models = {k: ranks for k, ranks in models.items() if named is not None and k == (named[1] or "")} or models
+    if len(models) > 1:
+        files = [next(iter(ranks.values())) for _, ranks in sorted(models.items())]
+        raise UsageError(
+            f"{folder} contains {len(models)} models",
+            file=folder,
+            got=list_text(map(os.path.basename, files), 10),
+            want="one",
+            next_step=f"give the path of a file of one model, such as {files[0]}",
+        )
+    ((_, by_rank),) = models.items()
+    found = RankFiles(folder, dict(sorted(by_rank.items())))
+    found.check(max(by_rank) + 1)
+    return found
+
+
+def _empty_error(folder: str, scheme: Scheme) -> IncompleteError:
+    return IncompleteError(
+        f"no rank left a file in {folder}", file=folder, want=scheme.example, next_step="check the path"
+    )
+
+
+_NAME = "_flat_param"
+_ALIGNMENT_NBYTES = 16
+"""Alignment of parameters (torch/distributed/fsdp/_flat_param.py: _get_aligned_numel)."""
+
+Index: TypeAlias = Callable[[str], int]
+"""Key of a record in a rank's file -> its number in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A rank's elements of one parameter."""
+
+    held: HeldTensor
+    buffer: str
+    start: int
+    """Index in the whole buffer."""
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPieces:
+    """The pieces of named parameters, and the buffers without names."""
+
+    by_name: Mapping[str, tuple[_Piece, ...]]
+    nameless: tuple[str, ...]
+
+
+def is_flat(name: str) -> bool:
+    """Return whether a ShardedTensor of that name is a flat parameter."""
+    return name.rpartition(".")[2] == _NAME
+
+
+def find_flat_pieces(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]) -> FlatPieces:
+    """Return the places of all named parameters in their flat parameters.
+
+    Args:
+        files: the files of all ranks.
+        indexes: for each rank the numbers of its records.
+
+    Raises:
+        ContradictionError: a tensor is a piece on one rank and a whole tensor on another.
+        IncompleteError: elements of a buffer belong to no name.
+    """
+    found: dict[str, list[_Piece]] = {}
+    buffers: dict[str, None] = {}
+    for file in files:
+        at = {}
+        for name, part in file.sharded.items():
+            if is_flat(name):
+                buffers[name] = None
+                # Named parameters are views of the buffer's storage, so they share its record's key.
+                at.update({tensor.key: (name, box, tensor) for box, tensor in part.shards if len(box) == 1})
+        for name, tensor in file.plain.items():
+            if tensor.key not in at or len(tensor.shape) != 1 or not tensor.shape[0]:
+                continue
+            buffer, ((low, high),), whole = at[tensor.key]
+            start = low + tensor.storage_offset - whole.storage_offset
+            stop = start + tensor.shape[0]
+            if not low <= start < stop <= high or tensor.strides != (1,):
+                raise file.origin.corrupt(
+                    f"{name} reaches beyond the rank's range of {buffer}",
+                    got=f"{start}:{stop}",
+                    want=f"in {low}:{high}",
+                )
+            index = indexes[file.rank](tensor.key)
+            held = HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index)
+            found.setdefault(name, []).append(_Piece(held, buffer, start, stop))
+    for file in files:
+        for name in found:
+            held_by = {piece.held.rank for piece in found[name]}
+            if file.rank not in held_by and name in file.plain and 0 not in file.plain[name].shape:
+                raise ContradictionError(
+                    f"{name}: it is a piece of a flat parameter on {ranks_text(held_by)}, but a whole "
+                    f"tensor on rank {file.rank}",
+                    tensor=name,
+                    rank=file.rank,
+                    file=file.archive.path,
+                    got=f"shape {list(file.plain[name].shape)}",
+                    next_step="all ranks must come from one run; save again",
+                )
+    named = {piece.buffer for pieces in found.values() for piece in pieces}
+    for buffer in named:
+        _check_gaps(buffer, files, [piece for pieces in found.values() for piece in pieces if piece.buffer == buffer])
+    return FlatPieces(
+        {name: tuple(pieces) for name, pieces in found.items()}, tuple(name for name in buffers if name not in named)
+    )
+
+
+def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Piece]) -> None:
+    """Check that only padding lies between the parameters."""
+    parts = [file.sharded[buffer] for file in files if buffer in file.sharded]
+    size = parts[0].shape[0]
+    padding = _ALIGNMENT_NBYTES // dtype(parts[0].dtype).nbytes
+    stand = 0
+    # The buffer's end is the last entry, so that the gap before it is checked, too.
+    for start, stop in [*sorted({(piece.start, piece.stop) for piece in pieces}), (size, size)]:
+        # The end is also padded to a multiple of the number of ranks.
+        room = padding if start < size else padding + len(parts)
+        if start - stand > room:
+            raise ContradictionError(
+                f"{buffer}: elements {stand} to {start - 1} belong to no named parameter",
+                tensor=buffer,
+                file=files[0].archive.path,
+                got=f"{start - stand} elements",
+                want=f"at most {room} of padding",
+                next_step="save the whole state dict, with all its names",
+            )
+        stand = max(stand, stop)
+
+
+def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> list[StoredShard]:
+    """Return every named parameter with its pieces.
+
+    Args:
+        pieces: the result of `find_flat_pieces`.
+        shapes: global shapes by name, which the format does not record.
+
+    Raises:
+        IncompleteError: pieces of a parameter are missing.
+        ContradictionError: its ranks disagree about its type.
+        LayoutError: shapes are unknown; the error lists all such parameters.
+    """
+    unknown = {name: _extent(name, own) for name, own in pieces.by_name.items() if name not in shapes}
+    if unknown:
+        name, (start, stop) = next(iter(unknown.items()))
+        more = likewise_text([other for other in unknown if other != name])
+        raise LayoutError(
+            f"{name}: a flat parameter contains its elements but not its shape{more}",
+            tensor=name,
+            file=pieces.by_name[name][0].held.file,
+            got=f"{stop - start} elements",
+            want="the tensor's whole shape in a base model",
+            next_step=f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )
+    return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
+
+
+def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
+    """Return a parameter's range of its buffer, after checking that its pieces leave no hole."""
+    # A set, because replicas repeat a range.
+    ranges = sorted({(piece.start, piece.stop) for piece in pieces})
+    if len({piece.buffer for piece in pieces}) > 1 or len({piece.held.dtype for piece in pieces}) > 1:
+        first, other = pieces[0], next(p for p in pieces if (p.buffer, p.held.dtype) != _kind(pieces[0]))
+        raise other.held.contradiction(
+            name,
+            f"ranks {first.held.rank} and {other.held.rank} disagree about its flat parameter or its type",
+            got=str((other.buffer, other.held.dtype)),
+            want=str(_kind(first)),
+            next_step="all ranks must come from one run; save again",
+        )
+    stand = ranges[0][0]
+    for start, stop in ranges:
+        if start != stand:
+            raise IncompleteError(
+                f"{name}: elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank",
+                tensor=name,
+                file=pieces[0].held.file,
+                got=ranks_text(piece.held.rank for piece in pieces),
+                want="a piece on every rank in between",
+                next_step="save the state dict of all ranks again",
+            )
+        stand = stop
+    return ranges[0][0], stand
+
+
+def _kind(piece: _Piece) -> tuple[str, str]:
+    return piece.buffer, piece.held.dtype
+
+
+def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> StoredShard:
+    first, stop = _extent(name, pieces)
+    if prod(shape) != stop - first:
+        raise LayoutError(
+            f"{name}: the base model's shape does not fit the number of elements in the flat parameter",
+            tensor=name,
+            file=pieces[0].held.file,
+            got=f"{stop - first} elements",
+            want=f"{prod(shape)}, for the shape {list(shape)}",
+            next_step="give the base model that was trained",
+        )
+    nests = []
+    for piece in pieces:
+        count = piece.stop - piece.start
+        nests.append((Nest(0, piece.start - first, ((count, 1, 1),) if count > 1 else ()),))
+    return pieces_of(name, [piece.held for piece in pieces], shape, nests)
+
+
+def make_nameless_error(buffer: str, file: FsdpRankFile) -> LayoutError:
+    """Return the error for a buffer whose members' names and shapes are not recorded."""
+    return LayoutError(
+        f"{buffer}: a flat parameter that records neither names nor shapes of its members",
+        tensor=buffer,
+        file=file.archive.path,
+        rank=file.rank,
+        got=f"{file.sharded[buffer].shape[0]} elements",
+        want="parameters by name",
+        next_step="save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it into the same model first), or give a rule "
+        f'like "{buffer}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}',
+    )
+
+
+_AGAIN = "all files must come from one save of one run; copy them again"
+
+
+def check_kinds(files: Sequence[FsdpRankFile]) -> None:
+    """Check that each name is one kind of tensor on all ranks.
+
+    Raises:
+        ContradictionError: it is not.
+    """
+    kinds: dict[str, tuple[FsdpRankFile, str]] = {}
+    for file in files:
+        for kind, names in (("DTensor", file.dtensors), ("ShardedTensor", file.sharded), ("plain tensor", file.plain)):
+            for name in names:
+                first, before = kinds.setdefault(name, (file, kind))
+                if before != kind:
+                    raise ContradictionError(
+                        f"{name}: it is a {before} on rank {first.rank} and a {kind} on rank {file.rank}",
+                        tensor=name,
+                        rank=file.rank,
+                        file=file.archive.path,
+                        got=kind,
+                        want=before,
+                        next_step=_AGAIN,
+                    )
+
+
+def collect_parts(
+    files: Sequence[FsdpRankFile], indexes: Mapping[int, Index], pieces: FlatPieces, world_size: int, hints: Hints
+) -> dict[str, list[HeldTensor]]:
+    """Return the ranks' parts of each tensor that a layout places, by name and rising rank.
+
+    Beside DTensors and ShardedTensors, plain tensors are replicas, because torch saves cut tensors as one of those two.
+    If no file contains either, hints place the plain tensors.
+
+    Raises:
+        LayoutError: a flat parameter records no names, and the caller gives no layout for it.
+    """
+    held: dict[str, list[HeldTensor]] = {}
+    are_replicas = any(file.dtensors or file.sharded for file in files)
+    world = DeviceMesh((world_size,), ("rank",))
+    for file in files:
+        index = indexes[file.rank]
+        for name, part in file.dtensors.items():
+            plain = _part_of(file, part.local, index)
+            held.setdefault(name, []).append(
+                replace(plain, layout=part.layout, mesh=part.mesh, global_shape=part.shape)
+            )
+        for name, tensor in file.plain.items():
+            if name in pieces.by_name:
+                continue
+            plain = _part_of(file, tensor, index)
+            # A rule of the layout file overrides this assumption.
+            if are_replicas and not _has_rule(hints, name):
+                plain = replicate(plain, world)
+            held.setdefault(name, []).append(plain)
+        for name in pieces.nameless:
+            if name not in file.sharded:
+                continue
+            if not _has_rule(hints, name):
+                raise make_nameless_error(name, file)
+            held.setdefault(name, []).extend(_part_of(file, tensor, index) for _, tensor in file.sharded[name].shards)
+    return held
+
+
+def _has_rule(hints: Hints, name: str) -> bool:
+    return hints.layouts is not None and hints.layouts.rule_for(name) is not None
+
+
+def _part_of(file: FsdpRankFile, tensor: ArchivedTensor, index: Index) -> HeldTensor:
+    return HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index(tensor.key))
+
+
+def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]) -> list[StoredShard]:
+    """Return every ShardedTensor that is not a flat parameter, with all its boxes.
+
+    Raises:
+        ContradictionError: ranks disagree about a tensor.
+    """
+    shards = []
+    for name in dict.fromkeys(name for file in files for name in file.sharded if not is_flat(name)):
+        parts = [(file, file.sharded[name]) for file in files if name in file.sharded]
+        _, first = parts[0]
+        held, nests = [], []
+        for file, part in parts:
+            _check_same(name, file, part, first)
+            for box, tensor in part.shards:
+                held.append(_part_of(file, tensor, indexes[file.rank]))
+                nests.append(box_nests(box, part.shape))
+        if held:
+            shards.append(pieces_of(name, held, first.shape, nests))
+        elif first.boxes:
+            file = parts[0][0]
+            raise ContradictionError(
+                f"{name}: no rank holds any of it",
+                tensor=name,
+                file=file.archive.path,
+                got="no shard",
+                want=f"{len(first.boxes)} shards",
+                next_step=_AGAIN,
+            )
+    return shards
+
+
+def _check_same(name: str, file: FsdpRankFile, part: ShardedPart, first: ShardedPart) -> None:
+    got, want = (f"{p.dtype} {list(p.shape)} in {len(p.boxes)} shards" for p in (part, first))
+    if (part.dtype, part.shape, part.boxes) != (first.dtype, first.shape, first.boxes):
+        raise ContradictionError(
+            f"{name}: ranks disagree about its type, shape or shards",
+            tensor=name,
+            rank=file.rank,
+            file=file.archive.path,
+            got=got,
+            want=want,
+            next_step=_AGAIN,
+        )
+
 
 _STEP = re.compile(r"(?:.*[^a-z])?(?:global_step|checkpoint|step|epoch)[-_]?0*(\d{1,18})")
 _MAX_SHOWN = 8

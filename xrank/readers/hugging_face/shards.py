@@ -1,28 +1,173 @@
-"""Reads the output of torch's `HuggingFaceStorageWriter`: each rank's pieces of tensors in safetensors files.
-
-A file is ``shard-<rank, from 1>-model-<file>-of-<files>.safetensors``. Its header records the offsets of each piece in
-the whole tensor (torch/distributed/checkpoint/hf_storage.py, filesystem.py), but no file records the whole's shape. The
-reader infers the shape from the pieces, and accepts it only with a proof: a base model's shapes, a recipe with the
-sizes of config.json, or the number of ranks if each of them has all files.
-"""
+"""Reads the output of torch's HuggingFaceStorageWriter: each rank's pieces of tensors in safetensors files."""
 
 from __future__ import annotations
 
 import os
+import re
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import prod
 
-from xrank.dialects.boxes import Box, box_text, boxes_overlap, volume
+import numpy as np
+
+from xrank.dialects.tensors import Box, box_nests, box_text, boxes_overlap, volume
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, option
-from xrank.formats.safetensors_header import read_header
-from xrank.plan.source import StoredModel
-from xrank.readers.advice import ONE_SAVE
+from xrank.formats.dcp_items import read_saved_offsets
+from xrank.formats.regular_file import Origin
+from xrank.formats.safetensors_header import SafetensorsHeader, read_header
+from xrank.layout.nest_table import NestTable
+from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.hugging_face.shard_grid import ShardGrid, is_shard_name, shard_grid
-from xrank.readers.hugging_face.shard_pieces import ShardPieces
+from xrank.readers.records import ONE_SAVE, Records
 from xrank.stores import places
-from xrank.words import list_text
+from xrank.words import list_text, ranks_text
+
+_NAME = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
+_MAX_SHOWN = 20
+
+
+def is_shard_name(name: str) -> bool:
+    """Return whether a file of that name contains pieces, not whole tensors."""
+    return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGrid:
+    """The files that are present."""
+
+    folder: str
+    files: Mapping[tuple[int, int], str]
+    """(rank, file), both from 1 -> path."""
+    num_files: int
+    num_ranks: int | None = None
+    """Number of ranks that saved, as the user states it; None: it is not known."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks with a file, from 1."""
+        return sorted({rank for rank, _ in self.files})
+
+    def holes(self) -> list[str]:
+        """Return the paths of files that may be missing; a rank without a piece for a file writes none."""
+        # A name may claim any rank and number of files, so the list ends at what can be shown.
+        absent = (
+            self._name(rank, number)
+            for rank in range(1, (self.num_ranks or max(self.ranks)) + 1)
+            for number in range(1, self.num_files + 1)
+            if (rank, number) not in self.files
+        )
+        return list(islice(absent, _MAX_SHOWN))
+
+    def _name(self, rank: int, number: int) -> str:
+        return os.path.join(self.folder, f"shard-{rank:05d}-model-{number:05d}-of-{self.num_files:05d}.safetensors")
+
+    def text(self) -> str:
+        """Return a short description of the ranks that wrote files."""
+        holes = [os.path.basename(file) for file in self.holes()]
+        text = f"files of {ranks_text(self.ranks)} (from 1)"
+        return text + (f", without {', '.join(holes[:3])}{' and more' if len(holes) > 3 else ''}" if holes else "")
+
+
+def shard_grid(folder: str) -> ShardGrid:
+    """Return the shards in a folder.
+
+    Raises:
+        IncompleteError: the folder contains no shard.
+        ContradictionError: they belong to several saves.
+    """
+    worlds: dict[int, dict[tuple[int, int], str]] = {}
+    for entry in sorted(places.list_names(folder) if places.is_folder(folder) else []):
+        match = _NAME.fullmatch(entry)
+        if match is not None:
+            rank, number, count = map(int, match.groups())
+            if rank < 1 or not 1 <= number <= count:
+                raise ContradictionError(
+                    f"{entry}: its name has an impossible rank or file number",
+                    file=os.path.join(folder, entry),
+                    got=f"rank {rank}, file {number} of {count}",
+                    want="numbers from 1",
+                    next_step=ONE_SAVE,
+                )
+            worlds.setdefault(count, {})[rank, number] = os.path.join(folder, entry)
+    if not worlds:
+        raise IncompleteError(
+            f"{folder} contains no shards", file=folder, want="shard-*.safetensors", next_step="check the path"
+        )
+    if len(worlds) > 1:
+        few = min(worlds.values(), key=len)
+        file = next(iter(few.values()))
+        raise ContradictionError(
+            f"{os.path.basename(file)} belongs to another save than the files beside it in {folder}",
+            file=file,
+            got="; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
+            want="files of one save",
+            next_step=ONE_SAVE,
+        )
+    ((count, files),) = worlds.items()
+    return ShardGrid(folder, files, count)
+
+
+@dataclass(slots=True)
+class ShardPieces:
+    """Every tensor's pieces, as rows of numbers; a million of them take a few arrays."""
+
+    records: Records = field(default_factory=Records)
+    names: dict[str, str] = field(default_factory=dict)
+    """Name -> element type."""
+    rows: dict[str, array[int]] = field(default_factory=dict)
+    """Name -> for each piece: rank, record, then first index and end in each dim."""
+    ndim: dict[str, int] = field(default_factory=dict)
+
+    def add(self, rank: int, header: SafetensorsHeader) -> None:
+        """Add the pieces in one file."""
+        offsets = read_saved_offsets(header, Origin(header.path))
+        record_of = self.records.add_safetensors(header)
+        for tensor in header.tensors:
+            dtype = self.names.setdefault(tensor.name, tensor.dtype)
+            ndim = self.ndim.setdefault(tensor.name, len(tensor.shape))
+            if (dtype, ndim) != (tensor.dtype, len(tensor.shape)):
+                raise ContradictionError(
+                    f"{tensor.name}: rank {rank}'s piece has another type than earlier pieces",
+                    tensor=tensor.name,
+                    file=header.path,
+                    got=f"{tensor.dtype}, {len(tensor.shape)} dims",
+                    want=f"{dtype}, {ndim} dims",
+                    next_step=ONE_SAVE,
+                )
+            row = self.rows.setdefault(tensor.name, array("q"))
+            row.extend((rank, record_of(tensor)))
+            for at, size in zip(offsets[tensor.name], tensor.shape, strict=True):
+                row.extend((at, at + size))
+
+    def table(self, name: str) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """Return a tensor's rows."""
+        return np.frombuffer(self.rows[name], dtype=np.int64).reshape(-1, 2 + 2 * self.ndim[name])
+
+    def reach(self, name: str) -> tuple[int, ...]:
+        """Return the smallest shape that contains all pieces."""
+        return tuple(self.table(name)[:, 3::2].max(axis=0).tolist())
+
+    def boxes(self, name: str) -> list[Box]:
+        """Return the pieces' index ranges."""
+        return [tuple(zip(row[2::2], row[3::2], strict=True)) for row in self.table(name).tolist()]
+
+    def shard(self, name: str, shape: tuple[int, ...]) -> StoredShard:
+        """Return a tensor with its pieces."""
+        table = self.table(name)
+        nests = [box_nests(box, shape) for box in self.boxes(name)]
+        kept = [i for i, nest in enumerate(nests) if nest]
+        return StoredShard(
+            name,
+            self.names[name],
+            shape,
+            # File names count ranks from 1.
+            table[kept, 0] - 1,
+            table[kept, 1].copy(),
+            NestTable.from_nests([nests[i][0] for i in kept]),
+        )
+
 
 _SUBFOLDER = "sharded"
 """Subfolder for the shards if the writer also consolidates them (_hf_utils.py: SHARDED_DIR_NAME)."""

@@ -1,6 +1,6 @@
 """Describes a live model from the ranks' descriptions of their parts, which lie in the ranks' memory.
 
-It turns every rank's `xrank.readers.live.local_model.LocalModel.describe` into one `StoredModel`. Each record is one
+It turns every rank's `xrank.readers.live.modules.LocalModel.describe` into one `StoredModel`. Each record is one
 rank's view, and each file stands for one rank's memory.
 """
 
@@ -22,7 +22,7 @@ from xrank.layout.nest_table import IntArray, int_array
 from xrank.layout.nests import row_major
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.held_tensor import HeldTensor, replicate
+from xrank.readers.claims import HeldTensor, replicate
 from xrank.readers.placement import place_all
 
 _UNKNOWN = TensorRecord()

@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.dialects.megatron.layouts import DECODER, LAYER
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.entries import parse_json
@@ -23,10 +22,17 @@ from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import RecordedHash, StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
-from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
-from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
-from xrank.readers.megatron.folder import check_iteration, explain_mismatch, resolve_folder, sibling_iterations
+from xrank.readers.dcp import DcpPieces, file_notes, find_other_files, locate, rank_of_file, read_backend
+from xrank.readers.megatron.layouts import DECODER, LAYER
+from xrank.readers.megatron.run import (
+    ParallelSizes,
+    check_iteration,
+    explain_mismatch,
+    parallel_sizes,
+    plain_args,
+    resolve_folder,
+    sibling_iterations,
+)
 from xrank.readers.records import note_bare_files, note_foreign_names
 from xrank.stores import places
 from xrank.words import list_text, plural, size_text

@@ -1,0 +1,698 @@
+"""DTensor's terms and boxes: placements list one cut per mesh axis, a layout lists the cuts of each dim."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from math import prod
+from typing import Any, TypeAlias
+
+from xrank.errors import LayoutError
+from xrank.layout.local_part import local_part
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.nests import Loop, Nest, canonical
+from xrank.layout.notation import (
+    Count,
+    LayoutTree,
+    Node,
+    Parts,
+    Product,
+    Size,
+    Split,
+    SplitKind,
+    Where,
+    render,
+    render_dim,
+)
+from xrank.layout.tensor_layout import TensorLayout, free_size_names
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """One dim: its size, and the axes that cut it, the first cut first: evenly ("/") or into ceil chunks ("/~")."""
+
+    size: int | str
+    """The size of one piece."""
+    splits: tuple[tuple[str, SplitKind], ...]
+    pieces: int = 1
+    """Number of equal pieces of the dim, end to end, each cut by itself, such as packed gate and up."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut the dim, in the order of the cuts."""
+        return tuple(axis for axis, _ in self.splits)
+
+
+def chain_cuts(size: int | str, axes: Sequence[str], kind: SplitKind) -> Node:
+    """Return a dim that these axes cut one after another, with the same kind of split."""
+    node: Node = Size(size)
+    for axis in axes:
+        node = Split(node, axis, kind)
+    return node
+
+
+def cuts_of(
+    layout: TensorLayout, dialect: str, *, packed: bool = False, where: bool = False, sums: bool = False
+) -> tuple[Cuts, ...]:
+    """Return a layout as one chain of cuts per dim.
+
+    Args:
+        layout: any layout.
+        dialect: the name of the dialect in the plural, for errors.
+        packed: whether a dim may have several equal pieces: ``2 f/tp``, ``<gate: f/tp | up: f/tp>``.
+        where: whether the layout may have a "where" clause, which the caller converts.
+        sums: whether it may have "sum" clauses, which the caller converts.
+
+    Raises:
+        LayoutError: the layout holds something else; the error names it.
+    """
+    tree = layout.tree
+    beyond = _clauses(LayoutTree((), tree.view, () if where else tree.where, () if sums else tree.sums))
+    if beyond:
+        raise LayoutError(
+            f"{dialect} cannot express {beyond!r} of the layout {layout}",
+            got=beyond,
+            want="a layout without it",
+        )
+    passed = _clauses(LayoutTree((), None, tree.where, tree.sums))
+    text = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]" + (passed and f" {passed}")
+    if str(layout) != text:
+        raise LayoutError(
+            f"{dialect} cannot express the layout {layout}: it is more than its dims",
+            got=str(layout),
+            want=f"dims alone, such as {text}",
+        )
+    every: list[Cuts] = []
+    for i, dim in enumerate(layout.dims):
+        pieces, piece = _pieces_of(dim) if packed else (1, dim)
+        every.append(replace(_cuts_of_dim(piece, i, layout, dialect), pieces=pieces))
+    return tuple(every)
+
+
+def _clauses(tree: LayoutTree) -> str:
+    return render(tree).removeprefix("[]").strip()
+
+
+def _pieces_of(dim: Node) -> tuple[int, Node]:
+    """Return the number of equal pieces of a dim, and one of them; (1, the dim) for a dim without pieces."""
+    match dim:
+        case Product((Size(int(pieces)), piece)) if pieces > 0:
+            return pieces, piece
+        # Parts with equal texts have equal sizes: a name has one value in the whole layout.
+        case Parts(parts) if len({part.of for part in parts}) == 1:
+            return len(parts), parts[0].of
+    return 1, dim
+
+
+def _cuts_of_dim(dim: Node, number: int, layout: TensorLayout, dialect: str) -> Cuts:
+    node: Node = dim
+    splits: list[tuple[str, SplitKind]] = []
+    while isinstance(node, Split) and isinstance(node.of, Split | Size):
+        before = render_dim(node.of)
+        # Compare the text, too: a later notation may give splits more fields, which must not be lost.
+        if node.kind not in ("/", "/~") or render_dim(node) != f"{before}{node.kind}{node.axis}":
+            raise LayoutError(
+                f"{dialect} cannot express dim {number} of the layout {layout}: {dialect} have no such split",
+                got=render_dim(node).removeprefix(before),
+                want='"/", an even split, or "/~", ceil chunks',
+            )
+        splits.append((node.axis, node.kind))
+        node = node.of
+    if not isinstance(node, Size):
+        raise LayoutError(
+            f"{dialect} cannot express dim {number} of the layout {layout}: {render_dim(node)} is not one size "
+            "that axes cut",
+            got=f"{type(node).__name__} {render_dim(node)}",
+            want="one size, cut by axes",
+        )
+    return Cuts(node.value, tuple(reversed(splits)))
+
+
+def resolve_mesh(layout: TensorLayout, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of a layout: its own or the given one, which must be equal if both exist."""
+    if mesh is None and layout.device_mesh is None:
+        raise LayoutError(f"the layout {layout} has no mesh", want="a layout with a mesh, or a mesh besides")
+    if mesh is not None:
+        layout.with_mesh(mesh)  # raises for another mesh, and for axes that the mesh lacks
+        return mesh
+    assert layout.device_mesh is not None
+    return layout.device_mesh
+
+
+def is_even_split(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
+    """Return whether the cuts give all ranks equal parts of a dim of that size."""
+    return size % (cuts.pieces * prod(mesh.axis_length(axis) for axis in cuts.axes)) == 0
+
+
+def even_axes_of(
+    layout: TensorLayout, dialect: str, mesh: DeviceMesh | None, shape: Sequence[int] | None
+) -> tuple[tuple[str, ...], ...]:
+    """Return per dim the axes that cut it evenly, for dialects without uneven parts.
+
+    Ceil chunks are even only for some sizes, so a dim cut so needs the tensor's shape and a mesh.
+
+    Raises:
+        LayoutError: a dim is or may be uneven; or as `cuts_of`.
+    """
+    every = cuts_of(layout, dialect)
+    if shape is not None and len(shape) != len(every):
+        raise LayoutError(f"the layout {layout} does not fit the shape {tuple(shape)}", want=f"{len(every)} dims")
+    for i, cuts in enumerate(every):
+        if shape is not None and cuts.splits:
+            lengths = resolve_mesh(layout, mesh)
+            if not is_even_split(cuts, shape[i], lengths):
+                raise LayoutError(
+                    f"{dialect} cannot express dim {i} of the layout {layout}: {dialect} cut evenly only",
+                    got=f"{shape[i]} positions over {prod(lengths.axis_length(axis) for axis in cuts.axes)} parts",
+                    want="a size that divides",
+                )
+        elif any(kind == "/~" for _, kind in cuts.splits):
+            raise LayoutError(
+                f"{dialect} cannot express dim {i} of the layout {layout}: {dialect} cut evenly only",
+                got=render_dim(layout.dims[i]),
+                want='even splits, "/"',
+                next_step="also give the tensor's shape: where it divides, ceil chunks are even",
+            )
+    return tuple(cuts.axes for cuts in every)
+
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Per dim of the global tensor: the first position, and the position after the last."""
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return prod(high - low for low, high in box)
+
+
+def box_text(box: Box) -> str:
+    """Return a box as a Python slice, such as ``[0:2, 0:4]``."""
+    return "[" + ", ".join(f"{low}:{high}" for low, high in box) + "]"
+
+
+def boxes_overlap(a: Box, b: Box) -> bool:
+    """Return whether two non-empty boxes share an element."""
+    return all(low < other[1] and other[0] < high for (low, high), other in zip(a, b, strict=True))
+
+
+def box_nests(box: Box, shape: Sequence[int]) -> tuple[Nest, ...]:
+    """Return the nest that fills a local tensor of the box's size; an empty box has no nest."""
+    if not volume(box):
+        return ()
+    loops: list[Loop] = []
+    start, local_stride, global_stride = 0, 1, 1
+    for (low, high), size in zip(reversed(box), reversed(shape), strict=True):
+        loops.insert(0, (high - low, local_stride, global_stride))
+        start += low * global_stride
+        local_stride *= high - low
+        global_stride *= size
+    return (canonical(Nest(0, start, tuple(loops))),)
+
+
+def range_of(axes: Sequence[str], size: int, mesh: DeviceMesh, at: Mapping[str, int]) -> tuple[int, int]:
+    """Return the range at a place after cuts by these axes in turn, each into ceil chunks."""
+    low, high = 0, size
+    for axis in axes:
+        chunk = -(-(high - low) // mesh.axis_length(axis))
+        low, high = min(low + at[axis] * chunk, high), min(low + (at[axis] + 1) * chunk, high)
+    return low, high
+
+
+def layout_of_boxes(boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int]) -> TensorLayout | None:
+    """Return the layout under which every rank holds its box; None if no cuts by axes give these boxes.
+
+    Args:
+        boxes: rank -> its box; None for a rank that holds nothing.
+        mesh: the mesh of exactly these ranks.
+        shape: the tensor's global shape.
+    """
+    # A rank without a box is past the end of one dim, but of which one is unknown: try each, the same for all ranks.
+    for empty_dim in range(len(shape)) if None in boxes.values() else (-1,):
+        layout = _search_layout(boxes, mesh, shape, empty_dim)
+        # The search went dim by dim and ignored empty ranges, so its result must be proven for every rank.
+        if layout is not None and _is_met(layout, boxes, mesh, shape):
+            return layout
+    return None
+
+
+def _is_met(layout: TensorLayout, boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int]) -> bool:
+    for rank, box in boxes.items():
+        part = local_part(layout, mesh, mesh.coordinate(rank), shape)
+        if part is None or part.nests != (() if box is None else box_nests(box, shape)):
+            return False
+    return True
+
+
+def _search_layout(
+    boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int], empty_dim: int
+) -> TensorLayout | None:
+    names = free_size_names(len(shape), mesh.axis_names)
+    dims: list[Node] = []
+    used = set[str]()
+    for dim, size in enumerate(shape):
+        # An empty range may begin anywhere.
+        ranges = {
+            rank: box[dim] if box[dim][1] > box[dim][0] else (0, 0) for rank, box in boxes.items() if box is not None
+        }
+        if dim == empty_dim:
+            ranges |= {rank: (0, 0) for rank, box in boxes.items() if box is None}
+        axes = _axes_of_dim(ranges, size, mesh)
+        listed = _list_cut(ranges, size, mesh) if axes is None else None
+        if listed is not None:
+            axes = (listed[0],)
+        if axes is None or used & set(axes):
+            return None
+        used |= set(axes)
+        if listed is not None:
+            dims.append(Split(Size(names[dim]), listed[0], "/", sizes=listed[1]))
+            continue
+        cuts = Cuts(names[dim], tuple((axis, "/") for axis in axes))
+        dims.append(chain_cuts(names[dim], axes, "/" if is_even_split(cuts, size, mesh) else "/~"))
+    return TensorLayout.from_dims(dims, mesh)
+
+
+def _list_cut(
+    ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceMesh
+) -> tuple[str, tuple[Count, ...]] | None:
+    """Return the one axis that cuts a dim into these ranges, and their sizes; None if none does so."""
+    for axis in mesh.axis_names:
+        found: dict[int, tuple[int, int]] = {}
+        if any(found.setdefault(mesh.coordinate(rank)[axis], each) != each for rank, each in ranges.items()):
+            continue
+        sizes = [found[at][1] - found[at][0] if at in found else 0 for at in range(mesh.axis_length(axis))]
+        starts = [sum(sizes[:at]) for at in range(len(sizes))]
+        if sum(sizes) == size and all(not sizes[at] or low == starts[at] for at, (low, _) in found.items()):
+            return axis, tuple((each,) for each in sizes)
+    return None
+
+
+def _axes_of_dim(ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceMesh) -> tuple[str, ...] | None:
+    """Return the axes that cut a dim into these ranges, in the order of the cuts; None if no order does so."""
+    places = {rank: mesh.coordinate(rank) for rank in ranges}
+
+    def is_met(axes: Sequence[str]) -> bool:
+        for rank, (low, high) in ranges.items():
+            found = range_of(axes, size, mesh, places[rank])
+            if found != (low, high) and (found[0] < found[1] or low < high):
+                return False
+        return True
+
+    # An axis matters if ranks that differ only along it hold different ranges.
+    matter = []
+    for axis in mesh.axis_names:
+        seen: dict[tuple[int, ...], tuple[int, int]] = {}
+        for rank, found in ranges.items():
+            others = tuple(place for name, place in places[rank].items() if name != axis)
+            if seen.setdefault(others, found) != found:
+                matter.append(axis)
+                break
+    # Two or three axes cut a dim at most, so all orders can be tried.
+    return next((axes for axes in permutations(matter) if is_met(axes)), None)
+
+
+Shards: TypeAlias = Mapping[int, Sequence[Box]]
+"""Rank -> the boxes of its shards; empty for a rank without a shard."""
+
+
+def place_bounds(ranks: Iterable[int], mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
+    """Return for each axis of a mesh the first and the last place of these ranks."""
+    places = [mesh.coordinate(rank) for rank in ranks]
+    return {axis: (min(at[axis] for at in places), max(at[axis] for at in places)) for axis in mesh.axis_names}
+
+
+def layout_of_shards(
+    shards: Shards, mesh: DeviceMesh, shape: tuple[int, ...], num_prepended: int
+) -> TensorLayout | None:
+    """Return the layout under which every rank of a mesh holds its shards; None if the search fails.
+
+    A "where" clause excludes ranks without a shard, or they hold empty parts.
+
+    Args:
+        shards: the shards of all ranks; at least one rank has a shard.
+        mesh: the mesh; with other ranks than `shards`, the result is None.
+        shape: the tensor's global shape, with the prepended axes.
+        num_prepended: number of leading dims along which each index has a shard of its own.
+    """
+    if set(shards) != set(mesh.ranks):
+        return None
+    held = [rank for rank in mesh.ranks if shards[rank]]
+    found = None
+    # Without prepended axes, a rank with an empty part has a shard without elements.
+    if len(held) == len(shards) or num_prepended:
+        found = _find_cuts(shards, mesh, shape, num_prepended)
+    bounds = place_bounds(held, mesh)
+    partly = {axis for axis, (first, last) in bounds.items() if last - first + 1 < mesh.axis_length(axis)}
+    if found is not None or not partly or prod(last - first + 1 for first, last in bounds.values()) != len(held):
+        return found
+    # Along axes of the "where" all ranks hold the same, so one place along each axis shows the cuts.
+    alike = {rank: mesh.coordinate(rank) | {axis: bounds[axis][0] for axis in partly} for rank in held}
+    shown = {rank: mesh.rank_at(at) for rank, at in alike.items()}
+    if any(list(shards[rank]) != list(shards[shown[rank]]) for rank in held):
+        return None
+    lengths = [1 if axis in partly else mesh.axis_length(axis) for axis in mesh.axis_names]
+    ranks = [rank for rank in mesh.ranks if shown.get(rank) == rank]
+    thin = DeviceMesh(lengths, mesh.axis_names, ranks)
+    cut = _find_cuts({rank: shards[rank] for rank in ranks}, thin, shape, num_prepended)
+    if cut is None:
+        return None
+    where = tuple(Where(axis, *bounds[axis]) for axis in mesh.axis_names if axis in partly)
+    return TensorLayout.from_tree(LayoutTree(cut.dims, where=where), mesh)
+
+
+def _find_cuts(shards: Shards, mesh: DeviceMesh, shape: tuple[int, ...], num_prepended: int) -> TensorLayout | None:
+    """Return a layout of cuts and packed pieces, without a "where"; None if the search fails."""
+    packed = _find_pieces(next(boxes for boxes in shards.values() if boxes), shape, num_prepended)
+    if packed is not None:
+        dim, pieces = packed
+        step = shape[dim] // pieces
+        first = {rank: tuple(box for box in boxes if box[dim][0] < step) for rank, boxes in shards.items()}
+        for rank, boxes in shards.items():
+            moved = {_shift(box, dim, i * step) for box in first[rank] for i in range(pieces)}
+            if moved != set(boxes) or any(box[dim][1] > step for box in first[rank]):
+                return None
+        piece = _find_cuts(first, mesh, (*shape[:dim], step, *shape[dim + 1 :]), num_prepended)
+        if piece is None:
+            return None
+        dims = [Product((Size(pieces), node)) if i == dim else node for i, node in enumerate(piece.dims)]
+        return TensorLayout.from_dims(dims, mesh)
+    stacked: dict[int, Box | None] = {}
+    for rank, boxes in shards.items():
+        stacked[rank] = _stack_boxes(boxes, num_prepended) if boxes else None
+        if boxes and stacked[rank] is None:
+            return None
+    return layout_of_boxes(stacked, mesh, shape)
+
+
+def _find_pieces(boxes: Sequence[Box], shape: tuple[int, ...], num_prepended: int) -> tuple[int, int] | None:
+    """Return the first dim with several equal pieces on a rank, and their number; None if each dim has one piece."""
+    for dim in range(num_prepended, len(shape)):
+        pieces = len({box[dim] for box in boxes})
+        if pieces > 1 and shape[dim] % pieces == 0:
+            return dim, pieces
+    return None
+
+
+def _shift(box: Box, dim: int, by: int) -> Box:
+    low, high = box[dim]
+    return (*box[:dim], (low + by, high + by), *box[dim + 1 :])
+
+
+def _stack_boxes(boxes: Sequence[Box], num_prepended: int) -> Box | None:
+    """Return the box of a rank's shards, stacked along their prepended axes; None if they do not fill a box."""
+    hull = tuple((min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*boxes, strict=True))
+    if {box[num_prepended:] for box in boxes} != {hull[num_prepended:]} or len(set(boxes)) != len(boxes):
+        return None
+    return hull if prod(high - low for low, high in hull[:num_prepended]) == len(boxes) else None
+
+
+def describe_mesh(device_mesh: Any) -> DeviceMesh:
+    """Convert a torch ``DeviceMesh``; axes without names are called a0, a1, ...
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace  # stands for torch's mesh, which needs a process group
+        >>> describe_mesh(SimpleNamespace(mesh=torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp")))
+        <DeviceMesh shape=(2, 2), axis_names=('dp', 'tp')>
+    """
+    ranks = device_mesh.mesh
+    names = device_mesh.mesh_dim_names or tuple(f"a{i}" for i in range(len(ranks.shape)))
+    return DeviceMesh(tuple(ranks.shape), tuple(names), ranks.tolist())
+
+
+def from_placements(
+    mesh: DeviceMesh, placements: Sequence[Any], ndim: int, shard_order: Sequence[Any] | None = None
+) -> TensorLayout:
+    """Return the layout of DTensor placements.
+
+    torch cuts from the first mesh axis to the last, into ceil chunks. A ``_StridedShard`` is a cut that was made
+    *after* the cuts of some later axes; its split factor is the number of parts that those had made
+    (placement_types.py:_StridedShard). So this function goes from the last axis to the first: a plain shard was cut
+    before all later axes, a strided one after the first of them whose lengths multiply to its split factor.
+
+    A strided cut over one plain cut is FSDP2 over TP: `torch.chunk` cut the local tensor again, possibly unevenly.
+    (DTensor's own redistribution cuts uneven strided dims differently; then the local shapes differ, too.) Over several
+    cuts, uneven chunks of equal sizes may hold different elements, depending on the code that cut them. The layout
+    requires such dims to be even, so an uneven dim is refused when its size is known.
+
+    A strided shard that is the last cut of a dim counts equal pieces instead: the dim has that many pieces, packed end
+    to end, and each rank holds its part of each piece (transformers' ``packed_colwise``), ``[2 d0/~tp, d1]``.
+
+    A ``Partial`` sum becomes a "sum" clause: the ranks along its axis hold addends, not values.
+
+    Args:
+        mesh: the mesh, with one axis per placement.
+        placements: torch's ``Shard``, ``Replicate``, ``_StridedShard``, ``Partial("sum")``.
+        ndim: the tensor's number of dims.
+        shard_order: the entries of a ``DTensorSpec`` (tensor_dim, mesh_dims in the order of the cuts), if any
+            (_dtensor_spec.py:ShardOrder); placements do not show an order other than the mesh's.
+
+    Raises:
+        LayoutError: a partial result other than a sum, a split factor that no cuts make, pieces cut by several axes
+            (such as FSDP2 over packed tensor parallelism), a dim that the tensor lacks, another placement, a cut along
+            an axis whose ranks do not rise.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> str(from_placements(DeviceMesh((2, 2), ("dp", "tp")), [Replicate(), Shard(0)], ndim=2))
+        '[d0/~tp, d1]'
+    """
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(
+            "the placements are not one for each axis of the mesh",
+            got=f"{len(placements)} placements {list(placements)}",
+            want=f"{len(mesh.shape)}, for the mesh {mesh.grid!r}",
+        )
+    cuts: list[list[str]] = [[] for _ in range(ndim)]
+    pieces: dict[int, int] = {}
+    strided: set[int] = set()
+    sums: list[str] = []
+    for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
+        # By name, and before is_shard: in torch before 2.13 it was a subclass of Shard.
+        if type(placement).__name__ == "_StridedShard":
+            dim = _dim(placement, ndim, axis)
+            # If no later axis cuts the dim, the factor counts pieces of the dim instead of parts of ranks.
+            packed = pieces.setdefault(dim, int(placement.split_factor))
+            if packed > 1 and cuts[dim]:
+                raise _several_cuts_error(dim, [axis, *cuts[dim]], f"the placements {list(placements)}", packed)
+            cuts[dim].insert(_cuts_before(placement, cuts[dim], packed, mesh, axis), axis)
+            strided.add(dim)
+        elif placement.is_shard():
+            dim = _dim(placement, ndim, axis)
+            if pieces.setdefault(dim, 1) != 1:
+                raise _factor_error(placement, 1, cuts[dim], pieces[dim], mesh, axis)
+            cuts[dim].insert(0, axis)
+        elif placement.is_partial():
+            _check_sum(placement, axis)
+            sums.insert(0, axis)
+        elif not placement.is_replicate():
+            raise LayoutError(
+                f"a layout cannot express the placement along {axis!r}",
+                got=repr(placement),
+                want="Shard, Replicate, _StridedShard or Partial",
+            )
+    for entry in shard_order or ():
+        # The factors of a strided dim's placements have shown its order already.
+        if entry.tensor_dim not in strided:
+            cuts[entry.tensor_dim] = [mesh.axis_names[mesh_dim] for mesh_dim in entry.mesh_dims]
+    for axis in {axis for axes in cuts for axis in axes}:
+        _check_rising(mesh, axis)
+    names = free_size_names(ndim, mesh.axis_names)
+    dims: list[Node] = []
+    for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):
+        cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
+        # Uneven chunks over several cuts hold other elements by the code that cut them, so "/" refuses them.
+        node = chain_cuts(name, axes, "/" if dim in strided and cutting > 2 else "/~")
+        packed = pieces.get(dim, 1)
+        dims.append(node if packed == 1 else Product((Size(packed), node)))
+    return TensorLayout.from_tree(LayoutTree(tuple(dims), sums=tuple(sums)), mesh)
+
+
+def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """Return torch's placements for a layout, one for each axis of the mesh; imports torch.
+
+    torch cuts from the first mesh axis to the last. An axis that cuts a dim after later axes becomes a
+    ``_StridedShard``, which counts the parts that those had made (placement_types.py:_StridedShard). If they are even,
+    torch's own cut for such placements (_StridedShard._split_tensor) gives the same parts. An uneven dim is refused if
+    it does not, although FSDP2 over TP uses the same placements for its chunks of chunks.
+
+    Args:
+        layout: a layout whose dims are cut by axes, or are equal pieces that one axis cuts. Sums become
+            ``Partial("sum")``; other clauses are refused.
+        mesh: the mesh of the placements; the layout's own mesh must be equal.
+        shape: the tensor's global shape. It shows whether ceil chunks ("/~") are even, as a ``_StridedShard`` needs;
+            without it such dims are refused.
+
+    Raises:
+        LayoutError: a part that placements cannot express, which the error names; a cut along an axis whose ranks do
+            not rise; a shape that does not fit the layout.
+
+    Example:
+        >>> to_placements(TensorLayout.parse("[h/~tp, f]"), DeviceMesh((2, 2), ("dp", "tp")))
+        (Replicate(), Shard(dim=0))
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    resolve_mesh(layout, mesh)
+    every = cuts_of(layout, "placements", packed=True, sums=True)
+    if shape is not None:
+        _check_parts(layout.with_mesh(mesh), mesh, {axis for cuts in every for axis in cuts.axes}, shape)
+    placements: dict[str, Any] = {axis: Partial() for axis in layout.tree.sums}
+    for dim, cuts in enumerate(every):
+        is_reordered = False
+        for count, axis in enumerate(cuts.axes):
+            _check_rising(mesh, axis)
+            later = mesh.axis_names[mesh.axis_names.index(axis) + 1 :]
+            parts = prod(mesh.axis_length(before) for before in cuts.axes[:count] if before in later)
+            factor = parts * cuts.pieces
+            placements[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+            is_reordered = is_reordered or (parts > 1 and mesh.axis_length(axis) > 1)
+        if cuts.pieces > 1 and len(cuts.axes) > 1:
+            raise _several_cuts_error(dim, cuts.axes, f"the layout {layout}", cuts.pieces)
+        if is_reordered:
+            _check_cut(cuts, dim, layout, mesh, shape)
+    return tuple(placements.get(axis, Replicate()) for axis in mesh.axis_names)
+
+
+def _check_parts(layout: TensorLayout, mesh: DeviceMesh, axes: set[str], shape: Sequence[int]) -> None:
+    """Refuse a shape that the layout does not fit on some rank; ranks of equal places hold equal parts."""
+    seen = set()
+    for rank in mesh.ranks:
+        coordinate = mesh.coordinate(rank)
+        place = tuple(coordinate[axis] for axis in mesh.axis_names if axis in axes)
+        if place not in seen:
+            seen.add(place)
+            local_part(layout, mesh, coordinate, shape)
+
+
+def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None) -> None:
+    """Refuse a dim cut in another order than the mesh's if torch's own cut may give ranks other elements."""
+    if shape is None:
+        if any(kind == "/~" for _, kind in cuts.splits):
+            raise LayoutError(
+                f"whether placements can express dim {dim} of the layout {layout} depends on its size",
+                got=f"ceil chunks by {list(cuts.axes)}, which is not the order of the mesh {mesh.grid!r}",
+                want='even splits, "/", or the mesh\'s order of cuts',
+                next_step="also give the tensor's shape",
+            )
+    elif not is_even_split(cuts, shape[dim], mesh) and not _cut_alike(cuts, shape[dim], mesh):
+        raise LayoutError(
+            f"placements cannot express dim {dim} of the layout {layout}: it is uneven, cut in another order than the "
+            "mesh's, and torch's own cut gives the ranks other elements",
+            got=f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}",
+            want="a size that divides, or the mesh's order of cuts",
+        )
+
+
+def _check_sum(placement: Any, axis: str) -> None:
+    """Refuse partial results other than plain sums; embeddings' masked ones must be masked before the sum."""
+    operation = getattr(placement, "reduce_op", None)
+    if type(placement).__name__ != "Partial" or operation != "sum":
+        raise LayoutError(
+            f"the ranks along {axis!r} hold partial results that are not addends of a sum",
+            got=repr(placement),
+            want='Partial("sum"), Shard or Replicate',
+            next_step="reduce the tensor before: redistribute it to Replicate or Shard",
+        )
+
+
+def _several_cuts_error(dim: int, axes: Sequence[str], where: str, pieces: int) -> LayoutError:
+    """Return the error that several axes cut a packed dim.
+
+    The same placements have several meanings with equal shapes. FSDP2 over a packed dim cuts the local tensor into
+    chunks (_fsdp_param.py:_init_sharding_spec_tp calls this ``_StridedShard(dim, tp)``). transformers, when it loads
+    into such parameters, and `distribute_tensor` cut the whole dim from the first mesh axis on
+    (transformers/distributed/sharding_utils.py:shard_tensor). torch 2.13's `full_tensor` joins both wrongly.
+    """
+    over = f"({pieces} d{dim}/~{axes[-1]})/~{axes[0]}"
+    return LayoutError(
+        f"dim {dim} of {where} has {pieces} pieces and is cut by several axes, which torch and transformers cut in one "
+        "way or another, and gather in a third",
+        got=f"cuts by {list(axes)}",
+        want="one axis that cuts the pieces",
+        next_step=f"keep the local tensors, with a layout of their cuts: {over!r} where FSDP2 cut them, then load "
+        "nothing into them by transformers",
+    )
+
+
+def _cut_alike(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
+    """Return whether torch's placements for a dim and its chain of ceil chunks give every place the same positions."""
+    chain: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
+    for axis in cuts.axes:
+        chain = {
+            (*place, i): piece
+            for place, positions in chain.items()
+            for i, piece in enumerate(_chunks(positions, mesh.axis_length(axis)))
+        }
+    # torch follows the mesh's order, and cuts each part that later axes had made (_split_tensor).
+    in_order = sorted(cuts.axes, key=mesh.axis_names.index)
+    torchs: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
+    for at, axis in enumerate(in_order):
+        before = cuts.axes[: cuts.axes.index(axis)]
+        factor = prod(mesh.axis_length(name) for name in before if name in in_order[at:])
+        cut: dict[tuple[int, ...], list[int]] = {}
+        for place, positions in torchs.items():
+            parts = [_chunks(part, mesh.axis_length(axis)) for part in _chunks(positions, factor)]
+            cut |= {(*place, i): [x for part in parts for x in part[i]] for i in range(mesh.axis_length(axis))}
+        torchs = cut
+    order = [cuts.axes.index(axis) for axis in in_order]
+    return all(torchs[tuple(place[i] for i in order)] == positions for place, positions in chain.items())
+
+
+def _chunks(positions: list[int], count: int) -> list[list[int]]:
+    """Return ceil chunks as `torch.chunk` does, padded with empty ones to the count."""
+    length = -(-len(positions) // count)
+    return [positions[i * length : (i + 1) * length] for i in range(count)]
+
+
+def _check_rising(mesh: DeviceMesh, axis: str) -> None:
+    """Refuse a cut along an axis whose ranks do not rise, because torch contradicts itself there.
+
+    Offsets follow the coordinate in the mesh. Collectives, also `full_tensor`, follow the rank in the axis' process
+    group, which torch sorts (distributed_c10d.py: new_group). So the part of each rank is unknown.
+    """
+    for rank in mesh.ranks:
+        coordinate = mesh.coordinate(rank)
+        if coordinate[axis] and mesh.rank_at({**coordinate, axis: coordinate[axis] - 1}) > rank:
+            raise LayoutError(
+                f"the ranks along {axis!r} do not rise, and torch does not define which of them holds which part",
+                got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
+                want=f"rising ranks along {axis!r}, as init_device_mesh makes them",
+                next_step="make the mesh with init_device_mesh, or gather the tensor with full_tensor() first",
+            )
+
+
+def _dim(placement: Any, ndim: int, axis: str) -> int:
+    dim = operator.index(placement.dim)
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            f"the placement along {axis!r} cuts a dim that the tensor does not have",
+            got=repr(placement),
+            want=f"a dim of {ndim}",
+        )
+    return dim % ndim
+
+
+def _cuts_before(placement: Any, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str) -> int:
+    """Return how many of the known cuts, from the first on, make the parts that a strided shard's factor counts."""
+    factor = int(placement.split_factor)
+    parts = packed
+    for count, later in enumerate((*axes, None)):
+        if parts == factor:
+            return count
+        if later is not None:
+            parts *= mesh.axis_length(later)
+    raise _factor_error(placement, factor, axes, packed, mesh, axis)
+
+
+def _factor_error(
+    placement: Any, factor: int, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str
+) -> LayoutError:
+    of_pieces = "" if packed == 1 else f", each of its {packed} pieces by itself"
+    return LayoutError(
+        f"the shard along {axis!r} counts {factor} parts, which no cuts of that dim make",
+        got=f"{placement!r} on the mesh {mesh.grid!r}, where {list(axes) or 'no axes'} cut the dim too{of_pieces}",
+        want="the product of the lengths of the axes that cut the dim before it, times its pieces",
+    )

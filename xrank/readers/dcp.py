@@ -1,0 +1,596 @@
+"""The reader of torch.distributed.checkpoint: .metadata, and the pieces in .distcp files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from xrank import dtypes
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    LayoutError,
+    UnsafeError,
+    UsageError,
+    XrankError,
+    either,
+    option,
+)
+from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
+from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
+from xrank.formats.regular_file import RegularFile, open_regular, quote
+from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in
+from xrank.layout.nest_table import IntArray, NestTable
+from xrank.layout.nests import Nest, canonical
+from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.readers.base import Hints
+from xrank.readers.names import ModelPart, SavedTree, is_of_lightning, part_details, part_notes, select_model
+from xrank.readers.records import note_bare_files, note_foreign_names
+from xrank.stores import places
+from xrank.words import list_text, plural
+
+
+def check_values(
+    folder: str, metadata: DcpMetadata, values: Mapping[str, str], is_left_out: Callable[[str], bool]
+) -> tuple[str, ...]:
+    """Refuse values that contain tensors; return the names of those that the caller leaves out.
+
+    torch's planner takes dicts and lists apart. It pickles other values whole, such as tuples, and dicts with
+    ``flatten_state_dict=False`` (torch/distributed/checkpoint/_traverse.py: traverse_state_dict). torch cannot load
+    tensors from an unreadable value either; other checks report the damage.
+
+    Args:
+        folder: the checkpoint's folder.
+        metadata: its metadata.
+        values: the model's values: name -> flat name. The names of their files must be checked already.
+        is_left_out: returns whether the caller leaves a name out.
+
+    Raises:
+        UsageError: a value contains a tensor; the error names the first such value.
+    """
+    by_file: dict[int, list[tuple[str, int, int]]] = {}
+    for name, flat in values.items():
+        number, start, nbytes = metadata.byte_items[flat]
+        by_file.setdefault(number, []).append((name, start, nbytes))
+    left_out: list[str] = []
+    for number, items in by_file.items():
+        path = os.path.join(folder, metadata.files[number])
+        for name, value, count in _with_tensors(path, items):
+            if not is_left_out(name):
+                raise UsageError(
+                    f"{quote(name)[1:-1]} was pickled whole, with {plural(count, 'tensor')} in it",
+                    tensor=name,
+                    file=path,
+                    got=f"a {type(value).__name__}",
+                    want="tensors by name, as torch's default planner saves them from dicts and lists",
+                    next_step=either("load it and save it that way", f"leave it out with {option('exclude')}"),
+                )
+            left_out.append(name)
+    return tuple(left_out)
+
+
+def _with_tensors(path: str, items: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, object, int]]:
+    """Yield name, value and number of tensors of a file's items (name, first byte, bytes) that contain tensors."""
+    with suppress(XrankError), open_regular(path) as file:
+        for name, start, nbytes in items:
+            try:
+                archive = read_archive_in(file, start=start, nbytes=nbytes)
+            except XrankError:
+                continue
+            if archive.records and (count := _num_tensors(archive.value)):
+                yield name, archive.value, count
+
+
+def _num_tensors(value: object) -> int:
+    """Count the tensors in a tree, whose depth `read_archive_in` bounds."""
+    if isinstance(value, ArchivedTensor):
+        return 1
+    parts: Iterable[object] = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = value
+    return sum(map(_num_tensors, parts))
+
+
+_SUFFIX = ".distcp"
+_MAX_CONFIG_NBYTES = 1 << 16
+
+
+def read_backend(folder: str) -> str | None:
+    """Return the format that Megatron's ``metadata.json`` in a folder names; None without a readable one."""
+    try:
+        with open_regular(os.path.join(folder, "metadata.json")) as file:
+            content = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+    except (XrankError, OSError, ValueError, RecursionError):
+        return None
+    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def has_lightning_module(folder: str) -> bool:
+    """Return whether the model is an attribute of a LightningModule, by the rest of its checkpoint beside the shards.
+
+    Source: lightning/pytorch/strategies/fsdp.py: FSDPStrategy.save_checkpoint.
+    """
+    try:
+        return is_of_lightning(read_archive(os.path.join(folder, "meta.pt")).value)
+    except XrankError:
+        return False
+
+
+def find_other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], list[str]]:
+    """Return the shards that the metadata does not name: those with content, and the empty ones of idle ranks."""
+    named = set(metadata.files)
+    others = sorted(entry for entry in places.list_names(folder) if entry.endswith(_SUFFIX) and entry not in named)
+    # torch/distributed/checkpoint/filesystem.py: write_data opens a file even for an empty plan.
+    idle = [entry for entry in others if _nbytes(os.path.join(folder, entry)) == 0]
+    return [entry for entry in others if entry not in idle], idle
+
+
+def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> list[tuple[str, str]]:
+    """Return notes about the files of a checkpoint whose model was located, so that no byte of the model is missing."""
+    notes = []
+    lost = []
+    for name, end in zip(metadata.files, metadata.ends.tolist(), strict=True):
+        nbytes = _nbytes(os.path.join(folder, name))
+        if nbytes is None:
+            lost.append(f"{name} is not there")
+        elif nbytes < end:
+            lost.append(f"{name} ends at byte {nbytes:,} of {end:,}")
+    if lost:
+        text = f"the checkpoint is damaged, though no byte of the model is lost: {list_text(lost, 3)}"
+        notes.append(("damage", text))
+    notes += note_foreign_names({metadata.path: metadata.foreign})
+    if unused:
+        text = f".metadata names nothing in {list_text(unused, 3)}: of another save, and not read"
+        notes.append(("unused-files", text))
+    return notes
+
+
+def _nbytes(path: str) -> int | None:
+    try:
+        return places.nbytes_of(path)
+    except OSError:
+        return None
+
+
+_FILE_NAME = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp", re.ASCII)
+_SAMPLE_NBYTES = 1 << 16
+_ARCHIVE = b"PK\x03\x04"
+"""First bytes of an item."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DcpPieces:
+    """The selected tensors in the form of a `StoredModel`."""
+
+    files: tuple[SourceFile, ...]
+    records: RecordTable
+    shards: tuple[StoredShard, ...]
+    unchecked: tuple[str, ...]
+    """Names of files that contain records without checksums."""
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank in a torch file name (``__<rank>_<n>.distcp``); None for any other name."""
+    found = _FILE_NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) -> DcpPieces:
+    """Return where the pieces of the chosen tensors lie; only the ends of each piece are read.
+
+    Args:
+        folder: the checkpoint's folder.
+        metadata: its metadata.
+        chosen: the tensors by the names that they shall have.
+
+    Raises:
+        IncompleteError: a file is missing.
+        CorruptError, UnsafeError: an item is damaged, or a path leads out of the folder.
+        ContradictionError: an item differs from the metadata.
+        UsageError: xrank does not support a tensor's element type.
+    """
+    _check_paths(metadata)
+    names, tensors = list(chosen), list(chosen.values())
+    dtypes_of = [_dtype(name, tensor, metadata.path) for name, tensor in chosen.items()]
+    counts = [len(tensor.start) for tensor in tensors]
+    owner = np.repeat(np.arange(len(tensors)), counts)
+    file, start, nbytes = (
+        np.concatenate([getattr(tensor, field) for tensor in tensors] or [np.zeros(0, dtype=np.int64)])
+        for field in ("file", "start", "nbytes")
+    )
+    # Files that hold only optimizer state may be missing, so check only those with pieces of the model.
+    used = np.flatnonzero(np.bincount(file, minlength=len(metadata.files))).tolist()
+    _check_presence(folder, metadata, used, file, owner, names)
+    # Read each file once and from start to end, whatever order the tensors have.
+    order = np.lexsort((start, file))
+    bounds = np.searchsorted(file[order], [*used, len(metadata.files)])
+    rows = np.empty((len(file), 4), dtype=np.int64)
+    files, reader = [], _FileReader(names, tensors, counts)
+    for number, low, high in zip(used, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        mine = order[low:high]
+        name = metadata.files[number]
+        with open_regular(os.path.join(folder, name), rank_of_file(name)) as opened:
+            _check_end(opened, int(metadata.ends[number]))
+            rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine])
+            files.append(SourceFile.from_status(opened.origin.path, opened.status))
+    kinds = reader.items.kinds
+    ends = np.cumsum(counts)
+    ranks = np.array([rank_of_file(name) or 0 for name in metadata.files], dtype=np.int64)
+    shards = []
+    for k, (name, tensor, dtype) in enumerate(zip(names, tensors, dtypes_of, strict=True)):
+        first, end = int(ends[k]) - counts[k], int(ends[k])
+        _check_kinds(name, tensor, dtype, rows[first:end, 0], kinds, metadata)
+        nests = _nests(tensor, rows[first:end, 0], kinds)
+        shards.append(StoredShard(name, dtype, tensor.shape, ranks[tensor.file], np.arange(first, end), nests))
+    # From the metadata's numbers of files to those of the files with pieces of the model.
+    place = np.zeros(len(metadata.files), dtype=np.int64)
+    place[used] = np.arange(len(used))
+    records = RecordTable(place[file], *(np.ascontiguousarray(rows[:, k]) for k in (1, 2, 3)))
+    bare = np.bincount(records.file[records.crc32 == NO_CHECKSUM], minlength=len(files))
+    unchecked = tuple(metadata.files[number] for number, count in zip(used, bare.tolist(), strict=True) if count)
+    return DcpPieces(tuple(files), records, tuple(shards), unchecked)
+
+
+def _check_paths(metadata: DcpMetadata) -> None:
+    for name in metadata.files:
+        # torch/distributed/checkpoint/filesystem.py: write_data: a plain file name without folders.
+        if os.path.basename(name) != name or "\0" in name or name in ("", ".", ".."):
+            raise UnsafeError(
+                f"{metadata.path} names a file outside its folder",
+                file=metadata.path,
+                got=quote(name),
+                want="plain file names",
+                next_step="do not use this checkpoint: its metadata was tampered with",
+            )
+
+
+def _check_presence(
+    folder: str, metadata: DcpMetadata, used: Sequence[int], file: IntArray, owner: IntArray, names: Sequence[str]
+) -> None:
+    there = set(places.list_names(folder))
+    missing = [number for number in used if metadata.files[number] not in there]
+    if not missing:
+        return
+    name = metadata.files[missing[0]]
+    lost = np.flatnonzero(np.bincount(owner[np.isin(file, missing)])).tolist()
+    files = list_text((metadata.files[number] for number in missing), 3)
+    tensors = list_text((quote(names[k])[1:-1] for k in lost), 3)
+    rank = rank_of_file(name)
+    raise IncompleteError(
+        f"{files}, with pieces of {tensors}: not in {folder}",
+        tensor=names[lost[0]],
+        rank=rank,
+        file=os.path.join(folder, name),
+        got=f"{len(used) - len(missing)} files",
+        want=f"the {len(used)} files that .metadata names for the model",
+        next_step=f"copy {name} from {'where it was written' if rank is None else f'the node of rank {rank}'}, "
+        f"then {AGAIN}; nothing was written",
+    )
+
+
+def _check_end(file: RegularFile, end: int) -> None:
+    """Refuse a file with an item after the last one that the metadata names: the metadata is written last."""
+    if file.nbytes >= end + len(_ARCHIVE) and file.read(end, len(_ARCHIVE)) == _ARCHIVE:
+        raise ContradictionError(
+            f"{file.origin.path} continues after the last piece that .metadata names in it: they belong to two saves",
+            rank=file.origin.rank,
+            file=file.origin.path,
+            got=f"{file.nbytes:,} bytes, an item at byte {end:,}",
+            want=f"{end:,} bytes",
+            next_step="if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
+        )
+
+
+def _dtype(name: str, tensor: DcpTensor, path: str) -> str:
+    try:
+        dtype = dtypes.by_torch_name(tensor.dtype)
+    except XrankError as error:
+        error.about(quote(name)[1:-1], tensor=name, file=path)
+        raise
+    if prod(tensor.shape) * dtype.nbytes >= 1 << 63:
+        raise _corrupt(name, "is larger than any file", path, got=quote(tensor.shape))
+    return dtype.name
+
+
+def _corrupt(name: str, what: str, path: str, *, got: str | None = None, want: str | None = None) -> CorruptError:
+    return CorruptError(
+        f"{quote(name)[1:-1]} {what}",
+        tensor=name,
+        file=path,
+        got=got,
+        want=want,
+        next_step="copy the checkpoint again from where it was written",
+    )
+
+
+class _FileReader:
+    """Reads the items file by file, and compares each file with the earlier ones."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[DcpTensor], counts: Sequence[int]) -> None:
+        self.items = ItemReader()
+        self._names, self._tensors = names, tensors
+        self._firsts = np.cumsum([0, *counts])
+        self._seen: dict[bytes, RegularFile] = {}
+
+    def read(self, file: RegularFile, owner: IntArray, piece: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
+        """Return kind, offset, bytes and checksum of each item; the items are in order of their starts."""
+        if is_safetensors(file, int(start[0])):
+            return self._safetensors(file, owner, piece, start)
+        overlap = np.flatnonzero(start[1:] < start[:-1] + nbytes[:-1])
+        if len(overlap):
+            one, other = (self._names[int(owner[k])] for k in (overlap[0], overlap[0] + 1))
+            raise _corrupt(other, f"and {quote(one)[1:-1]} share bytes of {file.origin.path}", file.origin.path)
+        names = [self._names[k] for k in owner.tolist()]
+        rows = self.items.read(file, start.tolist(), nbytes.tolist(), names)
+        if (rows[:, 3] != NO_CHECKSUM).all():
+            self._check_copy(file, owner, rows)
+        return rows
+
+    def _check_copy(self, file: RegularFile, owner: IntArray, rows: IntArray) -> None:
+        """Refuse a file with exactly the pieces of another one, unless they repeat one value.
+
+        An item does not record its rank, so this check alone detects a copy of another rank's file of the same size.
+        """
+        content = np.column_stack((owner, rows[:, [0, 2, 3]]))
+        digest = xxhash.xxh3_128_digest(content[np.lexsort(content.T)].tobytes())
+        # The digest is of all checksums, in an order that does not depend on the offsets in the file.
+        other = self._seen.setdefault(digest, file)
+        if other is file or all(self._is_uniform(file, *row[:3]) for row in rows[:16].tolist()):
+            return
+        path, rank = file.origin.path, file.origin.rank
+        raise ContradictionError(
+            f"{path} and {os.path.basename(other.origin.path)} hold the same bytes: one is a copy of the other",
+            tensor=self._names[int(owner[0])],
+            rank=rank,
+            file=path,
+            got=f"equal checksums of all {len(rows)} pieces",
+            want="different pieces in each file",
+            next_step="copy both files again from where they were written",
+        )
+
+    def _is_uniform(self, file: RegularFile, kind: int, offset: int, nbytes: int) -> bool:
+        width = dtypes.dtype(self.items.kinds[kind].dtype).nbytes
+        sample = file.read(offset, min(nbytes, _SAMPLE_NBYTES))
+        return sample == sample[:width] * (len(sample) // width)
+
+    def _safetensors(self, file: RegularFile, owner: IntArray, piece: IntArray, start: IntArray) -> IntArray:
+        part = read_safetensors_part(file, int(start[0]))
+        rows = np.empty((len(owner), 4), dtype=np.int64)
+        for k, (tensor, number) in enumerate(zip(owner.tolist(), piece.tolist(), strict=True)):
+            flat = self._tensors[tensor].name
+            low = tuple(self._tensors[tensor].offsets[number - int(self._firsts[tensor])].tolist())
+            if flat not in part.places or part.offsets[flat] != low or int(start[k]) != int(start[0]):
+                raise ContradictionError(
+                    f"{quote(flat)[1:-1]}: {file.origin.path} contains another piece than .metadata records",
+                    tensor=self._names[tensor],
+                    rank=file.origin.rank,
+                    file=file.origin.path,
+                    got=f"the piece at {list(part.offsets[flat])}" if flat in part.offsets else "no piece",
+                    want=f"the piece at {list(low)}",
+                    next_step="copy the file again from where it was written",
+                )
+            kind, offset, nbytes = part.places[flat]
+            rows[k] = (self.items.number_of(kind), offset, nbytes, NO_CHECKSUM)
+        return rows
+
+
+def _check_kinds(
+    name: str, tensor: DcpTensor, dtype: str, rows: IntArray, kinds: Sequence[ItemKind], metadata: DcpMetadata
+) -> None:
+    """Check that pieces lie within their tensor and match the metadata."""
+    shape = np.array(tensor.shape, dtype=np.int64)
+    out = np.flatnonzero((tensor.offsets + tensor.sizes > shape).any(axis=1))
+    if len(out):
+        raise _corrupt(
+            name, "has a piece that reaches beyond it", metadata.path,
+            got=f"{tensor.sizes[out[0]].tolist()} from {tensor.offsets[out[0]].tolist()} on",
+            want=f"within {list(tensor.shape)}",
+        )  # fmt: skip
+    for number in sorted(set(rows.tolist())):
+        kind, mine = kinds[number], rows == number
+        other = (
+            np.flatnonzero(mine & (tensor.sizes != np.array(kind.shape, dtype=np.int64)).any(axis=1))
+            if len(kind.shape) == len(shape)
+            else np.flatnonzero(mine)
+        )
+        if kind.dtype == dtype and not len(other):
+            continue
+        row = int(other[0]) if len(other) else int(np.flatnonzero(mine)[0])
+        file = metadata.files[int(tensor.file[row])]
+        raise ContradictionError(
+            f"{quote(name)[1:-1]}: {file} contains another piece than .metadata records",
+            tensor=name,
+            rank=rank_of_file(file),
+            file=os.path.join(os.path.dirname(metadata.path), file),
+            got=f"{kind.dtype} {list(kind.shape)}",
+            want=f"{dtype} {tensor.sizes[row].tolist()}",
+            next_step=f"copy {file} again from where it was written",
+        )
+
+
+def _nests(tensor: DcpTensor, rows: IntArray, kinds: Sequence[ItemKind]) -> NestTable:
+    """Return a nest for each piece, from its record to the row-major tensor."""
+    steps = [prod(tensor.shape[k + 1 :]) for k in range(len(tensor.shape))]
+    # Once per kind of item: a million pieces have a few kinds.
+    loops = {}
+    for number in set(rows.tolist()):
+        kind = kinds[number]
+        loops[number] = canonical(Nest(0, 0, tuple(zip(kind.shape, kind.strides, steps, strict=True)))).loops
+    depth = max(map(len, loops.values()), default=0)
+    table = np.empty((len(rows), depth, 3), dtype=np.int64)
+    x = np.empty(len(rows), dtype=np.int64)
+    for number, own in loops.items():
+        mine = rows == number
+        table[mine] = np.array([*own, *[(1, 0, 0)] * (depth - len(own))], dtype=np.int64).reshape(depth, 3)
+        x[mine] = kinds[number].storage_offset
+    return NestTable(x, tensor.offsets @ np.array(steps, dtype=np.int64), table)
+
+
+_METADATA = ".metadata"
+_OPTIMIZER_FOLDER = re.compile(r"optimizer(_\d+)?")  # accelerate/utils/fsdp_utils.py: save_fsdp_optimizer
+_STEP = re.compile(r"(?:.*[^a-z])?(?:checkpoint|ckpt|step|iter|iteration|global_step)[-_]?0*(\d{1,18})", re.IGNORECASE)
+_FLAT = "_flat_param"  # torch/distributed/fsdp/_flat_param.py: FLAT_PARAM
+
+
+class DcpReader:
+    """The reader of torch DCP checkpoints (`xrank.readers.base.Reader`)."""
+
+    name = "dcp"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if the folder contains DCP's metadata or shards, and they are those of a torch model."""
+        if not places.is_folder(path):
+            return "not a folder"
+        entries = places.list_names(path)
+        if not places.is_file(os.path.join(path, _METADATA)) and not any(e.endswith(_SUFFIX) for e in entries):
+            return "no .metadata and no *.distcp in it"
+        if _OPTIMIZER_FOLDER.fullmatch(os.path.basename(places.absolute(path))):
+            return "an optimizer's state, as accelerate names its folder" + _model_beside(path)
+        if read_backend(path) == "torch_dist":
+            return "a Megatron checkpoint (torch_dist)"
+        return None
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor of the model lies; errors as in `Reader.read`."""
+        _check_files(path)
+        metadata = read_metadata(os.path.join(path, _METADATA))
+        part = select_model(_describe_tree(metadata), hints.part)
+        tensors = {name: metadata.tensors[flat] for name, flat in part.tensors.items()}
+        _check_flat(metadata, tensors)
+        pieces = locate(path, metadata, tensors)
+        left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
+        kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
+        unused, idle = find_other_files(path, metadata)
+        # Idle ranks belong to the world, too, though the metadata name none of their files.
+        ranks = sorted({rank for name in (*metadata.files, *idle) if (rank := rank_of_file(name)) is not None})
+        return StoredModel(
+            format=self.name,
+            path=path,
+            files=pieces.files,
+            records=pieces.records,
+            shards=pieces.shards,
+            world_size=ranks[-1] + 1 if ranks else None,
+            step=_step(path),
+            nbytes=int(pieces.records.nbytes.sum()),
+            skipped_nbytes=metadata.nbytes - kept_nbytes,
+            notes=_notes(path, metadata, part, pieces, unused),
+            details={**part_details(part), **_details(metadata, tensors, ranks, unused)},
+            absent=left_out,
+            part=hints.part,
+            is_attribute=has_lightning_module(path),
+        )
+
+
+def _describe_tree(metadata: DcpMetadata) -> SavedTree:
+    return SavedTree(
+        metadata.path,
+        {name: tensor.shape for name, tensor in metadata.tensors.items()},
+        metadata.byte_items,
+        metadata.paths or {},
+        lambda name: int(metadata.tensors[name].nbytes.sum()),
+        metadata.byte_items,
+    )
+
+
+def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None:
+    """Refuse FSDP1's flat parameters, of which every rank saved its own range under one name."""
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] == _FLAT:
+            raise LayoutError(
+                f"{quote(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
+                tensor=name,
+                file=metadata.path,
+                got=f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
+                want="parameters by name",
+                next_step="load it into the same model, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
+
+
+def _model_beside(path: str) -> str:
+    """Return a hint at accelerate's folder of the model, if it lies beside that of its optimizer."""
+    name = os.path.basename(places.absolute(path)).replace("optimizer", "pytorch_model_fsdp")
+    beside = os.path.join(os.path.dirname(places.absolute(path)), name)
+    return f"; the model's is {os.path.join(path, os.pardir, name)}" if places.is_folder(beside) else ""
+
+
+def _check_files(path: str) -> None:
+    """Raise if a folder has shards but no metadata, which is written last."""
+    entries = places.list_names(path)
+    if _METADATA in entries:
+        return
+    file = os.path.join(path, _METADATA)
+    own = sorted(entry for entry in entries if re.fullmatch(r"__\d+\.metadata", entry))
+    if own:
+        raise UsageError(
+            f"{path} was saved without coordination: each rank has metadata of its own, and none knows the whole",
+            file=os.path.join(path, own[0]),
+            got=f"{len(own)} files like {own[0]}",
+            want=_METADATA,
+            next_step="save with coordination (torch's default), or load it and save it again with torch",
+        )
+    shards = sum(entry.endswith(_SUFFIX) for entry in entries)
+    raise IncompleteError(
+        f"{file} is missing: the checkpoint was not finished, or not copied whole",
+        file=file,
+        got=f"{shards} *.distcp files" + (", .metadata.tmp" if ".metadata.tmp" in entries else ""),
+        want="the .metadata that is written last",
+        next_step="copy .metadata from where the checkpoint was written, or take an earlier checkpoint",
+    )
+
+
+def _step(path: str) -> int | None:
+    """Return the step in the folder's name or its parent's."""
+    folder = places.absolute(path)
+    for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
+        # accelerate's folder has the number of the model, and the step is in its parent's name.
+        if re.fullmatch(r"pytorch_model_fsdp(_\d+)?", name):
+            continue
+        found = _STEP.fullmatch(name)
+        return None if found is None else int(found[1])
+    return None
+
+
+def _notes(
+    path: str, metadata: DcpMetadata, part: ModelPart, pieces: DcpPieces, unused: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    notes = file_notes(path, metadata, unused)
+    notes += part_notes(part)
+    if metadata.byte_items:
+        names = sorted(ascii(name)[1:-1][:100] for name in metadata.byte_items)
+        notes.append(("byte-items", f"{len(names):,} values that are not tensors were left out: {list_text(names, 3)}"))
+    return (*notes, *note_bare_files(pieces.unchecked))
+
+
+def _details(
+    metadata: DcpMetadata, tensors: Mapping[str, DcpTensor], ranks: Sequence[int], unused: Sequence[str]
+) -> dict[str, Any]:
+    grids: dict[str, Counter[str]] = {}
+    for name, tensor in tensors.items():
+        grids.setdefault(re.sub(r"\d+", "#", name), Counter())[_grid(tensor)] += 1
+    return {
+        "ranks that wrote": len(ranks),
+        "values that are not tensors": len(metadata.byte_items),
+        "chunks": {family: ", ".join(sorted(counts)) for family, counts in sorted(grids.items())},
+        "unused files": list(unused),
+    }
+
+
+def _grid(tensor: DcpTensor) -> str:
+    """Return the number of parts in each dimension: ``4 x 2``."""
+    cuts = [len(set(tensor.offsets[:, k].tolist())) for k in range(len(tensor.shape))]
+    return " x ".join(map(str, cuts)) if max(cuts, default=1) > 1 else "whole"

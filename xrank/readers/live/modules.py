@@ -1,0 +1,543 @@
+"""A live model on one rank: its tensors, those of FSDP1's flat parameters, and their places in the whole model."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from xrank.errors import LayoutError, UsageError
+from xrank.formats.pickles import is_extra_state
+from xrank.formats.rank_state import RankRecord
+from xrank.layout import DeviceMesh, LayoutMap
+from xrank.readers.names import plain_names
+from xrank.workspace.tensor_places import LocatedTensors, locate_tensors, view_key
+
+if TYPE_CHECKING:
+    import torch
+
+
+FilledModule: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]"
+"""A module, Megatron's chunks of one, or a state dict."""
+
+
+def check_model(model: object) -> None:
+    """Check that the argument is a model.
+
+    Raises:
+        UsageError: it is not a module, a mapping or a list of modules.
+    """
+    import torch
+
+    is_chunks = isinstance(model, list | tuple) and all(isinstance(chunk, torch.nn.Module) for chunk in model)
+    if not (isinstance(model, torch.nn.Module | Mapping) or (is_chunks and model)):
+        what = type(model).__name__
+        what = f"an empty {what}" if is_chunks else f"a {what}{_elements(model)}"
+        raise UsageError(
+            f"the model is {what}",
+            got=what,
+            want="a module, tensors by name, or Megatron's chunks of one module",
+            next_step="give the module, or its state dict",
+        )
+
+
+def _elements(model: object) -> str:
+    if not isinstance(model, list | tuple):
+        return ""
+    return " of " + " and ".join(f"{name}s" for name in sorted({type(element).__name__ for element in model}))
+
+
+def check_materialised(module: FilledModule) -> None:
+    """Check that a module has memory to fill.
+
+    Raises:
+        UsageError: a parameter or a persistent buffer is on the meta device, or the argument is not a model.
+    """
+    check_model(module)
+    for name, tensor in list_tensors(module):
+        if tensor.device.type == "meta":
+            raise UsageError(
+                f"{name} is on the meta device: it has no memory to fill",
+                tensor=name,
+                got="a tensor without values",
+                want="a tensor in memory, whatever its values",
+                next_step='materialise the module first: module.to_empty(device="cpu"), or on its final device',
+            )
+
+
+def names_left_out(module: FilledModule) -> list[str]:
+    """Return the names of buffers that no state dict contains."""
+    return [] if isinstance(module, Mapping) else [name for chunk in _chunks(module) for name in _list_left_out(chunk)]
+
+
+def count_changes(module: FilledModule, views: Sequence[torch.Tensor]) -> None:
+    """Inform autograd that all tensors were changed in place; a DTensor and its local tensor count separately.
+
+    Args:
+        module: the filled module.
+        views: the local tensors that were written to.
+    """
+    import torch
+
+    changed = [*(tensor for _, tensor in list_tensors(module)), *views]
+    # Inference tensors have no version to count.
+    torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
+
+
+def list_tensors(module: FilledModule) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that checkpoints contain, with their names: parameters and persistent buffers."""
+    import torch
+
+    if isinstance(module, Mapping):
+        return [(name, tensor) for name, tensor in module.items() if isinstance(tensor, torch.Tensor)]
+    found: list[tuple[str, torch.Tensor]] = []
+    for chunk in _chunks(module):
+        left_out = set(_list_left_out(chunk))
+        found += chunk.named_parameters()
+        found += ((name, buffer) for name, buffer in chunk.named_buffers() if name not in left_out)
+    return found
+
+
+def _chunks(module: torch.nn.Module | Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
+    import torch
+
+    return [module] if isinstance(module, torch.nn.Module) else module
+
+
+def _list_left_out(module: torch.nn.Module) -> Iterator[str]:
+    for prefix, child in module.named_modules():
+        for name in sorted(child._non_persistent_buffers_set):
+            if child._buffers.get(name) is not None:
+                yield f"{prefix}.{name}" if prefix else name
+
+
+_CHECKPOINT = "save a checkpoint and gather that: xrank gather"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatModule:
+    """The tensors that one rank holds of a flattened module."""
+
+    tensors: dict[str, torch.Tensor]
+    """This rank's ranges of flat buffers, and whole tensors, by name."""
+    layouts: LayoutMap
+    """Layouts of the buffers, which name the parameters in them."""
+    aliases: dict[str, str]
+    """Tied name -> name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffer:
+    """Parameters end to end, of which each rank holds a range."""
+
+    members: Sequence[tuple[str, Sequence[int]]]
+    """Name and shape of each parameter."""
+    local: torch.Tensor
+    """This rank's range."""
+    sizes: Sequence[int] | None
+    """Elements of each rank's range; None: an even cut, padded at its end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """The facts that a framework's attributes record."""
+
+    buffers: Sequence[_Buffer]
+    ties: dict[str, str]
+    """Tied name -> name."""
+    managed: frozenset[int]
+    """``id`` of each parameter that the buffers contain."""
+    mesh: DeviceMesh
+    """Its last axis, ``shard``, cuts the buffers."""
+
+
+def read_flat_module(module: Any, world_size: int) -> FlatModule | None:
+    """Return the tensors of a module that ZeRO-3 or FSDP1 has flattened; None for other models.
+
+    Args:
+        module: any model.
+        world_size: the number of ranks.
+
+    Raises:
+        UsageError: a parameter is not in memory as plain elements.
+        LayoutError: the ranks that hold a parameter are not a row of the world's ranks.
+    """
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        return None
+    # Within deepspeed.zero.GatheredParameters all parameters are whole, and the caller may have changed them.
+    if any(_is_partitioned(parameter) for parameter in module.parameters()):
+        found = _read_zero3(module, world_size)
+    elif units := _list_units(module):
+        found = _read_fsdp1(units, world_size)
+    else:
+        return None
+    whole = {name: tensor for name, tensor in _list_tensors(module) if id(tensor) not in found.managed}
+    names = [*whole, *found.ties, *(name for buffer in found.buffers for name, _ in buffer.members)]
+    plain = plain_names(names) or {name: name for name in names}
+    tensors, layouts = {plain[name]: tensor.detach() for name, tensor in whole.items()}, LayoutMap(found.mesh)
+    count = found.mesh.shape[-1]
+    for buffer in found.buffers:
+        members = ", ".join(f"{plain[name]} {list(shape)}" for name, shape in buffer.members)
+        pad = f", pad {buffer.local.numel() * count}" if buffer.sizes is None else ""
+        cut = (
+            "" if count == 1 else "/shard" if buffer.sizes is None else f"/shard{{{','.join(map(str, buffer.sizes))}}}"
+        )
+        # The buffer's own name is shown where it has no other: with its first parameter it is found in the module.
+        name = f"flat parameters from {plain[buffer.members[0][0]]}"
+        layouts[name] = f"flat({members}{pad}){cut}"
+        tensors[name] = buffer.local
+    return FlatModule(tensors, layouts, {plain[name]: plain[target] for name, target in found.ties.items()})
+
+
+def _is_partitioned(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_tensor") and tuple(parameter.shape) != tuple(parameter.ds_shape)
+
+
+def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers in place, tied ones under each name; no hook of a state dict runs."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        kept = {
+            name: tensor for name, tensor in child._buffers.items() if name not in child._non_persistent_buffers_set
+        }
+        for name, tensor in {**child._parameters, **kept}.items():
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _read_zero3(module: torch.nn.Module, world_size: int) -> _Found:
+    """Read the attributes that deepspeed/runtime/zero/partition_parameters.py gives parameters."""
+    buffers: list[_Buffer] = []
+    ties: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    ranks = None
+    for name, parameter in _list_tensors(module):
+        one: Any = parameter
+        if not hasattr(one, "ds_shape"):
+            continue
+        if id(one) in first_name:
+            ties[name] = first_name[id(one)]
+            continue
+        first_name[id(one)] = name
+        part = one.ds_tensor
+        # _partition_param: a part may lie on a disk, or be quantized, and hpZ keeps a second one.
+        if part.status.name != "AVAILABLE" or hasattr(part, "ds_quant_scale"):
+            raise UsageError(
+                f"the part of {name} that ZeRO-3 holds on this rank is not in memory as plain elements",
+                tensor=name,
+                got="quantized" if hasattr(part, "ds_quant_scale") else "on a disk (offload_param: nvme)",
+                want="plain elements in memory",
+                next_step=_CHECKPOINT,
+            )
+        ranks = _same_ranks(name, ranks, _ranks_of(one.ds_process_group))
+        buffers.append(_Buffer([(name, tuple(one.ds_shape))], part.detach().flatten(), None))
+    assert ranks is not None
+    return _Found(buffers, ties, frozenset(first_name), _mesh_of(ranks, (), world_size))
+
+
+def _list_units(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules that FSDP1 wraps, by name."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is None:
+        return []
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, fsdp)]
+
+
+def _read_fsdp1(units: Sequence[tuple[str, Any]], world_size: int) -> _Found:
+    """Read the attributes of torch/distributed/fsdp/_flat_param.py: FlatParameter."""
+    buffers: list[_Buffer] = []
+    ties: dict[str, str] = {}
+    managed: set[int] = set()
+    ranks: list[int] | None = None
+    copies: Sequence[int] = ()
+    for prefix, unit in units:
+        handle = unit._handle
+        if handle is None:  # it wraps no parameters of its own
+            continue
+        flat, inner = handle.flat_param, f"{prefix}._fsdp_wrapped_module" if prefix else "_fsdp_wrapped_module"
+        names = [f"{inner}.{name}" for name in flat._fqns]
+        if any(one is not None for one in flat._param_extensions):
+            raise LayoutError(
+                f"{names[0]} is cut by tensor parallelism inside an FSDP1 module",
+                tensor=names[0],
+                got="FSDP1 over DTensors",
+                want="fully_shard (FSDP2) over DTensors, or FSDP1 alone",
+                next_step=_CHECKPOINT,
+            )
+        managed |= {id(flat), *map(id, flat._params or ()), *map(id, flat._shared_params or ())}
+        # NO_SHARD keeps the buffer whole on every rank.
+        group = _ranks_of(handle.process_group)
+        of_unit = group if handle.uses_sharded_strategy else [group[0]]
+        ranks = _same_ranks(names[0], ranks, of_unit)
+        inter = getattr(unit, "_inter_node_pg", None)
+        copies = _ranks_of(inter) if handle.uses_sharded_strategy and inter is not None else ()
+        # Before the first forward the parameter itself is the range.
+        local = getattr(flat, "_local_shard", flat) if handle.uses_sharded_strategy else flat
+        position = group.index(_own_rank()) if handle.uses_sharded_strategy else 0
+        buffers += _split(flat, names, local.detach().flatten(), len(of_unit), position)
+        for name, _, inside, target, _, target_inside in flat._shared_param_infos:
+            ties[".".join(filter(None, (inner, inside, name)))] = ".".join(filter(None, (inner, target_inside, target)))
+    assert ranks is not None, "FSDP wraps a parameter"
+    return _Found(buffers, ties, frozenset(managed), _mesh_of(ranks, copies, world_size))
+
+
+def _split(flat: Any, names: Sequence[str], local: torch.Tensor, count: int, position: int) -> Iterator[_Buffer]:
+    """Yield the parts of a flat parameter between paddings: one, unless a parameter ends off a multiple of 16 bytes."""
+    pieces: list[list[tuple[str, Sequence[int]]]] = [[]]
+    starts, at, known = [0], 0, iter(zip(names, flat._shapes, strict=True))
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        at += numel
+        if not is_padding:
+            pieces[-1].append(next(known))
+        elif pieces[-1]:
+            pieces.append([])
+            starts.append(at)
+        else:
+            starts[-1] = at
+    filled = [(start, members) for start, members in zip(starts, pieces, strict=True) if members]
+    if len(filled) == 1 and filled[0][0] == 0:
+        yield _Buffer(filled[0][1], local, None)
+        return
+    size = local.numel()
+    for start, members in filled:
+        stop = start + sum(prod(shape) for _, shape in members)
+        ends = [min(max(edge * size, start), stop) for edge in range(count + 1)]
+        low, high = ends[position], ends[position + 1]
+        own = local[low - position * size : high - position * size] if low < high else local[:0]
+        yield _Buffer(members, own, [high - low for low, high in pairwise(ends)])
+
+
+def _ranks_of(group: Any) -> list[int]:
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    return list(distributed.get_process_group_ranks(group))
+
+
+def _own_rank() -> int:
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    return int(distributed.get_rank())
+
+
+def _same_ranks(name: str, known: list[int] | None, ranks: list[int]) -> list[int]:
+    if known is None or known == ranks:
+        return ranks
+    raise LayoutError(
+        f"{name} is cut between other ranks than the parameters before it",
+        tensor=name,
+        got=f"ranks {ranks}",
+        want=f"ranks {known}",
+        next_step=_CHECKPOINT,
+    )
+
+
+def _mesh_of(ranks: Sequence[int], copies: Sequence[int], world_size: int) -> DeviceMesh:
+    """Return the mesh of the ranks between which a module is cut, and of those that hold copies of the ranges."""
+    count, low = len(ranks), ranks[0]
+    if count == 1:
+        return DeviceMesh((world_size, 1), ("replica", "shard"))
+    if len(copies) < 2:
+        return DeviceMesh((1, count), ("replica", "shard"), tuple(ranks))
+    own = _own_rank()
+    if list(ranks) != list(range(low, low + count)) or list(copies) != list(range(own % count, world_size, count)):
+        raise LayoutError(
+            "FSDP's groups are not rows of the world's ranks",
+            got=f"cut between ranks {list(ranks)}, copied on ranks {list(copies)}",
+            want="ranks in a row, and the same place in each row",
+            next_step=_CHECKPOINT,
+        )
+    return DeviceMesh((len(copies), count), ("replica", "shard"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalModel:
+    """A rank's part of a model; nothing is copied."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Local parts by name, detached, with any device and strides."""
+    views: tuple[torch.Tensor, ...]
+    """The same parts, each once; tied names share one."""
+    view_of: Mapping[str, int]
+    """Name -> index in `views`."""
+    record: RankRecord
+    """The rank, and the places of its parts."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name -> name, of parameters inside flat buffers; others are tied by a common view."""
+
+    def find_global_shapes(self, *, has_layouts: bool) -> dict[str, tuple[int, ...] | None]:
+        """Return the global shape of each tensor; None where this rank does not know it.
+
+        Args:
+            has_layouts: whether layouts located the tensors, so that plain ones may be parts.
+        """
+        found: dict[str, tuple[int, ...] | None] = {}
+        for name, tensor in self.tensors.items():
+            known = self.record.tensors.get(name)
+            is_plain = not has_layouts and (known is None or known.layout is None)
+            found[name] = tuple(tensor.shape) if is_plain else None if known is None else known.shape
+        return found
+
+    def describe(self) -> str:
+        """Return everything except the values, as text for `xrank.readers.live.ranks`."""
+        return json.dumps(
+            {
+                "record": self.record.to_json(),
+                "aliases": dict(self.aliases),
+                "views": [view.numel() * view.element_size() for view in self.views],
+                "tensors": {
+                    name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.view_of[name]]
+                    for name, tensor in self.tensors.items()
+                },
+            },
+            separators=(",", ":"),
+        )
+
+
+def local_model(
+    model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
+    *,
+    layouts: LayoutMap | None = None,
+    mesh: Any = None,
+    rank: int,
+    world_size: int,
+    is_read: bool = False,
+) -> LocalModel:
+    """Return this rank's part of a module, or of a state dict.
+
+    A module's tensors have its plain names, without the parts that wrappers add (DistributedDataParallel,
+    torch.compile, checkpoint_wrapper). Values that are not tensors (``_extra_state``) are left out.
+
+    Args:
+        model: a module, or tensors by name: plain ones, DTensors, or both. For a module that Megatron cut, or a list of
+            its chunks, the names are the whole model's (`xrank.readers.megatron.live`).
+        layouts: the layouts of plain tensors; a plain tensor without one is whole on every rank that has it.
+        mesh: the layout of a Megatron module's ranks (`xrank.readers.megatron.live`); other models do not need it.
+        rank: this rank.
+        world_size: the number of ranks.
+        is_read: whether the tensors are read, not filled. Parameters that ZeRO-3 or FSDP1 has flattened are then read
+            where they are; a module that is filled must not have them, as an optimizer holds further copies.
+
+    Raises:
+        UsageError: a tensor without bytes to read (meta, sparse, quantised), or a module that gathers itself.
+        LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
+    """
+    import torch
+
+    model = _unwrap_engine(model)
+    check_model(model)
+    flat = read_flat_module(model, world_size) if is_read else None
+    located: LocatedTensors | None
+    if flat is not None:
+        located = locate_tensors(flat.tensors, flat.layouts, rank)
+    else:
+        _check_zero3(model)
+        located = _megatron_tensors(model, layouts, mesh, rank, world_size)
+    if located is None:
+        named = _state_dict(model) if isinstance(model, torch.nn.Module) else model
+        if isinstance(named, Mapping):
+            named = {name: value for name, value in named.items() if not is_extra_state(name)}
+        located = locate_tensors(named, layouts, rank)
+    views: list[torch.Tensor] = []
+    view_of: dict[str, int] = {}
+    known: dict[Hashable, int] = {}
+    for name, tensor in located.local.items():
+        # Tied names share one view, which is how other ranks learn of the tie.
+        key = view_key(tensor)
+        if key not in known:
+            known[key] = len(views)
+            views.append(tensor.detach())
+        view_of[name] = known[key]
+    record = RankRecord(
+        run_id=None,
+        attempt=None,
+        step=None,
+        rank=rank,
+        world_size=world_size,
+        host=socket.gethostname(),
+        meshes=located.meshes,
+        tensors=located.records,
+    )
+    tensors = {name: views[view_of[name]] for name in located.local}
+    return LocalModel(tensors, tuple(views), view_of, record, {} if flat is None else flat.aliases)
+
+
+def _megatron_tensors(
+    model: Any, layouts: LayoutMap | None, mesh: Any, rank: int, world_size: int
+) -> LocatedTensors | None:
+    """Return the tensors of a module that Megatron cut, and their places; None for other models."""
+    from xrank.readers.megatron.live import is_megatron, megatron_mesh, megatron_tensors
+
+    if not is_megatron(model):
+        return None
+    found = megatron_mesh(mesh, rank, world_size)
+    if found is not None:
+        return megatron_tensors(model, found, layouts=layouts, rank=rank)
+    if layouts is not None and not isinstance(model, list | tuple):
+        return None  # the map describes every tensor
+    raise LayoutError(
+        "Megatron cut the module, but the layout of its ranks is unknown",
+        rank=rank,
+        got=f"{world_size} ranks, no mesh",
+        want="a mesh with axes among tp, pp, ep, etp, dp and cp",
+        next_step='give mesh=, such as DeviceMesh.parse_grid("pp=2 dp=1 tp=2")',
+    )
+
+
+def _unwrap_engine(model: Any) -> Any:
+    """Return the module inside DeepSpeed's engine, which is a module without names of its own."""
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    return model.module if engine is not None and isinstance(model, engine) else model
+
+
+def _check_zero3(model: Any) -> None:
+    """Refuse parameters that ZeRO-3 has partitioned: they have no elements left, and only an attribute records that.
+
+    Raises:
+        UsageError: there is such a parameter.
+    """
+    import torch
+
+    chunks = model if isinstance(model, list | tuple) else [model]
+    for chunk in chunks:
+        named: Any = (
+            chunk.named_parameters() if isinstance(chunk, torch.nn.Module) else getattr(chunk, "items", tuple)()
+        )
+        for name, tensor in named:
+            # deepspeed/runtime/zero/partition_parameters.py: _convert_to_deepspeed_param
+            whole = getattr(tensor, "ds_shape", None)
+            if whole is not None and tuple(tensor.shape) != tuple(whole):
+                raise UsageError(
+                    f"{name} is a placeholder of DeepSpeed's ZeRO-3: its values are partitioned",
+                    tensor=name,
+                    got=f"shape {tuple(tensor.shape)}",
+                    want=f"shape {tuple(whole)}",
+                    next_step="give the module itself to export_model or iter_model; for other calls, make them within "
+                    "deepspeed.zero.GatheredParameters(list(module.parameters()))",
+                )
+
+
+def _state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    flat = getattr(fsdp, "FullyShardedDataParallel", None)
+    if flat is not None and any(isinstance(child, flat) for child in module.modules()):
+        raise UsageError(
+            "the module is an FSDP1 module, which gathers itself whole on every rank",
+            got="FullyShardedDataParallel",
+            want="a module of fully_shard (FSDP2), or a state dict",
+            next_step="make FSDP with device_mesh=, and give its SHARDED_STATE_DICT, which then contains DTensors: "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)",
+        )
+    if next(module.parameters(), None) is None and not module.state_dict():
+        return {}  # such as a pipeline stage without weights, for which the function below raises
+    # This function removes the wrappers' names and gathers nothing.
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return dict(get_model_state_dict(module))

@@ -1,0 +1,673 @@
+"""Live modules that Megatron-core cuts: their meshes, cuts, and the whole model's names of a rank's tensors."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from xrank.errors import LayoutError
+from xrank.formats.pickles import is_extra_state
+from xrank.formats.rank_state import MeshRecord, TensorRecord
+from xrank.layout import DeviceMesh, MeshViews, TensorLayout
+from xrank.readers.megatron.layouts import (
+    LAYER,
+    count_experts,
+    expert_in,
+    in_vision_tower,
+    is_projection,
+    layout_of,
+    layout_of_packed,
+    projections,
+    shape_of_grouped,
+    stack_of,
+    whole_name,
+)
+from xrank.workspace.tensor_places import LocatedTensors, locate_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from xrank.layout.layout_map import LayoutMap
+
+
+_AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronMesh:
+    """The meshes of one rank; each has the axes that Megatron's layouts use for the tensors on it."""
+
+    dense: DeviceMesh
+    """The ranks that share the dense tensors of this rank's stage, with the axis tp."""
+    expert: DeviceMesh
+    """The ranks that share this rank's experts, with the axis etp."""
+    experts: DeviceMesh
+    """The ranks that share all experts of this rank's stage, with the axes ep and etp."""
+    num_stages: int
+    expert_rank: int
+    """This rank's place along ep."""
+    is_given: bool
+    """Whether the caller gave the mesh; False if it is from Megatron's own process groups."""
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Axis -> number of ranks that share the model along it."""
+        return {
+            "tp": self.dense.axis_length("tp"),
+            "pp": self.num_stages,
+            "ep": self.experts.axis_length("ep"),
+            "etp": self.experts.axis_length("etp"),
+        }
+
+
+def megatron_mesh(mesh: Any, rank: int, world_size: int) -> MegatronMesh | None:
+    """Return the meshes of a rank; None if the arrangement of the ranks is unknown.
+
+    Args:
+        mesh: a `DeviceMesh`, torch's, or the two factorings from `xrank.layout.mesh.megatron_views`. None:
+            Megatron's process groups, if the program has made them; a single process is a mesh of one rank.
+        rank: this rank.
+        world_size: the number of ranks.
+
+    Raises:
+        LayoutError: an axis that Megatron lacks, a mesh of other ranks, or process groups in unknown order.
+    """
+    if mesh is not None:
+        return _from_views(mesh if isinstance(mesh, MeshViews) else MeshViews(_as_device_mesh(mesh)), rank)
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        return _from_groups(state, rank)
+    return _from_views(MeshViews(DeviceMesh((1,), ("tp",), (rank,))), rank) if world_size == 1 else None
+
+
+def _as_device_mesh(mesh: Any) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    from xrank.dialects.tensors import describe_mesh
+
+    return describe_mesh(mesh)
+
+
+def _from_views(views: MeshViews, rank: int) -> MegatronMesh:
+    of_experts = next((view for _, view in views.others if {"ep", "etp"} & set(view.axis_names)), views.main)
+    for axis in (*views.main.axis_names, *of_experts.axis_names):
+        if axis not in _AXES:
+            raise LayoutError(
+                f"the mesh has the axis {axis!r}, which is not one of Megatron's",
+                rank=rank,
+                got=views.main.grid,
+                want=f"axes among {', '.join(_AXES)}",
+                next_step="give the axes of mesh= Megatron's names; dp is for replicas",
+            )
+    dense = _with_axes(views.main, "tp", "pp")
+    if "etp" not in of_experts.axis_names and "tp" in of_experts.axis_names:
+        names = ["etp" if axis == "tp" else axis for axis in of_experts.axis_names]
+        of_experts = DeviceMesh(of_experts.shape, names, of_experts.ranks)
+    of_experts = _with_axes(of_experts, "ep", "etp", "pp")
+    at = of_experts.coordinate(rank)
+    experts = of_experts.submesh(pp=at["pp"])
+    return MegatronMesh(
+        dense=dense.submesh(pp=dense.coordinate(rank)["pp"]),
+        expert=experts.submesh(ep=at["ep"]),
+        experts=experts,
+        num_stages=dense.axis_length("pp"),
+        expert_rank=at["ep"],
+        is_given=True,
+    )
+
+
+def _with_axes(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """Return the mesh with these axes; new axes have length 1."""
+    more = [axis for axis in axes if axis not in mesh.axis_names]
+    return DeviceMesh((*(1 for _ in more), *mesh.shape), (*more, *mesh.axis_names), mesh.ranks)
+
+
+def _from_groups(state: Any, rank: int) -> MegatronMesh:
+    """Read Megatron's process groups; other groups of the same kind hold replicas or other stages."""
+    from torch.distributed import get_process_group_ranks
+
+    def ranks(group: Any) -> list[int]:
+        return list(get_process_group_ranks(group))
+
+    tensor = ranks(state.get_tensor_model_parallel_group())
+    expert = ranks(state.get_expert_tensor_parallel_group())
+    across = ranks(state.get_expert_model_parallel_group())
+    if rank not in tensor or rank not in across:
+        raise LayoutError(
+            f"Megatron's process groups of this process are not those of rank {rank}",
+            rank=rank,
+            got=f"ranks {tensor} along tp, {across} along ep",
+            want=f"rank {rank} among them",
+            next_step="let all ranks of the world take part",
+        )
+    experts = _grid(expert, across, ranks(state.get_expert_tensor_and_model_parallel_group()), rank)
+    return MegatronMesh(
+        dense=DeviceMesh((len(tensor),), ("tp",), tensor),
+        expert=DeviceMesh((len(expert),), ("etp",), expert),
+        experts=experts,
+        num_stages=len(ranks(state.get_pipeline_model_parallel_group())),
+        expert_rank=across.index(rank),
+        is_given=False,
+    )
+
+
+def _grid(expert: Sequence[int], across: Sequence[int], both: Sequence[int], rank: int) -> DeviceMesh:
+    """Return the mesh of all experts of a stage; the run decides which of the two axes varies faster."""
+    sizes = {"ep": len(across), "etp": len(expert)}
+    for outer, inner in (("ep", "etp"), ("etp", "ep")):
+        if sizes["ep"] * sizes["etp"] == len(both):
+            mesh = DeviceMesh((sizes[outer], sizes[inner]), (outer, inner), sorted(both))
+            if tuple(expert) in mesh.groups("etp") and tuple(across) in mesh.groups("ep"):
+                return mesh
+    raise LayoutError(
+        "Megatron's process groups of experts are not a grid",
+        rank=rank,
+        got=f"ranks {list(both)} of {list(expert)} and {list(across)}",
+        want="one rank for each pair of a place along etp and one along ep",
+        next_step="give mesh=",
+    )
+
+
+_OWN_LAYERS = {"output_size_per_partition": 0, "num_embeddings_per_partition": 0, "input_size_per_partition": 1}
+"""Attribute of Megatron's parallel layers -> the dim of their weight that they cut. The weight has its own attributes
+only if the layer initialized it: `perform_initialization=False` skips both."""
+
+_PACKED = re.compile(r".*\b(?:linear_fc1|in_proj|conv1d)(?:_\w+)?\.(?:weight|bias)\d*", re.ASCII)
+"""Modules of several projections side by side. A rank holds its part of each projection, so one cut along the dim would
+mix them (megatron/core/transformer/mlp.py, ssm/mamba_mixer.py, ssm/gated_delta_net.py: sharded_state_dict)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionAttributes:
+    """The cut of a parameter by its attributes."""
+
+    dim: int | None
+    """The dim that is cut; None for a whole parameter."""
+    stride: int = 1
+    """Number of pieces of the dim, end to end, each cut by itself."""
+
+
+def refusal(name: str, rank: int, problem: str, *, got: str, want: str, next_step: str) -> LayoutError:
+    """Return the error that the place of a tensor is unknown or contradictory."""
+    return LayoutError(f"{name}: {problem}", tensor=name, rank=rank, got=got, want=want, next_step=next_step)
+
+
+def read_partition(value: torch.Tensor, owner: torch.nn.Module) -> PartitionAttributes | None:
+    """Return the cut of a tensor by its attributes; None if they do not define it."""
+    # Transformer Engine marks every weight as cut along dim 0 except those of row parallel layers, also weights that
+    # Megatron duplicates, or cuts itself for experts (pytorch/module/linear.py: reset_parameters).
+    mode = getattr(owner, "parallel_mode", "")
+    if mode is None:
+        return None
+    dim = getattr(value, "partition_dim", -1)
+    is_cut = getattr(value, "tensor_model_parallel", dim >= 0)
+    if getattr(value, "tensor_model_parallel", False) and dim < 0:
+        return None  # a state space mixer marks its own parameters without the dim (ssm/mamba_mixer.py)
+    if is_cut and 0 <= dim < value.ndim:
+        return PartitionAttributes(dim, getattr(value, "partition_stride", 1))
+    if mode or hasattr(owner, "num_local_experts"):
+        return None
+    cuts = (dim for name, dim in _OWN_LAYERS.items() if hasattr(owner, name) and getattr(owner, "weight", 0) is value)
+    return PartitionAttributes(next(cuts, None))
+
+
+def resolve_layout(
+    name: str,
+    value: torch.Tensor,
+    owner: torch.nn.Module,
+    num_dims: int,
+    is_expert: bool,
+    mesh: MegatronMesh,
+    rank: int,
+    *,
+    is_gated: bool,
+    packed: TensorLayout | None = None,
+) -> TensorLayout:
+    """Return the layout of a tensor over tp, etp and ep.
+
+    Args:
+        name: the name in the whole model.
+        value: the tensor, with its attributes.
+        owner: the module with the tensor.
+        num_dims: number of dims; one more than the tensor's own if its experts are a separate dim.
+        is_expert: whether it belongs to one or several experts.
+        mesh: the meshes of the rank.
+        rank: this rank.
+        is_gated: whether linear_fc1 is a gate and an up projection.
+        packed: the layout of a tensor of several projections, from `layout_of_packed`.
+
+    Raises:
+        LayoutError: name and attributes disagree, or the cut is unknown.
+    """
+    _check_marks(name, value, mesh, rank, is_expert=is_expert)
+    marked = read_partition(value, owner)
+    layout = packed or layout_of(name, is_gated=is_gated)
+    if layout is None:
+        has_no_dim = getattr(value, "partition_dim", -1) < 0
+        is_marked = marked is None and has_no_dim and getattr(value, "tensor_model_parallel", False)
+        if is_expert or is_marked or (marked is not None and marked.dim is not None and _PACKED.fullmatch(name)):
+            raise refusal(
+                name,
+                rank,
+                "how Megatron cuts a tensor of this name is not known",
+                got=f"a part of shape {list(value.shape)}"
+                + (f", cut along dim {marked.dim}" if marked else ", tensor_model_parallel" if is_marked else ""),
+                want="a name that xrank's table has, or a rule of layouts=",
+                next_step="give layouts= with this tensor's rule, on the axes tp, etp and ep",
+            )
+        return _plain(num_dims, *((marked.dim, marked.stride) if marked is not None else (None, 1)))
+    if len(layout.dims) != num_dims:
+        raise refusal(
+            name,
+            rank,
+            "it does not have the dims of Megatron's tensor of this name",
+            got=f"shape {list(value.shape)}",
+            want=str(layout),
+            next_step="give layouts= with this tensor's rule",
+        )
+    axis = "etp" if is_expert else "tp"
+    dims = [dim for dim, axes in enumerate(layout.cut_axes) if axis in axes]
+    wanted = dims[0] if dims else None
+    if num_dims > value.ndim:  # GroupedMLP: experts and f are the columns of one matrix, or its rows
+        wanted = 1 if wanted == 2 else 0
+    length = mesh.lengths[axis]
+    if marked is None or length == 1:
+        return layout
+    stride = 2 if "<" in str(layout) else 1
+    # Older versions of Megatron set stride 1 for gate and up halves, too.
+    if marked.dim != wanted or (marked.dim is not None and marked.stride not in (1, stride)):
+        raise refusal(
+            name,
+            rank,
+            "its attributes contradict how Megatron cuts a tensor of this name",
+            got="whole on every rank" if marked.dim is None else f"partition_dim {marked.dim}, stride {marked.stride}",
+            want=f"{layout}: " + ("whole" if wanted is None else f"partition_dim {wanted}, stride {stride}"),
+            next_step="set the attributes that Megatron's layers set, or give layouts= with this tensor's rule",
+        )
+    return layout
+
+
+def _check_marks(name: str, value: torch.Tensor, mesh: MegatronMesh, rank: int, *, is_expert: bool) -> None:
+    """Check `allreduce`, which is False on parameters whose gradients are one expert rank's own."""
+    mark, ways = getattr(value, "allreduce", None), mesh.lengths["ep"]
+    if mark is False and (not is_expert or ways == 1):
+        raise refusal(
+            name,
+            rank,
+            "its attributes place it on one of several expert ranks",
+            got="allreduce=False" + ("" if is_expert else ", and a name that is not an expert's") + f", ep={ways}",
+            want="an expert's name, and a mesh with the axis ep",
+            next_step="give the mesh of the run, with its axis ep",
+        )
+    if is_expert and ways > 1 and mark is not False and value.requires_grad:
+        raise refusal(
+            name,
+            rank,
+            "its attributes do not place it on one of several expert ranks",
+            got=f"allreduce={mark}, ep={ways}",
+            want="allreduce=False, as Megatron marks experts over several ranks",
+            next_step="give the mesh of the run; without ep, where every rank holds all experts",
+        )
+
+
+@lru_cache(maxsize=64)
+def _plain(num_dims: int, cut: int | None, stride: int) -> TensorLayout:
+    """Return the layout with one cut along one dim of `stride` pieces end to end."""
+    dims = [f"d{dim}" for dim in range(num_dims)]
+    if cut is not None:
+        dims[cut] = f"{stride} n/tp" if stride > 1 else f"{dims[cut]}/tp"
+    return TensorLayout.parse(f"[{', '.join(dims)}]")
+
+
+CONFIG_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""Axis -> its name in Megatron's configs (megatron/core/model_parallel_config.py)."""
+
+
+def configs_of(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return the Megatron configs of the chunks that have one."""
+    return [chunk.config for chunk in chunks if hasattr(getattr(chunk, "config", None), CONFIG_SIZES["tp"])]
+
+
+def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: MegatronMesh, rank: int) -> int:
+    """Return the number of experts that this rank holds in each layer, counting those with a number in their names."""
+    for name in names:
+        try:
+            expert_in(name)
+        except ValueError:
+            raise refusal(
+                name,
+                rank,
+                "the cut of an expert's tensor of this name is not known",
+                got="experts without a number in their name",
+                want="a name that xrank's table has",
+                next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
+            ) from None
+    try:
+        count = count_experts(names)
+    except ValueError as error:
+        raise LayoutError(
+            f"rank {rank} holds experts with gaps, or not the same in all layers",
+            rank=rank,
+            got=str(error),
+            want="experts counted from 0 on, as many in each layer",
+            next_step="export the chunks as Megatron makes them",
+        ) from None
+    total = next((getattr(config, "num_moe_experts", None) for config in configs_of([chunk])), None)
+    ways = mesh.lengths["ep"]
+    if count and type(total) is int and total != count * ways:
+        raise LayoutError(
+            f"rank {rank} does not hold its share of the experts",
+            rank=rank,
+            got=f"{count} experts, ep={ways}",
+            want=f"{total} experts in all, as in the module's config",
+            next_step="give the mesh of the run, with its axis ep",
+        )
+    return count
+
+
+def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, *, is_whole: bool) -> int:
+    """Return the number of the chunk's first layer in the whole model, from the layer_number of its layers."""
+    stages = {name: found for name in names if (found := LAYER.fullmatch(name))}
+    other = next((name for name in names if ".layers." in name and name not in stages and not _is_counted(name)), None)
+    if other is not None and not is_whole:
+        raise refusal(
+            other,
+            rank,
+            "which layer of the whole model this is, is not known",
+            got="layers outside of decoder.layers, of a chunk of the model",
+            want="decoder.layers",
+            next_step="export the part that has a decoder of its own, as model.language_model",
+        )
+    modules = {int(found[1]): name[: found.end(1)] for name, found in stages.items()}
+    layer_numbers = {
+        number: getattr(chunk.get_submodule(modules[number]), "layer_number", None) for number in sorted(modules)
+    }
+    # Transformer layers are counted from 1 over all stages (megatron/core/transformer/transformer_layer.py).
+    firsts = {layer - 1 - number if type(layer) is int else None for number, layer in layer_numbers.items()}
+    # Layers that disagree about the first one give -1, which is refused below.
+    first = firsts.pop() if len(firsts) == 1 else (0 if not firsts else -1)
+    if first is None and is_whole:
+        return 0
+    if first is None or first < 0:
+        raise refusal(
+            modules[min(modules)],
+            rank,
+            "which layer of the whole model this is, is not known",
+            got=f"layer_number {', '.join(map(str, layer_numbers.values()))}",
+            want="rising by 1, counted from 1 over all stages",
+            next_step="set layer_number on each module of decoder.layers, as Megatron's TransformerLayer does",
+        )
+    return first
+
+
+def _is_counted(name: str) -> bool:
+    """Return whether every stage numbers a layer as the whole model does: multi-token prediction's, a tower's."""
+    return name.startswith("mtp.") or ".mtp." in name or in_vision_tower(name)
+
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """One tensor of a chunk."""
+
+    name: str
+    """Name in the whole model."""
+    is_expert: bool
+    value: torch.Tensor
+    """The module's tensor, with its attributes."""
+    local: torch.Tensor
+    """The same tensor; if it contains several experts, they are its first dim."""
+    owner: torch.nn.Module
+
+
+def is_megatron(model: object) -> bool:
+    """Return whether it is a list of chunks, or a module with signs of Megatron's cuts."""
+    import torch
+
+    if isinstance(model, list | tuple):
+        return True
+    return isinstance(model, torch.nn.Module) and (
+        any(hasattr(parameter, "partition_dim") for parameter in model.parameters())
+        or any(type(module).__module__.startswith("megatron.core.") for module in model.modules())
+    )
+
+
+def megatron_tensors(
+    model: torch.nn.Module | Sequence[torch.nn.Module], mesh: MegatronMesh, *, layouts: LayoutMap | None, rank: int
+) -> LocatedTensors:
+    """Return this rank's tensors, by names of the whole model, and their places.
+
+    The last stage's copy of a tied embedding gets the embedding's name: a replica, as in Megatron's own checkpoints.
+
+    Args:
+        model: a module, or the virtual chunks of a stage; wrappers with it as ``module`` are removed.
+        mesh: the rank's place.
+        layouts: rules for tensors that are cut in another way; a rule overrides everything else.
+        rank: this rank.
+
+    Raises:
+        LayoutError: a tensor's name and attributes disagree, or its cut or layer is unknown.
+        UsageError: a tensor without bytes to read.
+    """
+    chunks = [_unwrap(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
+    # A mesh from Megatron's own process groups needs no check.
+    if mesh.is_given:
+        _check_sizes(chunks, mesh, rank)
+    parts: dict[str, _Part] = {}
+    for chunk in chunks:
+        for part in _parts_of(chunk, mesh, is_only=len(chunks) == 1, rank=rank):
+            known = parts.setdefault(part.name, part)
+            if known is not part and known.value is not part.value:
+                raise refusal(
+                    part.name,
+                    rank,
+                    "this rank holds it twice",
+                    got=f"{tuple(known.value.shape)} and {tuple(part.value.shape)}",
+                    want="one tensor per name",
+                    next_step="give each chunk once, with layer_number as Megatron's layers have it",
+                )
+    gating = _find_gating(chunks, parts, rank)
+    # This checks each tensor, and applies the map's rules.
+    found = locate_tensors({name: part.local for name, part in parts.items()}, layouts, rank)
+    local_shapes = {name: tuple(part.local.shape) for name, part in parts.items()}
+    meshes: dict[MeshRecord, int] = {mesh: number for number, mesh in enumerate(found.meshes)}
+    records = {}
+    for name, part in parts.items():
+        given = found.records.get(name)
+        if given is None:
+            layout = resolve_layout(
+                name,
+                part.value,
+                part.owner,
+                part.local.ndim,
+                part.is_expert,
+                mesh,
+                rank,
+                is_gated=gating.get(stack_of(name), False),
+                packed=layout_of_packed(name, local_shapes, mesh.lengths["tp"]),
+            )
+            # One rank's part does not show the shape of a whole that is cut.
+            given = TensorRecord(str(layout), shape=None if any(layout.cut_axes) else tuple(part.local.shape))
+            own = _mesh_of(layout, part, mesh)
+        elif given.view is not None or given.name is not None:
+            records[name] = given
+            continue
+        else:
+            assert given.layout is not None
+            layout = TensorLayout.parse(given.layout)
+            recorded = None if given.mesh is None else found.meshes[given.mesh]
+            own = _mesh_of(layout, part, mesh) if recorded is None else _sharing(recorded, layout, part, rank)
+        records[name] = replace(given, mesh=meshes.setdefault(_record(own), len(meshes)))
+    return LocatedTensors(found.local, tuple(meshes), records)
+
+
+def _unwrap(chunk: Any) -> Any:
+    """Return the module inside wrappers without parameters, such as DistributedDataParallel and Float16Module."""
+    children = getattr(chunk, "_modules", {})
+    while list(children) == ["module"] and not chunk._parameters:
+        chunk = children["module"]
+        children = chunk._modules
+    return chunk
+
+
+def _check_sizes(chunks: Sequence[torch.nn.Module], mesh: MegatronMesh, rank: int) -> None:
+    """Check the caller's mesh against the modules' config."""
+    for config in configs_of(chunks):
+        for axis, length in mesh.lengths.items():
+            size = getattr(config, CONFIG_SIZES[axis], None)
+            # Without experts, nothing is cut over etp.
+            is_used = axis != "etp" or getattr(config, "num_moe_experts", None)
+            if type(size) is int and size != length and is_used:
+                raise LayoutError(
+                    f"mesh= is not that of the module's config: {CONFIG_SIZES[axis]} differs",
+                    rank=rank,
+                    got=f"{axis}={length}",
+                    want=f"{axis}={size}",
+                    next_step="give the mesh of the run, or none if Megatron's process groups are initialised",
+                )
+
+
+def _parts_of(chunk: torch.nn.Module, mesh: MegatronMesh, *, is_only: bool, rank: int) -> Iterator[_Part]:
+    """Yield the tensors of one chunk by their names in the whole model."""
+    values = {name: value for name, value in chunk.state_dict(keep_vars=True).items() if not is_extra_state(name)}
+    num_own = num_experts(chunk, values, mesh, rank)
+    first = first_layer(chunk, values, rank, is_whole=is_only and mesh.num_stages == 1)
+    for local_name, value in values.items():
+        owner = chunk.get_submodule(local_name.rpartition(".")[0])
+        name, is_expert = whole_name(local_name, first, num_own * mesh.expert_rank)
+        # The head of the last stage is a copy of the first stage's embedding: under its name it becomes a replica.
+        if name.endswith(_HEAD) and getattr(value, "shared_embedding", False):
+            name = name.removesuffix(_HEAD) + _EMBEDDING
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and isinstance(value, distributed.DTensor):
+            raise refusal(
+                name,
+                rank,
+                "it is a DTensor in a module that Megatron cuts",
+                got="a DTensor",
+                want="plain tensors",
+                next_step="give a state dict of DTensors whose placements describe every cut",
+            )
+        local = _split_experts(name, value, owner, rank)
+        yield _Part(name, is_expert or local is not value, value, local, owner)
+
+
+def _split_experts(name: str, value: torch.Tensor, owner: torch.nn.Module, rank: int) -> torch.Tensor:
+    """Return GroupedMLP's weight with its experts as the first dim; other tensors unchanged."""
+    number = getattr(owner, "num_local_experts", 0)
+    try:
+        shape = shape_of_grouped(name, tuple(value.shape), number if type(number) is int else 0)
+    except ValueError as error:
+        raise refusal(
+            name,
+            rank,
+            "its shape does not fit the number of experts in its module",
+            got=str(error),
+            want="a matrix of num_local_experts matrices",
+            next_step="set num_local_experts on the module, as Megatron's GroupedMLP does",
+        ) from None
+    if shape is None:
+        return value
+    if not value.is_contiguous():
+        raise refusal(
+            name,
+            rank,
+            "it is not a plain matrix, so its experts cannot be separated",
+            got=f"strides {value.stride()}",
+            want="a contiguous parameter",
+            next_step="make it contiguous",
+        )
+    return value.detach().view(shape)
+
+
+def _find_gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank: int) -> dict[str, bool]:
+    """Return stack of layers -> whether linear_fc1 is gate and up; config, attributes and shapes must agree."""
+    interleaved = next((n for c in configs_of(chunks) if (n := getattr(c, "moe_mlp_glu_interleave_size", None))), None)
+    if interleaved:
+        raise LayoutError(
+            "the experts have alternating gate and up rows, which are not supported here",
+            rank=rank,
+            got=f"moe_mlp_glu_interleave_size {interleaved}",
+            want="halves",
+            next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
+        )
+    stacks: dict[str, dict[str, _Part]] = {}
+    for name, part in parts.items():
+        stacks.setdefault(stack_of(name), {})[name] = part
+    own = {config.gated_linear_unit for config in configs_of(chunks) if hasattr(config, "gated_linear_unit")}
+    # A chunk's config is that of its language model.
+    return {stack: _is_gated(of_stack, set() if "vision" in stack else own, rank) for stack, of_stack in stacks.items()}
+
+
+def _is_gated(parts: Mapping[str, _Part], answers: set[bool], rank: int) -> bool:
+    """Return whether linear_fc1 is gate and up in a stack of layers, for which a config may have answers."""
+    # Each source gives an answer, and all must be the same: halves that are taken for one matrix would be cut wrongly.
+    answers = set(answers)
+    weights = {name: part for name, part in parts.items() if is_projection(name)}
+    strides = {cut.stride for part in weights.values() if (cut := read_partition(part.value, part.owner)) is not None}
+    if 2 in strides:
+        answers.add(True)
+    for name, rows, columns in projections({name: tuple(part.local.shape) for name, part in parts.items()}):
+        if rows not in (columns, 2 * columns):
+            raise refusal(
+                name,
+                rank,
+                "its shape is not that of projections to linear_fc2",
+                got=f"{rows} rows, for {columns} columns of linear_fc2",
+                want=f"{columns}, or {2 * columns} of gate and up",
+                next_step="check that linear_fc1 and linear_fc2 are cut over the same ranks",
+            )
+        answers.add(rows == 2 * columns)
+        if len(answers) > 1:
+            raise refusal(
+                name,
+                rank,
+                "config, partition_stride and shapes disagree whether it is gate and up halves",
+                got=f"{rows} rows, for {columns} columns of linear_fc2; partition_stride {sorted(strides)}",
+                want="one kind in all layers, as in config.gated_linear_unit",
+                next_step="check config.gated_linear_unit and the modules' sizes",
+            )
+    if weights and not answers:
+        raise refusal(
+            next(iter(weights)),
+            rank,
+            "it is unknown whether it is gate and up halves",
+            got="no linear_fc2 beside it",
+            want="config.gated_linear_unit, or linear_fc2",
+            next_step="export the chunks as Megatron makes them",
+        )
+    return True in answers
+
+
+def _mesh_of(layout: TensorLayout, part: _Part, mesh: MegatronMesh) -> DeviceMesh:
+    used = {axis for axes in layout.cut_axes for axis in axes}
+    if "ep" in used:
+        return mesh.experts
+    return mesh.expert if part.is_expert or "etp" in used else mesh.dense
+
+
+def _sharing(record: MeshRecord, layout: TensorLayout, part: _Part, rank: int) -> DeviceMesh:
+    """Return the ranks of a rule's mesh that share a tensor: those of one stage and one expert."""
+    names, shape, ranks = record
+    mesh = DeviceMesh(shape, names, ranks)
+    used = {axis for axes in layout.cut_axes for axis in axes}
+    apart = {axis for axis in ("pp", "ep") if axis in names and axis not in used and (axis == "pp" or part.is_expert)}
+    if len(apart) == len(names):
+        return DeviceMesh((1,), ("tp",), (rank,))
+    at = mesh.coordinate(rank)
+    return mesh.submesh(**{axis: at[axis] for axis in apart})
+
+
+def _record(mesh: DeviceMesh) -> MeshRecord:
+    return mesh.axis_names, mesh.shape, mesh.ranks

@@ -1,0 +1,530 @@
+"""The names in what a trainer saved: the model's part of it, and what wrappers add to names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from xrank.errors import UsageError, either, option
+from xrank.formats.pickles import is_extra_state
+from xrank.formats.regular_file import quote
+from xrank.plan.source import StoredModel
+from xrank.words import list_text, plural, size_text
+
+MODELS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state", "params"})
+WRAPPERS = frozenset({"app", "app_state", "state"})
+"""From torch's own tutorials: a Stateful that holds model and optimizer."""
+OPTIMIZERS = frozenset(
+    {"optim", "optimizer", "optimizers", "optimizer_state", "optimizer_states", "optimizer_state_dict"}
+    | {"optim_state", "optim_states", "optim_state_dict", "optimizer_0", "opt_state"}
+)
+_TRAINERS = frozenset(
+    {"lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "train_state", "trainer", "extra_state"}
+    | {"rng", "rng_state", "rng_states", "cuda_rng_state", "random_states", "epoch", "step", "global_step", "iteration"}
+    | {"scaler", "grad_scaler", "loss_scaler", "callbacks", "sampler", "loops", "hyper_parameters"}
+)
+MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "exp_avg_diff"}
+    | {"momentum_buffer", "square_avg", "grad_avg", "acc_delta", "master_param"}
+)
+"""State that torch's optimizers, and similar ones, keep for a parameter."""
+OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
+"""torch/optim/optimizer.py: state_dict."""
+
+
+def leads_to_model(keys: Sequence[str | int]) -> bool:
+    """Return whether a model lies under these keys by their names alone."""
+    return bool(keys) and keys[-1] in MODELS and all(key in WRAPPERS for key in keys[:-1])
+
+
+def is_left_out(key: str) -> bool:
+    """Return whether what lies under a key belongs to an optimizer or a trainer."""
+    # Some planners flatten names themselves: optimizer.state.exp_avg.…
+    return key in OPTIMIZERS or key in _TRAINERS or key.partition(".")[0] in OPTIMIZERS
+
+
+def names_of_optimizers(names: Collection[str]) -> frozenset[str]:
+    """Return the flat names that belong to an optimizer, under any keys.
+
+    torch names its state ``state.<parameter>.exp_avg``, behind the keys that lead to it, and the learning rates beside
+    it ``param_groups.…lr``. If a state has groups beside it, all of it belongs to an optimizer; otherwise only the
+    names beside a moment do.
+    """
+    whole: set[str] = set()
+    owners: set[str] = set()
+    for name in names:
+        keys = name.split(".")
+        if "param_groups" in keys:
+            above = keys[: keys.index("param_groups")]
+            whole.update(".".join([*above, key]) for key in OPTIMIZER_KEYS)
+        if keys[-1] in MOMENTS and "state" in keys[:-1]:
+            owners.add(".".join(keys[:-1]))
+    return frozenset(
+        name
+        for name in names
+        if name.rpartition(".")[0] in owners
+        or (whole and not whole.isdisjoint(accumulate(name.split("."), "{}.{}".format)))
+    )
+
+
+_OUTER = "module"
+"""Prefix of DistributedDataParallel, DataParallel and DeepSpeed's engine, unless only some names have it."""
+# torch/_dynamo/eval_frame.py: OptimizedModule; torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py;
+# torch/distributed/fsdp/_common_utils.py: FSDP_WRAPPED_MODULE. Models do not have modules of these names.
+_ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_AVERAGED = "n_averaged"
+"""torch/optim/swa_utils.py: AveragedModel counts in this buffer, beside the averages in ``module``."""
+FindWrapping: TypeAlias = Callable[[Sequence[str]], Callable[[str], str] | None]
+_NOTE = "parts of names that wrappers added were taken off: {} is {}"
+LIGHTNING_VERSION = "pytorch-lightning_version"
+"""Key that Lightning's Trainer writes, and Fabric does not (trainer/connectors/checkpoint_connector.py)."""
+
+
+def is_of_lightning(saved: object) -> bool:
+    """Return whether Lightning's Trainer saved a dict; the model is an attribute of the module that has its names."""
+    return isinstance(saved, dict) and LIGHTNING_VERSION in saved
+
+
+def strip_wrappers(name: str) -> str:
+    """Return a name without the parts that wrappers add, if all names beside it have them, too."""
+    name = _strip_anywhere(name)
+    while name.startswith(f"{_OUTER}."):
+        name = name.removeprefix(f"{_OUTER}.")
+    return name
+
+
+def _strip_anywhere(name: str) -> str:
+    return ".".join(piece for piece in name.split(".") if piece not in _ANYWHERE)
+
+
+def plain_names(
+    names: Sequence[str],
+    find_wrapping: FindWrapping | None = None,
+    known: Container[str] = (),
+    *,
+    in_attribute: bool = False,
+) -> dict[str, str]:
+    """Return the model's own name for every name; an empty dict if no wrapper changed any.
+
+    Args:
+        names: the names of all tensors.
+        find_wrapping: returns the function that takes off whatever stands before the names that the model is known to
+            have; None if it has none of these names. Without it, only the marks of well-known wrappers are taken off.
+        known: names that the model has. If it has one that a wrapper could have made, all names stay.
+        in_attribute: whether the model is an attribute of another module, such as ``model`` of a LightningModule.
+
+    Raises:
+        UsageError: two tensors would get the same name.
+    """
+    plain = {name: _strip_anywhere(name) for name in names}
+    strip = None if find_wrapping is None else find_wrapping([*plain.values()])
+    if strip is None:
+        # A model may have a child called `module` itself, but a wrapper's prefix is in front of every name.
+        while plain and all(name.startswith(f"{_OUTER}.") for name in plain.values()):
+            plain = {name: bare.removeprefix(f"{_OUTER}.") for name, bare in plain.items()}
+        plain = _strip_attribute(plain) if in_attribute else plain
+    else:
+        plain = {name: strip(bare) for name, bare in plain.items()}
+    changed = [name for name, bare in plain.items() if name != bare]
+    if not changed or any(name in known for name in changed):
+        return {}
+    taken: dict[str, str] = {}
+    for name, bare in plain.items():
+        if (other := taken.setdefault(bare, name)) != name:
+            raise UsageError(
+                f"{bare}: two tensors would have this name without the parts that wrappers added",
+                tensor=bare,
+                got=f"{other} and {name}",
+                want="one",
+                next_step="leave one of them out",
+            )
+    return plain
+
+
+def _strip_attribute(plain: dict[str, str]) -> dict[str, str]:
+    """Return the names without the first part of all of them, unless it names a layer or a list of layers."""
+    names = plain.values()
+    first = next(iter(names), "").partition(".")[0]
+    if not first or any(not name.startswith(f"{first}.") for name in names):
+        return plain
+    bare = {name: value.removeprefix(f"{first}.") for name, value in plain.items()}
+    fits = any("." in name for name in bare.values()) and not any(name[:1].isdecimal() for name in bare.values())
+    return bare if fits else plain
+
+
+def rename_tensors(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
+    """Return a model under its own names, with a note about the change."""
+    if not plain:
+        return stored
+    return replace(
+        stored,
+        shards=tuple(replace(shard, name=plain[shard.name]) for shard in stored.shards),
+        absent=tuple(plain[name] for name in stored.absent),
+        roundings=tuple(replace(shard, name=plain[shard.name]) for shard in stored.roundings),
+        aliases={plain[name]: plain[target] for name, target in stored.aliases.items()},
+        layouts={plain.get(name, name): stated for name, stated in stored.layouts.items()},
+        notes=(*stored.notes, *name_notes(plain)),
+    )
+
+
+def remove_wrapper_names(
+    stored: StoredModel, find_wrapping: FindWrapping | None = None, known: Container[str] = ()
+) -> StoredModel:
+    """Return a reader's model under the model's own names, without modules' state that is not a weight.
+
+    Arguments and errors are those of `plain_names`.
+    """
+    stored = drop_states(stored)
+    names = [*(shard.name for shard in stored.shards), *stored.absent]
+    return rename_tensors(stored, plain_names(names, find_wrapping, known, in_attribute=stored.is_attribute))
+
+
+def drop_states(stored: StoredModel) -> StoredModel:
+    """Return a model without the tensors in which modules keep state that is not a weight, with a note."""
+    names = [*(shard.name for shard in stored.shards), *stored.absent]
+    scalars = {shard.name for shard in stored.shards if not shard.shape}
+    extra = {name for name in names if is_extra_state(name)}
+    counters = {name for name in scalars if name.rpartition(".")[2] == _AVERAGED and _is_counter(name, names)}
+    dropped = extra | counters
+    if not dropped:
+        return stored
+    notes = [("extra-state", f"{plural(len(extra), 'extra state')} of modules left out: {list_text(sorted(extra), 3)}")]
+    notes = notes if extra else []
+    if counters:
+        notes.append(("left-out", f"counters of averaged models were left out: {list_text(sorted(counters), 3)}"))
+    return replace(
+        stored,
+        shards=tuple(shard for shard in stored.shards if shard.name not in dropped),
+        absent=tuple(name for name in stored.absent if name not in dropped),
+        roundings=tuple(shard for shard in stored.roundings if shard.name not in dropped),
+        aliases={name: to for name, to in stored.aliases.items() if name not in dropped and to not in dropped},
+        layouts={name: stated for name, stated in stored.layouts.items() if name not in dropped},
+        notes=(*stored.notes, *notes),
+    )
+
+
+def _is_counter(name: str, names: Sequence[str]) -> bool:
+    """Return whether a scalar counts the averages that lie beside it, all in ``module``."""
+    prefix = name.removesuffix(_AVERAGED)
+    return all(each == name or each.startswith(f"{prefix}{_OUTER}.") for each in names if each.startswith(prefix))
+
+
+def name_notes(plain: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the note about changed names, if there are any."""
+    changed = next((pair for pair in plain.items() if pair[0] != pair[1]), None)
+    return () if changed is None else (("wrapper-names", _NOTE.format(*changed)),)
+
+
+_Path: TypeAlias = tuple[str | int, ...]
+
+_MAX_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedTree:
+    """A nested dict of tensors and other values, by flat names."""
+
+    path: str
+    """The file that contains it, for errors."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Flat name of each tensor -> its shape."""
+    values: Collection[str]
+    """Flat names of values that are not tensors."""
+    paths: Mapping[str, _Path]
+    """Flat name -> all keys that lead to it; a missing one is a single key."""
+    count_bytes: Callable[[str], int]
+    """Returns the bytes of a tensor by its flat name."""
+    pickled: Collection[str] = ()
+    """Flat names of values that a planner pickled whole, which may contain a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopPart:
+    """Summary of the tensors under one key."""
+
+    key: str
+    num_tensors: int
+    nbytes: int
+    is_model: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelPart:
+    """The model's tensors, and summaries of the other parts."""
+
+    tensors: Mapping[str, str]
+    """The model's own names -> flat names."""
+    prefix: tuple[str, ...]
+    """The keys that lead to the model."""
+    parts: tuple[TopPart, ...]
+    values: Mapping[str, str]
+    """Values beside them that are not tensors: name -> flat name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Branch:
+    """The content under some keys, by flat names."""
+
+    keys: tuple[str, ...]
+    tensors: Sequence[str]
+    values: Sequence[str]
+    """Flat names of values that are not tensors."""
+    paths: Mapping[str, _Path]
+    """Flat name -> all keys that lead to it, from the top."""
+
+    @property
+    def key(self) -> str:
+        """The last key."""
+        return self.keys[-1]
+
+    @property
+    def name(self) -> str:
+        """All keys, as the user names a part."""
+        return ".".join(self.keys)
+
+    def is_nested(self) -> bool:
+        """Return whether further keys lead to all of it, so that it is a dict or a list."""
+        return all(len(self.paths[name]) > len(self.keys) for name in (*self.tensors, *self.values))
+
+    def is_state_dict(self) -> bool:
+        """Return whether one further key leads to each tensor; a module's state dict is not nested."""
+        return all(len(self.paths[name]) == len(self.keys) + 1 for name in self.tensors)
+
+    def split(self) -> list[_Branch]:
+        """Return a branch for each next key."""
+        tensors, values = self._group_by_key(self.tensors), self._group_by_key(self.values)
+        keys = dict.fromkeys([*tensors, *values])
+        return [_Branch((*self.keys, k), tensors.get(k, ()), values.get(k, ()), self.paths) for k in keys]
+
+    def _group_by_key(self, names: Iterable[str]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(str(self.paths[name][len(self.keys)]), []).append(name)
+        return found
+
+    def strip_keys(self, names: Iterable[str]) -> dict[str, str]:
+        """Return names without this branch's keys -> flat names."""
+        return {".".join(map(str, self.paths[name][len(self.keys) :])): name for name in names}
+
+
+def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
+    """Return the model's tensors, named without the keys that lead to them.
+
+    The search starts at the top, or at the wanted part, and leaves out branches of optimizers and trainers. If a branch
+    leads to the model, it follows that branch and leaves out the others. Without a branch to follow, the remaining
+    tensors are the model.
+
+    Args:
+        tree: what was saved.
+        wanted: the keys that lead to a part, joined by dots; None: the only part that may be the model.
+
+    Raises:
+        UsageError: no part, or more than one part, may be the model; or there is no such part.
+    """
+    paths = {name: tree.paths.get(name, (name,)) for name in (*tree.shapes, *tree.values)}
+    of_optimizers = names_of_optimizers(paths)
+    top = here = _Branch((), list(tree.shapes), list(tree.values), paths)
+    parts: list[TopPart] = []
+    if wanted is not None:
+        here = _find_part(tree, here, wanted)
+        parts += [_summarise(tree, each.keys, each.tensors) for each in _list_beside(top, here)]
+    is_model = wanted is not None and here.is_state_dict()
+    while not is_model:
+        inner = here.split()
+        rest = [branch for branch in inner if not is_left_out(branch.key)]
+        kept = _candidates(tree, rest, of_optimizers)
+        followed = _choose_branch(tree, here, kept, of_optimizers)
+        chosen = frozenset(kept if followed is None else [followed])
+        parts += [_summarise(tree, each.keys, each.tensors) for each in inner if each.tensors and each not in chosen]
+        is_model = followed is None or followed.key in MODELS or followed.is_state_dict()
+        here = followed or _Branch(
+            here.keys,
+            [name for branch in kept for name in branch.tensors],
+            [name for branch in rest for name in branch.values],
+            paths,
+        )
+    own = [name for name in here.tensors if name not in of_optimizers]
+    if not own:
+        raise _missing_model_error(tree, [branch.key for branch in top.split() if branch.tensors])
+    if states := [name for name in here.tensors if name in of_optimizers]:
+        parts.append(_summarise(tree, (*here.keys, "state"), states))
+    tensors = here.strip_keys(own)
+    values = here.strip_keys(name for name in here.values if name not in of_optimizers)
+    model = _summarise(tree, here.keys, list(tensors.values()), is_model=True)
+    return ModelPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))
+
+
+def part_details(part: ModelPart) -> dict[str, Any]:
+    """Return the parts as facts for `inspect`."""
+    return {"parts": {each.key or "(all)": _describe(each) for each in part.parts}, "prefix": ".".join(part.prefix)}
+
+
+def part_notes(part: ModelPart) -> list[tuple[str, str]]:
+    """Return the note about parts that are left out, if there are any."""
+    left = [f"{other.key} ({other.num_tensors:,})" for other in part.parts if not other.is_model]
+    return [("left-out", f"tensors that are not the model's were left out: {list_text(left, _MAX_SHOWN)}")] * bool(left)
+
+
+def _describe(part: TopPart) -> str:
+    text = f"{plural(part.num_tensors, 'tensor')} in {size_text(part.nbytes)}"
+    return text if part.is_model else f"left out: {text}"
+
+
+def _find_part(tree: SavedTree, top: _Branch, wanted: str) -> _Branch:
+    """Return the branch of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    here = top
+    while here.name != wanted:
+        nested = [branch for branch in here.split() if branch.tensors and branch.is_nested()]
+        fitting = [branch for branch in nested if f"{wanted}.".startswith(f"{branch.name}.")]
+        if not fitting:
+            names = [f"{quote(branch.name)[1:-1]} ({plural(len(branch.tensors), 'tensor')})" for branch in nested]
+            raise UsageError(
+                f"{tree.path}: this checkpoint has no part {quote(wanted)}",
+                file=tree.path,
+                got=list_text(names, _MAX_SHOWN, empty="tensors that are not in parts"),
+                want=option("part", wanted),
+                next_step=f"choose one of them with {option('part')}" if nested else f"leave {option('part')} out",
+            )
+        here = max(fitting, key=lambda branch: len(branch.name))
+    return here
+
+
+def _list_beside(top: _Branch, chosen: _Branch) -> Iterator[_Branch]:
+    """Yield the branches with tensors beside the keys that lead to a branch."""
+    here = top
+    while here.keys != chosen.keys:
+        inner = {branch.keys: branch for branch in here.split()}
+        here = inner.pop(chosen.keys[: len(here.keys) + 1])
+        yield from (branch for branch in inner.values() if branch.tensors)
+
+
+def _candidates(tree: SavedTree, branches: Iterable[_Branch], of_optimizers: Collection[str]) -> list[_Branch]:
+    """Return the branches that may be the model or a piece of it.
+
+    A list of tensors beside a model, as exponential moving averages are kept, gives them no names and is not one.
+    """
+    kept = [branch for branch in branches if branch.tensors and not _is_optimizer(branch, of_optimizers)]
+    named = [branch for branch in kept if not _is_list(branch)]
+    return named if any(branch.is_nested() and _has_matrix(tree, branch.tensors) for branch in named) else kept
+
+
+def _is_list(branch: _Branch) -> bool:
+    return branch.key not in MODELS and all(type(branch.paths[name][-1]) is int for name in branch.tensors)
+
+
+def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
+    """Return whether all tensors under a key belong to an optimizer."""
+    if not branch.is_nested():
+        return False
+    state = tuple(".".join((*branch.keys, key, "")) for key in OPTIMIZER_KEYS)
+    has_moment = any(name.rpartition(".")[2] in MOMENTS for name in branch.tensors)
+    if has_moment and all(name.startswith(state) for name in branch.tensors):
+        return True
+    # A model's key is not skipped for its neighbours: the search follows it and reports that it contains no model.
+    return branch.key not in MODELS and all(name in of_optimizers for name in branch.tensors)
+
+
+def _choose_branch(
+    tree: SavedTree, here: _Branch, kept: Sequence[_Branch], of_optimizers: Collection[str]
+) -> _Branch | None:
+    """Return the branch that leads to the model, alone or with more; None if the branches together are the model.
+
+    Raises:
+        UsageError: more than one may be the model.
+    """
+    nested = [branch for branch in kept if branch.is_nested()]
+    models = [branch for branch in nested if branch.key in MODELS]
+    # Single tensors beside a model, and parts without a matrix, are counters, seeds and positions.
+    others = [branch for branch in nested if branch not in models and _has_matrix(tree, branch.tensors)]
+    if models:
+        if len(models) + len(others) > 1:
+            raise _several_models_error(tree, [*models, *others])
+        return models[0]
+    loose = _Branch(
+        here.keys, [name for branch in kept if branch not in nested for name in branch.tensors], (), here.paths
+    )
+    copies = _list_copies([*others, *([loose] if others and _has_matrix(tree, loose.tensors) else [])])
+    if copies:
+        raise _several_models_error(tree, copies)
+    # A scalar beside a state dict is a loss, a seed or a counter.
+    if len(nested) != 1 or any(tree.shapes[name] for name in loose.tensors):
+        return None
+    return nested[0] if _is_wrapper(nested[0]) or _leads_to_one(tree, nested[0], of_optimizers) else None
+
+
+def _leads_to_one(tree: SavedTree, branch: _Branch, of_optimizers: Collection[str]) -> bool:
+    """Return whether a branch is one state dict, or contains one and nothing more of a model."""
+    if branch.is_state_dict():
+        return True
+    inner = [each for each in branch.split() if not is_left_out(each.key)]
+    kept = _candidates(tree, inner, of_optimizers)
+    return len(kept) == 1 and kept[0].is_nested() and _leads_to_one(tree, kept[0], of_optimizers)
+
+
+def _list_copies(branches: Sequence[_Branch]) -> list[_Branch]:
+    """Return the branches of which another one has at least half of the names, as copies of one model have.
+
+    Only modules with submodules count, whose names have dots: layers of one model have equal names, too, where a
+    nested dict contains them.
+    """
+    names = [frozenset(map(strip_wrappers, branch.strip_keys(branch.tensors))) for branch in branches]
+    copies = {
+        index
+        for pair in combinations(range(len(branches)), 2)
+        for index in pair
+        if 2 * len(names[pair[0]] & names[pair[1]]) >= min(len(names[pair[0]]), len(names[pair[1]]))
+        and all(branches[each].is_state_dict() and any("." in name for name in names[each]) for each in pair)
+    }
+    return [branches[index] for index in sorted(copies)]
+
+
+def _is_wrapper(branch: _Branch) -> bool:
+    """Return whether a key leads to a model and more: by its name, or because both a model and an optimizer follow."""
+    inner = {each.key for each in branch.split() if each.is_nested()}
+    return branch.key in WRAPPERS or (not inner.isdisjoint(MODELS) and not inner.isdisjoint(OPTIMIZERS))
+
+
+def _missing_model_error(tree: SavedTree, children: Iterable[str]) -> UsageError:
+    pickled = [f"{name}, pickled whole" for name in tree.pickled if name in MODELS]
+    return UsageError(
+        f"{tree.path}: this checkpoint contains no model",
+        file=tree.path,
+        got=list_text([*pickled, *sorted(quote(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
+        want="tensors that belong to no optimizer and no trainer",
+        next_step="load and save it with torch's default planner, without flatten_state_dict=False"
+        if pickled
+        else "give the path to which the model was saved",
+    )
+
+
+def _several_models_error(tree: SavedTree, parts: Sequence[_Branch]) -> UsageError:
+    named = [part for part in parts if part.keys]
+    return UsageError(
+        f"{tree.path}: more than one part of this checkpoint may be the model",
+        file=tree.path,
+        got=list_text((f"{_quote_name(part)} ({plural(len(part.tensors), 'tensor')})" for part in parts), _MAX_SHOWN),
+        want="one",
+        next_step=either(
+            f"choose one: {' or '.join(option('part', part.name) for part in named[:_MAX_SHOWN])}",
+            "save the model's part in a checkpoint of its own",
+        ),
+    )
+
+
+def _quote_name(part: _Branch) -> str:
+    return quote(part.name)[1:-1] or "tensors beside them"
+
+
+def _summarise(tree: SavedTree, keys: tuple[str, ...], names: Sequence[str], *, is_model: bool = False) -> TopPart:
+    return TopPart(".".join(keys), len(names), sum(map(tree.count_bytes, names)), is_model)
+
+
+def _has_matrix(tree: SavedTree, names: Iterable[str]) -> bool:
+    return any(len(tree.shapes[name]) > 1 for name in names)

@@ -1,0 +1,490 @@
+"""The reader of torch_checkpointing: one file per item and rank, as torch.save or as safetensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xrank.dialects.tensors import from_placements
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    IncompleteError,
+    LayoutError,
+    UnsafeError,
+    UsageError,
+    XrankError,
+    either,
+    option,
+)
+from xrank.formats.entries import Entry
+from xrank.formats.pickles import MAX_PICKLE_NBYTES, read_pickle
+from xrank.formats.regular_file import Origin, open_regular, quote
+from xrank.formats.safetensors_header import read_header
+from xrank.formats.torch_archive import ArchivedTensor
+from xrank.layout import DeviceMesh
+from xrank.layout.nests import row_major
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.fsdp.rank_files import (
+    DTensorPart,
+    FsdpRankFile,
+    build_placement,
+    element_type,
+    make_mesh,
+    read_rank_file,
+    sizes_of,
+)
+from xrank.readers.fsdp.reader import RankFiles, describe_rank_files
+from xrank.readers.records import ONE_SAVE
+from xrank.stores import places
+from xrank.words import list_text, plural, ranks_text
+
+METADATA = "metadata.pkl"
+
+_VERSION = "2.0"
+_DTENSOR = "DTensorShardingMetadata"
+_PLACEMENTS = {"Shard": "Shard", "StridedShard": "_StridedShard", "Replicate": "Replicate"}
+_MAX_RANKS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCut:
+    """How a tensor was cut over a mesh."""
+
+    dtype: str
+    """Name of the element type in safetensors."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    layout: str
+    mesh: DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class ItemMetadata:
+    """One item of a checkpoint, such as the model."""
+
+    files: Mapping[int, tuple[str, str]]
+    """Rank -> path in the checkpoint's folder, and kind of the file: ``TorchSerialization``, ..."""
+    cuts: Sequence[tuple[str, frozenset[int], SavedCut]]
+    """Name of a tensor, ranks that hold a part of it, and its cut over them."""
+
+    def cuts_of(self, rank: int) -> dict[str, SavedCut]:
+        """Return the cuts of the tensors that a rank holds, by name."""
+        return {name: cut for name, ranks, cut in self.cuts if rank in ranks}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMetadata:
+    """Content of the file."""
+
+    path: str
+    world_size: int
+    items: Mapping[str, ItemMetadata]
+
+
+def read_metadata(folder: str) -> SavedMetadata | None:
+    """Return the metadata of a checkpoint; None if it has none.
+
+    Raises:
+        CorruptError, UnsafeError: the file is damaged, is no plain data, or names a path outside its folder.
+        UsageError: another version wrote it.
+        LayoutError: no layout can express a placement.
+    """
+    path = os.path.join(folder, METADATA)
+    if not places.is_present(path):
+        return None
+    origin = Origin(path)
+    with open_regular(path) as file:
+        if file.nbytes > MAX_PICKLE_NBYTES:
+            raise origin.corrupt("is too large", got=f"{file.nbytes:,} bytes", want=f"at most {MAX_PICKLE_NBYTES:,}")
+        read = read_pickle(file.read(0, file.nbytes), origin).value
+    value = Entry(read, lambda fault: origin.corrupt("is not metadata of torch_checkpointing", got=fault))
+    if value["version"].text() != _VERSION:
+        raise origin.usage(
+            "was written by another version of torch_checkpointing",
+            got=quote(value["version"].text()),
+            want=_VERSION,
+            next_step="load it with torch_checkpointing and save it again",
+        )
+    world_size = value["world_size"].count(low=1, below=_MAX_RANKS)
+    parser = _Parser(origin, world_size)
+    return SavedMetadata(path, world_size, {key: parser.item(key, one) for key, one in value["metadata"].items()})
+
+
+class _Parser:
+    """Turns plain values into metadata; values that many tensors share are converted once."""
+
+    def __init__(self, origin: Origin, world_size: int) -> None:
+        self._origin = origin
+        self._world_size = world_size
+        # Keyed by identity: the pickle's value keeps the objects alive, and holds a shared object once.
+        self._meshes: dict[int, DeviceMesh] = {}
+        self._ranks: dict[int, frozenset[int]] = {}
+        self._layouts: dict[object, str] = {}
+
+    def item(self, key: str, value: Entry) -> ItemMetadata:
+        layouts = value["rank_to_layout_info"]
+        if not isinstance(layouts.value, dict) or {*layouts.value} != {*range(self._world_size)}:
+            layouts.refuse(f"an object with the {self._world_size} ranks as its keys")
+        files = {rank: self._file(key, rank, layouts.at(rank)) for rank in layouts.value}
+        return ItemMetadata(files, tuple(self._cuts(value["nested_path_to_metadata"])))
+
+    def _file(self, key: str, rank: int, layout: Entry) -> tuple[str, str]:
+        # checkpoint_layout.py: default_torch_layout_info.
+        path, kind = f"{key}_{rank}.pt", "TorchSerialization"
+        if layout.value is not None:
+            path, kind = layout["file_path"].text(), layout["serialization_format"]["type"].text()
+        parts = path.split("/")
+        if "\0" in path or any(part in ("", ".", "..") for part in parts):
+            raise UnsafeError(
+                f"{self._origin.path} names a file outside its folder",
+                file=self._origin.path,
+                got=quote(path),
+                want="paths in the folder",
+                next_step="do not use this checkpoint: its metadata was tampered with",
+            )
+        return path, kind
+
+    def _cuts(self, value: Entry) -> Iterator[tuple[str, frozenset[int], SavedCut]]:
+        for place, groups in value.items():
+            name = self._name(place)
+            for group in groups.entries():
+                saved = group["sharding_metadata"]
+                if saved["type"].text() != _DTENSOR:
+                    raise self._origin.usage(
+                        f"{quote(name)}: no reader knows how its parts were cut",
+                        got=quote(saved["type"].text()),
+                        want=_DTENSOR,
+                        next_step="load it with torch_checkpointing and save DTensors or plain tensors",
+                    )
+                ranks, cut = self._ranks_of(group["ranks"]), self._cut(name, saved["data"])
+                if not ranks.issubset(cut.mesh.ranks):
+                    group["ranks"].refuse(f"ranks of the mesh of {quote(name)}")
+                yield name, ranks, cut
+
+    def _name(self, place: str) -> str:
+        """Return the name of a tensor by its place, a list of keys as JSON."""
+        problem = f"names a tensor by {quote(place)}, not by a list of keys as JSON"
+        parts = Entry.parse(place, lambda fault: self._origin.corrupt(problem, got=fault)).entries()
+        if not parts:
+            raise self._origin.corrupt(problem)
+        return ".".join(str(part.count()) if isinstance(part.value, int) else part.text() for part in parts)
+
+    def _ranks_of(self, entry: Entry) -> frozenset[int]:
+        if id(entry.value) not in self._ranks:
+            self._ranks[id(entry.value)] = frozenset(entry.counts(below=self._world_size))
+        return self._ranks[id(entry.value)]
+
+    def _cut(self, name: str, data: Entry) -> SavedCut:
+        shape = sizes_of(data["global_shape"].value, self._origin)
+        mesh = self._mesh(data["mesh_spec"])
+        kinds = tuple(self._placement(one) for one in data["placements"].entries())
+        key = (mesh, kinds, len(shape))
+        if key not in self._layouts:
+            try:
+                self._layouts[key] = str(from_placements(mesh, kinds, len(shape)))
+            except LayoutError as error:
+                error.about(name, tensor=name, file=self._origin.path, next_step="copy the file again")
+                raise
+        return SavedCut(element_type(data["dtype"].text(), self._origin), shape, self._layouts[key], mesh)
+
+    def _mesh(self, spec: Entry) -> DeviceMesh:
+        if id(spec.value) not in self._meshes:
+            names = spec["mesh_dim_names"]
+            try:
+                self._meshes[id(spec.value)] = make_mesh(
+                    spec["mesh_shape"].counts(below=_MAX_RANKS),
+                    None if names.value is None else names.texts(),
+                    spec["mesh_data"].counts(below=_MAX_RANKS),
+                )
+            except LayoutError as error:
+                error.about(self._origin.name, file=self._origin.path, next_step="copy the file again")
+                raise
+        return self._meshes[id(spec.value)]
+
+    def _placement(self, value: Entry) -> Any:
+        placement = build_placement(_PLACEMENTS.get(value["type"].text()), value.table())
+        if placement is None:
+            value["type"].refuse(f"one of {', '.join(_PLACEMENTS)}, with its dim")
+        return placement
+
+
+# checkpoint_layout.py: default_torch_layout_info; schema.py: ItemSpec.layout for safetensors.
+_FILE = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.(pt|safetensors)")
+_MODEL = "model"
+_NO_MODEL = re.compile(r"(?i).*(optim|sched|step|rng|loader|dataset|config|epoch|train_state).*")
+"""Names of items that trainers save beside a model."""
+_TORCH, _SAFETENSORS = "TorchSerialization", "SafetensorsSerialization"
+_KINDS = {"pt": _TORCH, "safetensors": _SAFETENSORS}
+# The first keys of metadata.pkl, by which other programs' files of that name are told apart.
+_MARK = b"nested_path_to_metadata"
+_MAX_MARK_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of the item that is the model."""
+
+    item: str
+    listed: RankFiles
+    are_safetensors: bool
+    metadata: ItemMetadata | None
+    """How its tensors were cut; None if the checkpoint was saved without a resharder for the item."""
+    others: tuple[str, ...]
+    """Other items that may be models, such as averaged weights."""
+
+
+def explain_mismatch(path: str) -> str | None:
+    """Return None if a folder is such a checkpoint, or a file belongs to an item besides its model; else the reason."""
+    if not places.is_folder(path):
+        match = _FILE.fullmatch(os.path.basename(path))
+        if match is None or explain_mismatch(os.path.dirname(places.absolute(path))) is not None:
+            return "no file of a torch_checkpointing checkpoint"
+        if _NO_MODEL.fullmatch(match[1]):
+            return "an optimizer's or a trainer's own state"
+        return "one rank's file; its folder is the checkpoint" if match[1] == _MODEL else None
+    names = places.list_names(path)
+    if METADATA in names and _is_metadata(os.path.join(path, METADATA)):
+        return None
+    # Without metadata only the names of the files show the format, and others number their files from 1, or by steps.
+    if f"{_MODEL}_0.pt" in names or (f"{_MODEL}_0.safetensors" in names and f"{_MODEL}.safetensors" not in names):
+        return None
+    return f"no {METADATA} with files of ranks, and no {_MODEL}_0.pt"
+
+
+def _is_metadata(path: str) -> bool:
+    try:
+        with open_regular(path) as file:
+            return _MARK in file.read(0, min(file.nbytes, _MAX_MARK_NBYTES))
+    except XrankError:
+        return False
+
+
+def find_model_files(path: str) -> ModelFiles:
+    """Return the files of a checkpoint's model, or of the item to which a given file belongs.
+
+    Raises:
+        UsageError: several items may be the model, or it was saved as JSON or as bytes.
+        IncompleteError: a rank's file is missing.
+        ContradictionError: there are files of another save.
+        CorruptError, UnsafeError, LayoutError: as `read_metadata`.
+    """
+    folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
+    metadata = read_metadata(folder)
+    items = _list_items(folder)
+    item = _choose_item(path, folder, items, metadata)
+    saved = metadata.items.get(item) if metadata is not None else None
+    skipped = tuple(
+        os.path.join(folder, name) for key, files in items.items() if key != item for name in files.values()
+    )
+    if metadata is None or saved is None:
+        by_rank = {rank: os.path.join(folder, name) for rank, name in sorted(items[item].items())}
+        kinds = {_KINDS[file.rpartition(".")[2]] for file in by_rank.values()}
+        # Other items may have been saved on ranks whose file of the model is missing.
+        world_size = max((rank + 1 for files in items.values() for rank in files), default=1)
+        listed = RankFiles(folder, by_rank, metadata.world_size if metadata is not None else world_size, skipped)
+    else:
+        by_rank = {rank: os.path.join(folder, name) for rank, (name, _) in sorted(saved.files.items())}
+        kinds = {kind for _, kind in saved.files.values()}
+        listed = RankFiles(folder, by_rank, metadata.world_size, skipped)
+        _check_presence(listed)
+        _check_others(listed, items.get(item, {}))
+    listed.check(listed.world_size or 1)
+    if len(kinds) > 1 or not kinds <= {_TORCH, _SAFETENSORS}:
+        raise UsageError(
+            f"the item {item} of {folder} was not saved as one kind of tensor files",
+            file=folder,
+            got=", ".join(sorted(map(str, kinds))),
+            want=f"{_TORCH} or {_SAFETENSORS} on all ranks",
+            next_step="load it with torch_checkpointing and save it in one layout",
+        )
+    others = tuple(other for other in items if other != item and not _NO_MODEL.fullmatch(other))
+    return ModelFiles(item, listed, kinds == {_SAFETENSORS}, saved, others)
+
+
+def _list_items(folder: str) -> dict[str, dict[int, str]]:
+    """Return item -> rank -> name of the file, by the names of the files.
+
+    Raises:
+        ContradictionError: a rank has two files of one item.
+    """
+    items: dict[str, dict[int, str]] = {}
+    for name in sorted(places.list_names(folder)):
+        match = _FILE.fullmatch(name)
+        if match is None:
+            continue
+        own = items.setdefault(match[1], {})
+        other = own.setdefault(int(match[2]), name)
+        if other != name:
+            raise ContradictionError(
+                f"{name} and {other} are files of the same item and rank, so they are from two saves",
+                file=os.path.join(folder, name),
+                rank=int(match[2]),
+                got=f"{other} and {name}",
+                want="one of them",
+                next_step=ONE_SAVE,
+            )
+    return items
+
+
+def _choose_item(path: str, folder: str, items: Mapping[str, Mapping[int, str]], metadata: SavedMetadata | None) -> str:
+    match = _FILE.fullmatch(os.path.basename(path)) if path != folder else None
+    if match is not None:
+        return match[1]
+    known = dict.fromkeys([*(metadata.items if metadata is not None else ()), *items])
+    found = [_MODEL] if _MODEL in known else [item for item in known if not _NO_MODEL.fullmatch(item)]
+    if len(found) == 1:
+        return found[0]
+    file = next((name for item in found for name in items.get(item, {}).values()), None)
+    raise UsageError(
+        f"{folder} contains {len(found) or 'no'} items that may be the model",
+        file=folder,
+        got=list_text(known, 10),
+        want=f"an item {_MODEL}, or a single other one",
+        next_step=f"give the path of a file of the item, such as {os.path.join(folder, file)}"
+        if file
+        else f"save the model as the item {_MODEL}",
+    )
+
+
+def _check_presence(listed: RankFiles) -> None:
+    missing = [rank for rank, file in listed.by_rank.items() if not places.is_present(file)]
+    if missing:
+        file = listed.by_rank[missing[0]]
+        name = os.path.relpath(file, listed.folder)
+        raise IncompleteError(
+            f"rank {missing[0]} of {listed.world_size} left no {name} in {listed.folder}",
+            rank=missing[0],
+            file=file,
+            got=f"no files of {ranks_text(missing)}",
+            want=f"files of all {listed.world_size} ranks, as in {METADATA}",
+            next_step=f"copy the file from the node of rank {missing[0]}, then {AGAIN}",
+        )
+
+
+def _check_others(listed: RankFiles, named: Mapping[int, str]) -> None:
+    beyond = sorted(set(named) - set(listed.by_rank))
+    if beyond:
+        raise ContradictionError(
+            f"{named[beyond[0]]} belongs to rank {beyond[0]}, but {METADATA} records {listed.world_size} ranks",
+            rank=beyond[0],
+            file=os.path.join(listed.folder, named[beyond[0]]),
+            got=ranks_text([*named]),
+            want=f"ranks 0 to {(listed.world_size or 1) - 1}",
+            next_step=ONE_SAVE,
+        )
+
+
+_AGAIN = "all files must come from one save of one run; copy them again"
+
+
+class TorchCheckpointingReader:
+    """The reader of torch_checkpointing's folders (`xrank.readers.base.Reader`)."""
+
+    name = "torch-checkpointing"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None for a folder with ``metadata.pkl`` or ``model_0.pt``, or for a file of another item."""
+        return explain_mismatch(path)
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor lies; errors as in `Reader.read`."""
+        found = find_model_files(path)
+        files = []
+        for rank, file in found.listed.by_rank.items():
+            read = (
+                _read_safetensors(file, rank) if found.are_safetensors else read_rank_file(file, rank, is_nested=True)
+            )
+            files.append(read if found.metadata is None else _apply_cuts(read, found.metadata.cuts_of(rank)))
+        if found.are_safetensors and found.metadata is None:
+            hints = _limit_hints(found, hints)
+        model = describe_rank_files(self.name, path, found.listed, files, hints)
+        notes = list(model.notes)
+        if found.others:
+            notes.append(("left-out", f"items beside {found.item} were left out: {list_text(found.others)}"))
+        return replace(model, notes=tuple(notes), details={**model.details, "item": found.item})
+
+
+def _read_safetensors(path: str, rank: int) -> FsdpRankFile:
+    header = read_header(path)
+    plain = {
+        tensor.name: ArchivedTensor(tensor.name, tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
+        for tensor in header.tensors
+    }
+    return FsdpRankFile(rank, header, {}, {}, plain, ())
+
+
+def _apply_cuts(file: FsdpRankFile, cuts: dict[str, SavedCut]) -> FsdpRankFile:
+    """Return a rank's file whose plain tensors have the cuts that the metadata records.
+
+    Raises:
+        ContradictionError: the file and the metadata are from two saves.
+    """
+    held = {**file.dtensors, **file.sharded, **file.plain}
+    odd = sorted(cuts.keys() ^ held.keys())
+    if odd:
+        raise ContradictionError(
+            f"{odd[0]}: {METADATA} and {file.archive.path} disagree about it",
+            tensor=odd[0],
+            rank=file.rank,
+            file=file.archive.path,
+            got="the tensor in the file" if odd[0] in held else "no such tensor in the file",
+            want=f"it {'is' if odd[0] in cuts else 'is not'} in {METADATA}",
+            next_step=_AGAIN,
+        )
+    for name, part in file.dtensors.items():
+        _check_kind(name, file, (part.local.dtype, part.shape), cuts[name])
+    for name, sharded in file.sharded.items():
+        _check_kind(name, file, (sharded.dtype, sharded.shape), cuts[name])
+    dtensors = dict(file.dtensors)
+    for name, tensor in file.plain.items():
+        cut = cuts[name]
+        _check_kind(name, file, (tensor.dtype, cut.shape), cut)
+        dtensors[name] = DTensorPart(tensor, cut.layout, cut.mesh, cut.shape)
+    # No plain tensor is left, which beside DTensors would count as a replica.
+    return replace(file, dtensors=dtensors, plain={})
+
+
+def _check_kind(name: str, file: FsdpRankFile, kind: tuple[str, tuple[int, ...]], cut: SavedCut) -> None:
+    if kind != (cut.dtype, cut.shape):
+        raise ContradictionError(
+            f"{name}: {METADATA} and {file.archive.path} record another type or shape",
+            tensor=name,
+            rank=file.rank,
+            file=file.archive.path,
+            got=f"{kind[0]} {list(kind[1])}",
+            want=f"{cut.dtype} {list(cut.shape)}, as in {METADATA}",
+            next_step=_AGAIN,
+        )
+
+
+def _limit_hints(found: ModelFiles, hints: Hints) -> Hints:
+    """Return the hints that can place ranks' elements whose cuts are recorded nowhere.
+
+    A base model's shapes show whether the file of a single rank is a whole model. They do not show the order of the
+    parts of several ranks: FSDP2 over tensor parallelism cuts rows in another order than that of the ranks.
+
+    Raises:
+        LayoutError: there are none.
+    """
+    num_ranks = len(found.listed.by_rank)
+    if hints.layouts is not None:
+        return replace(hints, shapes={})
+    if num_ranks == 1 and hints.shapes:
+        return hints
+    file = next(iter(found.listed.by_rank.values()))
+    raise LayoutError(
+        f"{file} holds a rank's elements of tensors, and no {METADATA} records how they were cut",
+        file=file,
+        got=f"safetensors files of {plural(num_ranks, 'rank')}",
+        want=f"{METADATA}, or a layout file{', or a base model' if num_ranks == 1 else ''}",
+        next_step=either(
+            f"give {option('layouts', metavar='FILE')}",
+            *([f"give {option('base_model', metavar='DIR')}"] if num_ranks == 1 else []),
+            "save with a resharder (ItemSpec(resharder=DefaultResharder()))",
+        ),
+    )

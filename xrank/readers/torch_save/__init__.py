@@ -1,1 +1,0 @@
-"""The reader of models that one ``torch.save`` wrote whole, under any name and among other values."""

@@ -1,0 +1,474 @@
+"""The reader of vLLM's sharded states: one safetensors file per tensor-parallel rank and part."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError
+from xrank.formats.regular_file import open_regular
+from xrank.formats.safetensors_header import HeaderTensor, read_header
+from xrank.layout import DeviceMesh
+from xrank.layout.nests import row_major
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.claims import HeldTensor
+from xrank.readers.placement import place_all
+from xrank.readers.records import ONE_SAVE, Records
+from xrank.stores import places
+from xrank.words import list_text, numbers_text, plural, ranks_text
+
+# vllm/model_executor/model_loader/sharded_state_loader.py: TP_ONLY_PATTERN, PP_AND_TP_PATTERN.
+_NAME = re.compile(
+    r"model-(?:rank-([0-9]{1,6})|pp-([0-9]{1,6})-tp-([0-9]{1,6}))-part-([0-9]{1,6})\.safetensors", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """The files by rank, in the order of their parts."""
+
+    files: Mapping[int, tuple[str, ...]]
+    num_stages: int
+    """Number of pipeline stages; a stage's ranks follow each other."""
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that share a stage's tensors."""
+        return len(self.files) // self.num_stages
+
+
+def is_state_name(name: str) -> bool:
+    """Return whether a file's name is that of a part."""
+    return _NAME.fullmatch(name) is not None
+
+
+def list_parts(folder: str) -> RankParts:
+    """Return the files of a folder.
+
+    Raises:
+        IncompleteError: a rank or a part before another one is missing. The last ranks and parts are not counted
+            anywhere, so that only the shapes show whether they are missing.
+        ContradictionError: the files are of two saves.
+    """
+    found: dict[tuple[int, int], dict[int, str]] = {}
+    patterns = set()
+    for name in sorted(places.list_names(folder)):
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        patterns.add(match[1] is None)
+        place = (0, int(match[1])) if match[1] is not None else (int(match[2]), int(match[3]))
+        found.setdefault(place, {})[int(match[4])] = os.path.join(folder, name)
+    if len(patterns) > 1:
+        raise ContradictionError(
+            f"{folder} holds files with and without pipeline stages",
+            file=folder,
+            got="model-rank-* and model-pp-*",
+            want="the files of one save",
+            next_step=ONE_SAVE,
+        )
+    num_stages, tp_size = (max(place[axis] for place in found) + 1 for axis in (0, 1))
+    cells = [(stage, rank) for stage in range(num_stages) for rank in range(tp_size)]
+    missing = [number for number, place in enumerate(cells) if place not in found]
+    if missing:
+        raise IncompleteError(
+            f"{ranks_text(missing)} of {len(cells)} left no file in {folder}",
+            rank=missing[0],
+            file=folder,
+            got=f"files of {ranks_text(set(range(len(cells))) - {*missing})}",
+            want=f"files of each of {len(cells)} ranks",
+            next_step="copy the missing files from the nodes that saved them",
+        )
+    for number, place in enumerate(cells):
+        parts = found[place]
+        if len(parts) <= max(parts):
+            absent = sorted(set(range(max(parts))) - {*parts})
+            raise IncompleteError(
+                f"rank {number} left no part {numbers_text(absent)} in {folder}",
+                rank=number,
+                file=folder,
+                got=f"parts {numbers_text(parts)}",
+                want=f"parts 0-{max(parts)}",
+                next_step="copy the missing files from the node that saved them",
+            )
+    files = {n: tuple(file for _, file in sorted(found[place].items())) for n, place in enumerate(cells)}
+    return RankParts(files, num_stages)
+
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Types whose parameters are known. Other types have other parameters under the same names, as Phi-3 in its files."""
+_SCALE = re.compile(r".*\.attn\._(k|v|q|prob)_scale")
+"""Scales of quantised attention (vllm/model_executor/layers/attention), which are no weights."""
+_VOCABULARY = re.compile(r"(model\.embed_tokens|lm_head)\.weight")
+_COLUMN_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
+_FUSED = re.compile(r"(?P<module>.*\.)(?P<kind>qkv_proj|gate_up_proj)(?P<rest>\.(weight|bias))")
+_FIX = "put the config.json of this model into the folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the model by config.json, and the number of ranks that share its tensors."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tp_size: int
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that share a head of keys and values."""
+        return max(1, self.tp_size // self.num_kv_heads)
+
+    def mesh(self, first_rank: int) -> DeviceMesh:
+        """Return the mesh of a stage's ranks; those with the same heads of keys and values follow each other."""
+        shape = (self.tp_size // self.num_replicas, self.num_replicas)
+        return DeviceMesh(shape, ("kvs", "rep"), list(range(first_rank, first_rank + self.tp_size)))
+
+
+def is_left_out(name: str) -> bool:
+    """Return whether a parameter belongs to the engine and not to the model."""
+    return _SCALE.fullmatch(name) is not None
+
+
+def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
+    """Return the sizes in a model's config.
+
+    Raises:
+        LayoutError: the type of model is not known, or a size is missing.
+        IncompleteError: this number of ranks cannot share the heads.
+    """
+    if config.get("model_type") not in MODEL_TYPES:
+        raise LayoutError(
+            f"{folder}: it is unknown how vLLM cuts the parameters of model_type {config.get('model_type')!r}",
+            file=folder,
+            got=repr(config.get("model_type")),
+            want=f"model_type {', '.join(MODEL_TYPES)}",
+            next_step="gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
+        )
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or (_divide(hidden, heads))
+    found: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+    found["vocab_size"] = config.get("vocab_size")
+    for key, size in found.items():
+        if type(size) is not int or size < 1:
+            raise LayoutError(
+                f"{folder}: config.json gives no {key}, which determines how parameters were cut",
+                file=folder,
+                got=repr(size),
+                want=f"a number for {key}",
+                next_step=f"{_FIX}, then {AGAIN}",
+            )
+    sizes = Sizes(
+        num_heads=found["num_attention_heads"],
+        num_kv_heads=found["num_key_value_heads"],
+        head_dim=found["head_dim"],
+        vocabulary=found["vocab_size"],
+        tp_size=tp_size,
+    )
+    shared = sizes.num_kv_heads % tp_size and tp_size % sizes.num_kv_heads
+    if sizes.num_heads % tp_size or shared:
+        raise IncompleteError(
+            f"{tp_size} ranks cannot share {sizes.num_heads} heads with {sizes.num_kv_heads} of keys and values",
+            file=folder,
+            got=f"files of {tp_size} ranks",
+            want="the files of all ranks, and this model's config.json",
+            next_step="copy the missing ranks' files from the nodes that saved them",
+        )
+    return sizes
+
+
+def _divide(a: object, b: object) -> int | None:
+    return a // b if type(a) is int and type(b) is int and b > 0 and a % b == 0 else None
+
+
+def split_parameter(name: str, held: HeldTensor, sizes: Sizes) -> Iterator[tuple[str, HeldTensor]]:
+    """Yield the tensors of Hugging Face in a rank's parameter, each with its layout.
+
+    Args:
+        name: vLLM's name.
+        held: the parameter, on the mesh of its stage.
+        sizes: the model's sizes.
+
+    Raises:
+        ContradictionError: the parameter has another size than config.json gives it.
+        IncompleteError: the ranks have too few rows of the vocabulary.
+    """
+    fused = _FUSED.fullmatch(name)
+    if fused is None or not held.shape:
+        yield name, replace(held, layout=_layout_of(name, held, sizes))
+        return
+    kv_heads = max(1, sizes.num_kv_heads // sizes.tp_size)
+    if fused["kind"] == "qkv_proj":
+        q, kv = sizes.num_heads // sizes.tp_size * sizes.head_dim, kv_heads * sizes.head_dim
+        parts = [("q_proj", q, "n/kvs/rep"), ("k_proj", kv, "n/kvs"), ("v_proj", kv, "n/kvs")]
+    else:
+        half = held.shape[0] // 2
+        parts = [("gate_proj", half, "n/kvs/rep"), ("up_proj", half, "n/kvs/rep")]
+    rows = sum(count for _, count, _ in parts)
+    if rows != held.shape[0]:
+        raise _rows_error(name, held, rows, sizes)
+    first, width = 0, row_major(held.shape)[0]
+    for module, count, cut in parts:
+        start = held.storage_offset + first * width
+        shape = (count, *held.shape[1:])
+        layout = f"[{', '.join((cut, *('m' for _ in held.shape[1:])))}]"
+        own = replace(held, shape=shape, strides=row_major(shape), storage_offset=start, layout=layout)
+        yield f"{fused['module']}{module}{fused['rest']}", own
+        first += count
+
+
+def _rows_error(name: str, held: HeldTensor, rows: int, sizes: Sizes) -> ContradictionError | IncompleteError:
+    # More ranks would have fewer rows each.
+    kind = IncompleteError if held.shape[0] < rows else ContradictionError
+    return kind(
+        f"{name}: rank {held.rank} has another number of rows than config.json gives each of {sizes.tp_size} ranks",
+        tensor=name,
+        rank=held.rank,
+        file=held.file,
+        got=f"{held.shape[0]} rows",
+        want=f"{rows} rows",
+        next_step=f"copy the files of missing ranks into the folder; if all are there, {_FIX}",
+    )
+
+
+def _layout_of(name: str, held: HeldTensor, sizes: Sizes) -> str:
+    if _VOCABULARY.fullmatch(name) and len(held.shape) == 2:
+        total = held.shape[0] * sizes.tp_size
+        if total < sizes.vocabulary:
+            raise IncompleteError(
+                f"{name}: {sizes.tp_size} ranks have {total} rows of it, fewer than the vocabulary",
+                tensor=name,
+                rank=held.rank,
+                file=held.file,
+                got=f"{total} rows",
+                want=f"vocab_size {sizes.vocabulary} or more, by config.json",
+                next_step="copy the missing ranks' files from the nodes that saved them",
+            )
+        if total - sizes.vocabulary >= 64 * sizes.tp_size:
+            raise ContradictionError(
+                f"{name}: {sizes.tp_size} ranks have more rows of it than a padded vocabulary",
+                tensor=name,
+                rank=held.rank,
+                file=held.file,
+                got=f"{total} rows",
+                want=f"vocab_size {sizes.vocabulary}, padded",
+                next_step=_FIX,
+            )
+        return f"[pad({sizes.vocabulary}, {total})/kvs/rep, h]"
+    if _COLUMN_PARALLEL.fullmatch(name) and len(held.shape) == 2:
+        return "[h, n/kvs/rep]"
+    return f"[{', '.join(f'd{dim}' for dim in range(len(held.shape)))}]"
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ELSEWHERE = "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded"
+_COMPARED_NBYTES = 1 << 16
+_BY_COLUMNS = (".o_proj.weight", ".down_proj.weight")
+_Parameters = dict[str, HeldTensor]
+
+
+class VllmReader:
+    """The reader of vLLM's ``sharded_state`` (`xrank.readers.base.Reader`)."""
+
+    name = "vllm"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None for a folder with a rank's part."""
+        if not places.is_folder(path):
+            return "not a folder"
+        return (
+            None if any(map(is_state_name, places.list_names(path))) else "no model-rank-<rank>-part-<part>.safetensors"
+        )
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every piece lies; errors as in `Reader.read`."""
+        listed, records = list_parts(path), Records()
+        ranks = [_read_rank(rank, files, records) for rank, files in listed.files.items()]
+        _check_ranks(path, listed, ranks)
+        _refuse_kernel_forms(path, ranks)
+        _check_copies(listed, ranks, records)
+        if hints.config is None:
+            raise LayoutError(
+                f"{path}: only the model's config.json determines how vLLM cut its parameters",
+                file=path,
+                got="no config.json",
+                want="the config.json that the engine loaded",
+                next_step=f"put it into {path}, then {AGAIN}",
+            )
+        sizes = read_sizes(hints.config, listed.tp_size, path)
+        held: dict[str, list[HeldTensor]] = {}
+        for rank, parameters in enumerate(ranks):
+            mesh = sizes.mesh(rank - rank % listed.tp_size)
+            for name, parameter in parameters.items():
+                if not is_left_out(name):
+                    for own, part in split_parameter(name, replace(parameter, mesh=mesh), sizes):
+                        held.setdefault(own, []).append(part)
+        held = _name_tied(held, hints.config)
+        placement = place_all(held, replace(hints, layouts=None, shapes={}), world_size=len(ranks))
+        recipe = _prove({shard.name: shard.shape for shard in placement.shards}, path, hints)
+        left_out = sum(map(is_left_out, ranks[0]))
+        notes = [
+            ("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen"),
+            ("inferred-shapes", f"shapes, which vLLM does not record, are by config.json's sizes those of {recipe}"),
+        ]
+        if left_out:
+            notes.append(
+                ("left-out", f"{plural(left_out, 'scale')} of the engine's attention on each rank, no weights")
+            )
+        return StoredModel(
+            format=self.name,
+            path=path,
+            files=tuple(records.files),
+            records=records.table(),
+            shards=placement.shards,
+            world_size=len(ranks),
+            nbytes=records.nbytes,
+            notes=tuple(notes),
+            layouts=placement.layouts,
+            details={"tensor-parallel ranks": listed.tp_size, "pipeline stages": listed.num_stages},
+        )
+
+
+def _read_rank(rank: int, files: Sequence[str], records: Records) -> _Parameters:
+    """Return a rank's parameters in all of its parts."""
+    found: _Parameters = {}
+    for file in files:
+        header = read_header(file)
+        record_of = records.add_safetensors(header)
+        for tensor in header.tensors:
+            if tensor.name in found:
+                raise found[tensor.name].contradiction(
+                    tensor.name,
+                    f"rank {rank} saved it in two parts",
+                    got=f"{os.path.basename(found[tensor.name].file)} and {os.path.basename(file)}",
+                    want="one part",
+                    next_step=ONE_SAVE,
+                )
+            found[tensor.name] = _hold(rank, file, tensor, record_of(tensor))
+    return found
+
+
+def _hold(rank: int, file: str, tensor: HeaderTensor, record: int) -> HeldTensor:
+    return HeldTensor(rank, file, record, tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
+
+
+def _check_ranks(folder: str, listed: RankParts, ranks: Sequence[_Parameters]) -> None:
+    """Check that the ranks of a stage have the same parameters, in the same shapes."""
+    for rank, own in enumerate(ranks):
+        first = ranks[rank - rank % listed.tp_size]
+        missing = [name for name in (*first, *own) if (name in first) != (name in own)]
+        if missing:
+            absent = rank if missing[0] in first else rank - rank % listed.tp_size
+            raise IncompleteError(
+                f"rank {absent} has no {missing[0]}, which other ranks have: a part of it is missing",
+                tensor=missing[0],
+                rank=absent,
+                file=folder,
+                got=list_text(map(os.path.basename, listed.files[absent])),
+                want="all parts of each rank",
+                next_step="copy the rank's files again from the node that saved them",
+            )
+        for name, parameter in own.items():
+            if (parameter.dtype, parameter.shape) != (first[name].dtype, first[name].shape):
+                raise ContradictionError(
+                    f"{name}: ranks {first[name].rank} and {rank} disagree about its type or shape",
+                    tensor=name,
+                    rank=rank,
+                    file=parameter.file,
+                    got=f"{parameter.dtype} {list(parameter.shape)}",
+                    want=f"{first[name].dtype} {list(first[name].shape)}",
+                    next_step=ONE_SAVE,
+                )
+
+
+def _check_copies(listed: RankParts, ranks: Sequence[_Parameters], records: Records) -> None:
+    """Check that no rank's file is a copy of another's: nothing in a file names its rank, but weights differ.
+
+    Raises:
+        ContradictionError: two ranks of a stage have equal columns of a weight.
+    """
+    seen: dict[tuple[int, bytes], HeldTensor] = {}
+    for rank, parameters in enumerate(ranks if listed.tp_size > 1 else ()):
+        held = next((held for name, held in parameters.items() if name.endswith(_BY_COLUMNS)), None)
+        if held is None:
+            continue
+        with open_regular(held.file) as file:
+            start = records.read_bytes(held.record, file, _COMPARED_NBYTES)
+        if len(set(start)) <= 2:
+            continue  # zeros, or another constant
+        other = seen.setdefault((rank // listed.tp_size, start), held)
+        if other is not held:
+            raise ContradictionError(
+                f"{held.file} is a copy of rank {other.rank}'s file",
+                rank=rank,
+                file=held.file,
+                got=f"the same {len(start):,} first bytes as in {other.file}",
+                want="columns of its own",
+                next_step=f"copy rank {rank}'s file, or rank {other.rank}'s, again from where it was saved",
+            )
+
+
+def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:
+    """Refuse parameters whose values a kernel has put into an order of its own, which nothing records.
+
+    vllm/model_executor/layers/fused_moe/oracle/unquantized.py: convert_to_unquantized_kernel_format exchanges or
+    interleaves rows of experts, by the GPU. vllm/model_executor/layers/utils.py: dispatch_cpu_unquantized_gemm packs
+    linear layers on a CPU, and leaves empty parameters, which are not saved.
+    """
+    names = {name for parameters in ranks for name in parameters}
+    experts = next((name for name in sorted(names) if re.search(r"\.w(13|2)_(weight|bias)$", name)), None)
+    if experts is not None:
+        raise UsageError(
+            f"{folder}: vLLM's kernels keep experts in an order that depends on the GPU, and no file records it",
+            tensor=experts,
+            file=folder,
+            got=experts,
+            want="a model without experts",
+            next_step=_ELSEWHERE,
+        )
+    if _EMBEDDING in names and not any(name.endswith(_BY_COLUMNS) for name in names):
+        raise UsageError(
+            f"{folder} holds no linear layer: vLLM packs them on a CPU, and does not save packed layers",
+            file=folder,
+            got=list_text(sorted(name for name in names if not is_left_out(name)), 3),
+            want="parameters such as model.layers.0.self_attn.o_proj.weight",
+            next_step=_ELSEWHERE,
+        )
+
+
+def _name_tied(held: Mapping[str, list[HeldTensor]], config: Mapping[str, Any]) -> dict[str, list[HeldTensor]]:
+    """Return the parts with a tied embedding under its own name.
+
+    vLLM saves one of two names of the same memory, the first by the alphabet (_filter_subtensors).
+    """
+    is_tied = config.get("tie_word_embeddings") is True and _HEAD in held and _EMBEDDING not in held
+    return {_EMBEDDING if is_tied and name == _HEAD else name: parts for name, parts in held.items()}
+
+
+def _prove(shapes: Mapping[str, tuple[int, ...]], folder: str, hints: Hints) -> str:
+    """Return the name of the recipe that proves the shapes.
+
+    Raises:
+        IncompleteError, ContradictionError: the shapes contradict config.json.
+        LayoutError: no recipe knows all names.
+    """
+    try:
+        recipe = hints.prove_shapes(shapes) if hints.prove_shapes is not None else None
+    except (IncompleteError, ContradictionError, LayoutError) as error:
+        error.about(file=folder)
+        raise
+    if recipe is None:
+        raise LayoutError(
+            f"{folder}: no recipe knows all of its tensors, so that nothing proves their shapes",
+            file=folder,
+            got=list_text(shapes, 3),
+            want="tensors of a model type whose sizes a recipe knows",
+            next_step=_ELSEWHERE,
+        )
+    return recipe
