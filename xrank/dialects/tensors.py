@@ -64,9 +64,6 @@ def cuts_of(
         packed: whether a dim may have several equal pieces: ``2 f/tp``, ``<gate: f/tp | up: f/tp>``.
         where: whether the layout may have a "where" clause, which the caller converts.
         sums: whether it may have "sum" clauses, which the caller converts.
-
-    Raises:
-        LayoutError: the layout holds something else; the error names it.
     """
     tree = layout.tree
     beyond = _clauses(LayoutTree((), tree.view, () if where else tree.where, () if sums else tree.sums))
@@ -152,9 +149,6 @@ def even_axes_of(
     """Return per dim the axes that cut it evenly, for dialects without uneven parts.
 
     Ceil chunks are even only for some sizes, so a dim cut so needs the tensor's shape and a mesh.
-
-    Raises:
-        LayoutError: a dim is or may be uneven; or as `cuts_of`.
     """
     every = cuts_of(layout, dialect)
     if shape is not None and len(shape) != len(every):
@@ -221,13 +215,7 @@ def range_of(axes: Sequence[str], size: int, mesh: DeviceMesh, at: Mapping[str, 
 
 
 def layout_of_boxes(boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int]) -> TensorLayout | None:
-    """Return the layout under which every rank holds its box; None if no cuts by axes give these boxes.
-
-    Args:
-        boxes: rank -> its box; None for a rank that holds nothing.
-        mesh: the mesh of exactly these ranks.
-        shape: the tensor's global shape.
-    """
+    """Return the layout under which every rank holds its box; None if no cuts by axes give these boxes."""
     # A rank without a box is past the end of one dim, but of which one is unknown: try each, the same for all ranks.
     for empty_dim in range(len(shape)) if None in boxes.values() else (-1,):
         layout = _search_layout(boxes, mesh, shape, empty_dim)

@@ -13,7 +13,16 @@ from functools import partial
 from typing import TypeVar
 
 from xrank import system
-from xrank.errors import AGAIN, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    LayoutError,
+    UnsafeError,
+    UsageError,
+    XrankError,
+)
 from xrank.stores.client import ObjectStatus
 from xrank.stores.url import is_url
 from xrank.words import repr_text
@@ -24,6 +33,7 @@ _OF_THE_FILE = {"EBADMSG", "EUCLEAN", "ELOOP", "ENOTDIR", "EISDIR", "ENXIO", "EN
 """Failures that the file or its path causes, whenever it is read."""
 _RETRY_SECONDS = (0.05, 0.2, 1.0)
 _Result = TypeVar("_Result")
+_Error = TypeVar("_Error", bound=XrankError)
 
 LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
 """First bytes of a pointer of git-lfs (github.com/git-lfs/git-lfs: docs/spec.md), which a clone leaves for a file."""
@@ -56,13 +66,61 @@ class Origin:
         file = "it" if self.rank is None else f"rank {self.rank}'s file"
         return f"copy {file} again from where it was written, or have it written again"
 
-    def corrupt(self, problem: str, *, got: str | None = None, want: str | None = None) -> CorruptError:
-        """Return the error for bytes that were damaged since they were written."""
-        return CorruptError(
-            self.locate(problem), file=self.path, rank=self.rank, got=got, want=want, next_step=self._next_step()
-        )
+    def _make(
+        self, kind: type[_Error], problem: str, got: str | None, want: str | None, step: str | None, tensor: str | None
+    ) -> _Error:
+        where = {"file": self.path, "rank": self.rank, "tensor": tensor}
+        return kind(self.locate(problem), got=got, want=want, next_step=step, **where)  # type: ignore[arg-type]
 
-    def unsafe(self, problem: str, *, got: str | None = None) -> UnsafeError:
+    def corrupt(
+        self,
+        problem: str,
+        got: str | None = None,
+        want: str | None = None,
+        next_step: str | None = None,
+        *,
+        tensor: str | None = None,
+    ) -> CorruptError:
+        """Return the error for bytes that were damaged since they were written."""
+        return self._make(CorruptError, problem, got, want, next_step or self._next_step(), tensor)
+
+    def contradiction(
+        self,
+        problem: str,
+        got: str | None = None,
+        want: str | None = None,
+        next_step: str = "all files must come from one save of one run; copy them again",
+        *,
+        tensor: str | None = None,
+    ) -> ContradictionError:
+        """Return the error for a file that disagrees with another one, or with its own name."""
+        return self._make(ContradictionError, problem, got, want, next_step, tensor)
+
+    def incomplete(
+        self,
+        problem: str,
+        got: str | None = None,
+        want: str | None = None,
+        next_step: str | None = None,
+        *,
+        tensor: str | None = None,
+    ) -> IncompleteError:
+        """Return the error for a missing file, or for a folder or file that lacks something."""
+        return self._make(IncompleteError, problem, got, want, next_step, tensor)
+
+    def layout(
+        self,
+        problem: str,
+        got: str | None = None,
+        want: str | None = None,
+        next_step: str | None = None,
+        *,
+        tensor: str | None = None,
+    ) -> LayoutError:
+        """Return the error for a tensor in the file whose cut is unknown or cannot be expressed."""
+        return self._make(LayoutError, problem, got, want, next_step, tensor)
+
+    def unsafe(self, problem: str, got: str | None = None) -> UnsafeError:
         """Return the error for a pickle that needs more than data."""
         return UnsafeError(
             self.locate(problem),
@@ -83,9 +141,17 @@ class Origin:
             next_step = f"raise the limit of open files (ulimit -n), then {AGAIN}"
         return XrankError(self.locate(text), file=self.path, rank=self.rank, got=code, next_step=next_step)
 
-    def usage(self, problem: str, *, got: str | None = None, want: str | None = None, next_step: str) -> UsageError:
+    def usage(
+        self,
+        problem: str,
+        got: str | None = None,
+        want: str | None = None,
+        next_step: str | None = None,
+        *,
+        tensor: str | None = None,
+    ) -> UsageError:
         """Return the error for an undamaged file that xrank does not accept."""
-        return UsageError(self.locate(problem), file=self.path, rank=self.rank, got=got, want=want, next_step=next_step)
+        return self._make(UsageError, problem, got, want, next_step, tensor)
 
 
 @dataclass(frozen=True, slots=True)

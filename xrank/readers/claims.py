@@ -51,7 +51,7 @@ class HeldTensor:
         """Return the part that a tensor of a torch archive is, without a layout."""
         return cls(rank, file, record, tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
 
-    def contradiction(self, name: str, problem: str, *, got: str, want: str, next_step: str) -> ContradictionError:
+    def contradiction(self, name: str, problem: str, got: str, want: str, next_step: str) -> ContradictionError:
         """Return the error that this part contradicts other parts or its rank's own record."""
         return ContradictionError(
             f"{name}: {problem}", tensor=name, rank=self.rank, file=self.file, got=got, want=want, next_step=next_step
@@ -88,9 +88,6 @@ def pieces_of(
         held: the ranks' parts.
         shape: global shape.
         nests: for each part, the map from its local row-major addresses to global ones.
-
-    Raises:
-        CorruptError: elements of a stored view share bytes.
     """
     rows = [
         (h, nest)
@@ -151,26 +148,14 @@ class Claim:
 
 
 class Claims:
-    """Finds the claim of each part. Use one object per source, because parts of one name share results.
-
-    Args:
-        layouts: the layout file's content, if any.
-    """
+    """Finds the claim of each part. Use one object per source, because parts of one name share results."""
 
     def __init__(self, layouts: LayoutMap | None) -> None:
         self._layouts = layouts
         self._from_file: dict[str, Claim | None] = {}
 
     def find(self, name: str, held: HeldTensor) -> Claim | None:
-        """Return the claim of a rank's part; None if it is unknown how its tensor is cut.
-
-        Args:
-            name: the rank's name of the tensor.
-            held: the part.
-
-        Raises:
-            LayoutError: the file's rules contradict each other or the rank's record.
-        """
+        """Return the claim of a rank's part; None if it is unknown how its tensor is cut."""
         given = self.find_in_file(name)
         if held.layout is None:
             return given
@@ -187,11 +172,7 @@ class Claims:
         return recorded
 
     def find_in_file(self, name: str) -> Claim | None:
-        """Return the layout file's claim for a rank's own name or a global one; None without a rule.
-
-        Raises:
-            LayoutError: several rules match, or the mesh is missing.
-        """
+        """Return the layout file's claim for a rank's own name or a global one; None without a rule."""
         if self._layouts is None:
             return None
         if name not in self._from_file:
@@ -319,11 +300,7 @@ def prefix_error(error: LayoutError, name: str, held: HeldTensor) -> LayoutError
 
 
 def find_global_name(claim: Claim | None, name: str, held: HeldTensor) -> str | None:
-    """Return the global name of a rank's part with a name of the rank's own; None for padding.
-
-    Raises:
-        LayoutError: the name's index is beyond the rank's part, or the layout leaves the rank out.
-    """
+    """Return the global name of a rank's part with a name of the rank's own; None for padding."""
     if claim is None or claim.pattern is None or held.rank not in claim.mesh:
         return name
     try:

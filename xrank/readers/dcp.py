@@ -30,7 +30,7 @@ from xrank.errors import (
 )
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.regular_file import RegularFile, open_regular, quote
+from xrank.formats.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
@@ -56,9 +56,6 @@ def check_values(
         metadata: its metadata.
         values: the model's values: name -> flat name. The names of their files must be checked already.
         is_left_out: returns whether the caller leaves a name out.
-
-    Raises:
-        UsageError: a value contains a tensor; the error names the first such value.
     """
     by_file: dict[int, list[tuple[str, int, int]]] = {}
     for name, flat in values.items():
@@ -191,19 +188,7 @@ def rank_of_file(name: str) -> int | None:
 
 
 def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) -> DcpPieces:
-    """Return where the pieces of the chosen tensors lie; only the ends of each piece are read.
-
-    Args:
-        folder: the checkpoint's folder.
-        metadata: its metadata.
-        chosen: the tensors by the names that they shall have.
-
-    Raises:
-        IncompleteError: a file is missing.
-        CorruptError, UnsafeError: an item is damaged, or a path leads out of the folder.
-        ContradictionError: an item differs from the metadata.
-        UsageError: xrank does not support a tensor's element type.
-    """
+    """Return where the pieces of the chosen tensors lie; only the ends of each piece are read."""
     _check_paths(metadata)
     names, tensors = list(chosen), list(chosen.values())
     dtypes_of = [_dtype(name, tensor, metadata.path) for name, tensor in chosen.items()]
@@ -286,13 +271,11 @@ def _check_presence(
 def _check_end(file: RegularFile, end: int) -> None:
     """Refuse a file with an item after the last one that the metadata names: the metadata is written last."""
     if file.nbytes >= end + len(_ARCHIVE) and file.read(end, len(_ARCHIVE)) == _ARCHIVE:
-        raise ContradictionError(
-            f"{file.origin.path} continues after the last piece that .metadata names in it: they belong to two saves",
-            rank=file.origin.rank,
-            file=file.origin.path,
-            got=f"{file.nbytes:,} bytes, an item at byte {end:,}",
-            want=f"{end:,} bytes",
-            next_step="if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
+        raise Origin(file.origin.path, file.origin.rank).contradiction(
+            "continues after the last piece that .metadata names in it: they belong to two saves",
+            f"{file.nbytes:,} bytes, an item at byte {end:,}",
+            f"{end:,} bytes",
+            "if a save into this folder was interrupted, take another checkpoint; else copy it whole again",
         )
 
 
@@ -353,14 +336,12 @@ class _FileReader:
         if other is file or all(self._is_uniform(file, *row[:3]) for row in rows[:16].tolist()):
             return
         path, rank = file.origin.path, file.origin.rank
-        raise ContradictionError(
-            f"{path} and {os.path.basename(other.origin.path)} hold the same bytes: one is a copy of the other",
+        raise Origin(path, rank).contradiction(
+            f"and {os.path.basename(other.origin.path)} hold the same bytes: one is a copy of the other",
+            f"equal checksums of all {len(rows)} pieces",
+            "different pieces in each file",
+            "copy both files again from where they were written",
             tensor=self._names[int(owner[0])],
-            rank=rank,
-            file=path,
-            got=f"equal checksums of all {len(rows)} pieces",
-            want="different pieces in each file",
-            next_step="copy both files again from where they were written",
         )
 
     def _is_uniform(self, file: RegularFile, kind: int, offset: int, nbytes: int) -> bool:
@@ -544,12 +525,11 @@ def _check_files(path: str) -> None:
             next_step="save with coordination (torch's default), or load it and save it again with torch",
         )
     shards = sum(entry.endswith(_SUFFIX) for entry in entries)
-    raise IncompleteError(
-        f"{file} is missing: the checkpoint was not finished, or not copied whole",
-        file=file,
-        got=f"{shards} *.distcp files" + (", .metadata.tmp" if ".metadata.tmp" in entries else ""),
-        want="the .metadata that is written last",
-        next_step="copy .metadata from where the checkpoint was written, or take an earlier checkpoint",
+    raise Origin(file).incomplete(
+        "is missing: the checkpoint was not finished, or not copied whole",
+        f"{shards} *.distcp files" + (", .metadata.tmp" if ".metadata.tmp" in entries else ""),
+        "the .metadata that is written last",
+        "copy .metadata from where the checkpoint was written, or take an earlier checkpoint",
     )
 
 

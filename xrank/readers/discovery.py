@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError, XrankError, option
-from xrank.formats.regular_file import LFS_MAGIC, open_regular, quote
+from xrank.formats.regular_file import LFS_MAGIC, Origin, open_regular, quote
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints, Reader
 from xrank.readers.hugging_face.folder import ENGINE_PART
@@ -153,12 +153,7 @@ def _load(point: EntryPoint) -> Reader:
 
 
 class _PluginReader:
-    """Another package's reader, whose failures name that package.
-
-    Args:
-        reader: the reader.
-        package: the package that brings it.
-    """
+    """Another package's reader, whose failures name that package."""
 
     def __init__(self, reader: Reader, package: str) -> None:
         self.name = reader.name
@@ -175,12 +170,7 @@ class _PluginReader:
         return reason if reason is None or isinstance(reason, str) else f"{self.name}: {reason!r}"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return what the reader returns.
-
-        Raises:
-            IncompleteError, UsageError: a file is missing, or may not be read.
-            XrankError: as the reader raises; or the reader failed.
-        """
+        """Return what the reader returns."""
         try:
             model: object = self._reader.read(path, hints)
             if not isinstance(model, StoredModel):
@@ -209,12 +199,7 @@ _MAX_NBYTES = 64
 
 
 def find_marked_step(path: str) -> str | None:
-    """Return the folder that a marker names; None without such folders or a marker.
-
-    Raises:
-        CorruptError: the marker is not a number.
-        IncompleteError: the folder is missing.
-    """
+    """Return the folder that a marker names; None without such folders or a marker."""
     entries = places.list_names(path) if places.is_folder(path) else []
     steps = sorted((e for e in entries if _STEP_NAME.fullmatch(e)), key=lambda entry: int(entry[12:]))
     # Megatron has a marker of the same name, beside folders with other names.
@@ -224,15 +209,14 @@ def find_marked_step(path: str) -> str | None:
     with open_regular(marker) as file:
         text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode("latin1").strip()
         if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-            raise file.origin.corrupt("is not a step marker", got=quote(text), want="a number")
+            raise file.origin.corrupt("is not a step marker", quote(text), "a number")
     folder = os.path.join(path, f"global_step_{int(text)}")
     if not places.is_folder(folder):
-        raise IncompleteError(
-            f"{marker} names global_step_{int(text)}, which is missing",
-            file=marker,
-            got=", ".join(steps[-5:]),
-            want=f"global_step_{int(text)}",
-            next_step="copy that folder here, or give the path of the step's folder that you want",
+        raise Origin(marker).incomplete(
+            f"names global_step_{int(text)}, which is missing",
+            ", ".join(steps[-5:]),
+            f"global_step_{int(text)}",
+            "copy that folder here, or give the path of the step's folder that you want",
         )
     return folder
 
@@ -291,12 +275,7 @@ _SMALL = re.compile(
 
 
 def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatError | None:
-    """Return the error that names the format of files which no reader recognises; None if it is unknown here, too.
-
-    Args:
-        path: the user's path.
-        folders_below: the folders to search besides.
-    """
+    """Return the error that names the format of files which no reader recognises; None if it is unknown here, too."""
     if _is_empty(path):
         return UnknownFormatError(
             f"{path} contains no file",
@@ -412,19 +391,10 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
     down, or only in the step that its marker names. Outputs of xrank below the path are skipped. If several sources
     fit, the user must choose. If several readers fit one source, readers of whole models come first; without one, the
     user must choose.
-
-    Args:
-        path: the user's path.
-        format_name: consider only this reader.
-
-    Raises:
-        IncompleteError: the path does not exist.
-        UnknownFormatError: no reader recognises anything there; the error lists the reasons of likely readers.
-        UsageError: several readers or several folders fit, a folder may not be read, or the URL contains a password.
     """
     path = places.enter(path)
     if not places.exists(path):
-        raise IncompleteError(f"{path} does not exist", file=path, next_step="check the path")
+        raise Origin(path).incomplete("does not exist", next_step="check the path")
     _check_readable(path)
     listed = [own for own in OWN_READERS if format_name in (None, own.name)]
     more: list[Reader] = []
@@ -566,10 +536,9 @@ def _choose_reader(place: str, fitting: Sequence[Reader]) -> SourcePlace:
         fitting = [one for one in fitting if one.name != TORCH_SAVE.name]
     whole = sorted((one for one in fitting if one.name in _WHOLE), key=lambda one: _WHOLE.index(one.name))
     if len(fitting) > 1 and not whole:
-        raise UsageError(
-            f"{place} can be read in several ways",
-            file=place,
-            got=", ".join(reader.name for reader in fitting),
+        raise Origin(place).usage(
+            "can be read in several ways",
+            ", ".join(reader.name for reader in fitting),
             next_step=f"choose one with {option('format')}",
         )
     reader, *others = (*whole, *(one for one in fitting if one not in whole))
@@ -651,8 +620,7 @@ def _check_readable(path: str) -> None:
             # To list a folder takes the right to read it, to open its files that to enter it: this needs the second.
             os.stat(os.path.join(path, os.curdir))
     except PermissionError:
-        raise UsageError(
-            f"{path} may not be read by this user",
-            file=path,
+        raise Origin(path).usage(
+            "may not be read by this user",
             next_step="run as its owner, let this user read it, or name the checkpoint's own folder",
         ) from None

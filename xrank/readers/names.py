@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from xrank.errors import UsageError, either, option
 from xrank.formats.pickles import is_extra_state
-from xrank.formats.regular_file import quote
+from xrank.formats.regular_file import Origin, quote
 from xrank.plan.source import StoredModel
 from xrank.words import list_text, plural, size_text
 
@@ -115,9 +115,6 @@ def plain_names(
             have; None if it has none of these names. Without it, only the marks of well-known wrappers are taken off.
         known: names that the model has. If it has one that a wrapper could have made, all names stay.
         in_attribute: whether the model is an attribute of another module, such as ``model`` of a LightningModule.
-
-    Raises:
-        UsageError: two tensors would get the same name.
     """
     plain = {name: _strip_anywhere(name) for name in names}
     strip = None if find_wrapping is None else find_wrapping([*plain.values()])
@@ -320,9 +317,6 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
     Args:
         tree: what was saved.
         wanted: the keys that lead to a part, joined by dots; None: the only part that may be the model.
-
-    Raises:
-        UsageError: no part, or more than one part, may be the model; or there is no such part.
     """
     paths = {name: tree.paths.get(name, (name,)) for name in (*tree.shapes, *tree.values)}
     of_optimizers = names_of_optimizers(paths)
@@ -374,23 +368,18 @@ def _describe(part: TopPart) -> str:
 
 
 def _find_part(tree: SavedTree, top: _Branch, wanted: str) -> _Branch:
-    """Return the branch of this name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the branch of this name."""
     here = top
     while here.name != wanted:
         nested = [branch for branch in here.split() if branch.tensors and branch.is_nested()]
         fitting = [branch for branch in nested if f"{wanted}.".startswith(f"{branch.name}.")]
         if not fitting:
             names = [f"{quote(branch.name)[1:-1]} ({plural(len(branch.tensors), 'tensor')})" for branch in nested]
-            raise UsageError(
-                f"{tree.path}: this checkpoint has no part {quote(wanted)}",
-                file=tree.path,
-                got=list_text(names, _MAX_SHOWN, empty="tensors that are not in parts"),
-                want=option("part", wanted),
-                next_step=f"choose one of them with {option('part')}" if nested else f"leave {option('part')} out",
+            raise Origin(tree.path).usage(
+                f"this checkpoint has no part {quote(wanted)}",
+                list_text(names, _MAX_SHOWN, empty="tensors that are not in parts"),
+                option("part", wanted),
+                f"choose one of them with {option('part')}" if nested else f"leave {option('part')} out",
             )
         here = max(fitting, key=lambda branch: len(branch.name))
     return here
@@ -434,11 +423,7 @@ def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
 def _choose_branch(
     tree: SavedTree, here: _Branch, kept: Sequence[_Branch], of_optimizers: Collection[str]
 ) -> _Branch | None:
-    """Return the branch that leads to the model, alone or with more; None if the branches together are the model.
-
-    Raises:
-        UsageError: more than one may be the model.
-    """
+    """Return the branch that leads to the model, alone or with more; None if the branches together are the model."""
     nested = [branch for branch in kept if branch.is_nested()]
     models = [branch for branch in nested if branch.key in MODELS]
     # Single tensors beside a model, and parts without a matrix, are counters, seeds and positions.
@@ -493,12 +478,11 @@ def _is_wrapper(branch: _Branch) -> bool:
 
 def _missing_model_error(tree: SavedTree, children: Iterable[str]) -> UsageError:
     pickled = [f"{name}, pickled whole" for name in tree.pickled if name in MODELS]
-    return UsageError(
-        f"{tree.path}: this checkpoint contains no model",
-        file=tree.path,
-        got=list_text([*pickled, *sorted(quote(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
-        want="tensors that belong to no optimizer and no trainer",
-        next_step="load and save it with torch's default planner, without flatten_state_dict=False"
+    return Origin(tree.path).usage(
+        "this checkpoint contains no model",
+        list_text([*pickled, *sorted(quote(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
+        "tensors that belong to no optimizer and no trainer",
+        "load and save it with torch's default planner, without flatten_state_dict=False"
         if pickled
         else "give the path to which the model was saved",
     )
@@ -506,12 +490,11 @@ def _missing_model_error(tree: SavedTree, children: Iterable[str]) -> UsageError
 
 def _several_models_error(tree: SavedTree, parts: Sequence[_Branch]) -> UsageError:
     named = [part for part in parts if part.keys]
-    return UsageError(
-        f"{tree.path}: more than one part of this checkpoint may be the model",
-        file=tree.path,
-        got=list_text((f"{_quote_name(part)} ({plural(len(part.tensors), 'tensor')})" for part in parts), _MAX_SHOWN),
-        want="one",
-        next_step=either(
+    return Origin(tree.path).usage(
+        "more than one part of this checkpoint may be the model",
+        list_text((f"{_quote_name(part)} ({plural(len(part.tensors), 'tensor')})" for part in parts), _MAX_SHOWN),
+        "one",
+        either(
             f"choose one: {' or '.join(option('part', part.name) for part in named[:_MAX_SHOWN])}",
             "save the model's part in a checkpoint of its own",
         ),

@@ -82,18 +82,7 @@ def _find_zeros(path: str, end: int) -> int:
 
 
 def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] | None) -> StoredShard:
-    """Return a tensor's pieces. If it has several meshes, they hold replicas of each other.
-
-    Args:
-        name: the tensor's global name.
-        claimed: the ranks' parts, by rising rank.
-        shape: its global shape; None to infer it from the local shapes.
-
-    Raises:
-        ContradictionError: ranks disagree about the layout, or a part does not fit it.
-        IncompleteError: a rank that should have a part has none.
-        LayoutError: the layout does not fit the shape.
-    """
+    """Return a tensor's pieces. If it has several meshes, they hold replicas of each other."""
     held, first = [h for h, _ in claimed], claimed[0][1]
     if _are_alike([claim for _, claim in claimed]):
         own = (tuple(h.rank for h in held), tuple(h.shape for h in held))
@@ -172,18 +161,7 @@ def _place_alike(
 def place_companion(
     name: str, claimed: Sequence[Claimed], shapes: Mapping[str, tuple[int, ...]], hints: Hints
 ) -> StoredShard:
-    """Return the pieces of a companion, a tensor that follows from another one, such as a weight's scales.
-
-    Args:
-        name: the tensor's global name.
-        claimed: the ranks' parts.
-        shapes: global shapes by name; the other tensor is among them.
-        hints: the layout file with the companion's rule.
-
-    Raises:
-        LayoutError: not exactly one shape of the other tensor fits the ranks' parts.
-        ContradictionError, IncompleteError: as `place_claimed`.
-    """
+    """Return the pieces of a companion, a tensor that follows from another one, such as a weight's scales."""
     check_meshes(name, claimed)
     first, claim = claimed[0]
     companion = claim.companion
@@ -259,17 +237,7 @@ def _shape_of_dims(tree: LayoutTree, claim: Claim) -> tuple[int, ...] | None:
 
 
 def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[StoredShard]:
-    """Return the pieces of every member of a flat buffer.
-
-    Args:
-        name: the buffer's name.
-        claimed: the ranks' parts of the buffer.
-        hints: shapes of members whose dims do not determine them.
-
-    Raises:
-        LayoutError: a member's shape is unknown.
-        ContradictionError, IncompleteError: as `place_claimed`.
-    """
+    """Return the pieces of every member of a flat buffer."""
     check_meshes(name, claimed)
     claim = claimed[0][1]
     flat = flat_of(claim.layout)
@@ -372,17 +340,7 @@ _Parts: TypeAlias = list[tuple[HeldTensor, Claim | None]]
 
 
 def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_size: int) -> Placement:
-    """Return where all parts lie in their whole tensors.
-
-    Args:
-        held: parts by the rank's own name of the tensor, by rising rank.
-        hints: layouts and shapes from the caller.
-        world_size: number of ranks that wrote a state.
-
-    Raises:
-        ContradictionError, IncompleteError, LayoutError: as `_place`. A layout that is missing for one tensor is often
-            missing for more: one LayoutError names all such tensors.
-    """
+    """Return where all parts lie in their whole tensors."""
     parts, num_pads, failures = _collect_parts(held, Claims(hints.layouts))
     placed: dict[str, list[StoredShard]] = {}
     assumptions = []
@@ -488,18 +446,6 @@ def _place(
     """Return a tensor's pieces in the whole, and the assumption, in words, if base shapes determined them.
 
     A flat buffer gives the pieces of several tensors.
-
-    Args:
-        name: the tensor's global name.
-        parts: the ranks' parts and claims, by rising rank.
-        hints: layouts and shapes from the caller.
-        world_size: number of ranks that wrote a state.
-        shapes: global shapes of tensors from which this one may follow.
-
-    Raises:
-        ContradictionError: ranks disagree about dtype, global shape, layout or mesh, or a local shape does not fit.
-        IncompleteError: a rank of the tensor's mesh holds no part of it.
-        LayoutError: it is unknown how the tensor was cut.
     """
     held = [h for h, _ in parts]
     _check_equal(name, "dtype", {h.rank: h.dtype for h in held}, held)

@@ -13,7 +13,7 @@ import numpy as np
 from isal import isal_zlib
 
 from xrank.dtypes import dtype
-from xrank.errors import ContradictionError, UnsafeError, XrankError, option
+from xrank.errors import UnsafeError, XrankError, option
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
@@ -43,11 +43,7 @@ class CopiedValues:
         self._seen: dict[tuple[tuple[int, int], ...], Origin] = {}
 
     def add(self, archive: TorchArchive, tensors: Iterable[ArchivedTensor], num_elements: int, origin: Origin) -> None:
-        """Add the tensors that only this rank should hold, with `num_elements` elements besides padding.
-
-        Raises:
-            ContradictionError: another rank holds the same.
-        """
+        """Add the tensors that only this rank should hold, with `num_elements` elements besides padding."""
         # A few elements may be equal by chance, and padding often is.
         if not archive.has_checksums or num_elements < _TELLING_ELEMENTS:
             return
@@ -58,13 +54,11 @@ class CopiedValues:
             return
         other = self._seen.setdefault(found, origin)
         if other is not origin:
-            raise ContradictionError(
-                origin.locate(f"is a copy of rank {other.rank}'s file"),
-                rank=origin.rank,
-                file=origin.path,
-                got=f"the checksums of all {len(found)} tensors as in {other.path}",
-                want="different weights",
-                next_step=f"copy rank {origin.rank}'s file, or rank {other.rank}'s, again from where it was saved",
+            raise origin.contradiction(
+                f"is a copy of rank {other.rank}'s file",
+                f"the checksums of all {len(found)} tensors as in {other.path}",
+                "different weights",
+                f"copy rank {origin.rank}'s file, or rank {other.rank}'s, again from where it was saved",
             )
 
 
@@ -277,11 +271,7 @@ def note_foreign_names(found: Mapping[str, Mapping[tuple[str, str], int]]) -> li
 
 
 def refuse_foreign_names(model: StoredModel) -> None:
-    """Raise an error if the pickles of a source name classes or functions that frameworks do not write.
-
-    Raises:
-        UnsafeError: they do.
-    """
+    """Raise an error if the pickles of a source name classes or functions that frameworks do not write."""
     text = dict(model.notes).get(_FOREIGN_NAMES)
     if text is not None:
         raise UnsafeError(

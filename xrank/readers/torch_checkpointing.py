@@ -87,28 +87,22 @@ class SavedMetadata:
 
 
 def read_metadata(folder: str) -> SavedMetadata | None:
-    """Return the metadata of a checkpoint; None if it has none.
-
-    Raises:
-        CorruptError, UnsafeError: the file is damaged, is no plain data, or names a path outside its folder.
-        UsageError: another version wrote it.
-        LayoutError: no layout can express a placement.
-    """
+    """Return the metadata of a checkpoint; None if it has none."""
     path = os.path.join(folder, METADATA)
     if not places.is_present(path):
         return None
     origin = Origin(path)
     with open_regular(path) as file:
         if file.nbytes > MAX_PICKLE_NBYTES:
-            raise origin.corrupt("is too large", got=f"{file.nbytes:,} bytes", want=f"at most {MAX_PICKLE_NBYTES:,}")
+            raise origin.corrupt("is too large", f"{file.nbytes:,} bytes", f"at most {MAX_PICKLE_NBYTES:,}")
         read = read_pickle(file.read(0, file.nbytes), origin).value
-    value = Entry(read, lambda fault: origin.corrupt("is not metadata of torch_checkpointing", got=fault))
+    value = Entry(read, lambda fault: origin.corrupt("is not metadata of torch_checkpointing", fault))
     if value["version"].text() != _VERSION:
         raise origin.usage(
             "was written by another version of torch_checkpointing",
-            got=quote(value["version"].text()),
-            want=_VERSION,
-            next_step="load it with torch_checkpointing and save it again",
+            quote(value["version"].text()),
+            _VERSION,
+            "load it with torch_checkpointing and save it again",
         )
     world_size = value["world_size"].count(low=1, below=_MAX_RANKS)
     parser = _Parser(origin, world_size)
@@ -157,9 +151,9 @@ class _Parser:
                 if saved["type"].text() != _DTENSOR:
                     raise self._origin.usage(
                         f"{quote(name)}: no reader knows how its parts were cut",
-                        got=quote(saved["type"].text()),
-                        want=_DTENSOR,
-                        next_step="load it with torch_checkpointing and save DTensors or plain tensors",
+                        quote(saved["type"].text()),
+                        _DTENSOR,
+                        "load it with torch_checkpointing and save DTensors or plain tensors",
                     )
                 ranks, cut = self._ranks_of(group["ranks"]), self._cut(name, saved["data"])
                 if not ranks.issubset(cut.mesh.ranks):
@@ -169,7 +163,7 @@ class _Parser:
     def _name(self, place: str) -> str:
         """Return the name of a tensor by its place, a list of keys as JSON."""
         problem = f"names a tensor by {quote(place)}, not by a list of keys as JSON"
-        parts = Entry.parse(place, lambda fault: self._origin.corrupt(problem, got=fault)).entries()
+        parts = Entry.parse(place, lambda fault: self._origin.corrupt(problem, fault)).entries()
         if not parts:
             raise self._origin.corrupt(problem)
         return ".".join(str(part.count()) if isinstance(part.value, int) else part.text() for part in parts)
@@ -265,14 +259,7 @@ def _is_metadata(path: str) -> bool:
 
 
 def find_model_files(path: str) -> ModelFiles:
-    """Return the files of a checkpoint's model, or of the item to which a given file belongs.
-
-    Raises:
-        UsageError: several items may be the model, or it was saved as JSON or as bytes.
-        IncompleteError: a rank's file is missing.
-        ContradictionError: there are files of another save.
-        CorruptError, UnsafeError, LayoutError: as `read_metadata`.
-    """
+    """Return the files of a checkpoint's model, or of the item to which a given file belongs."""
     folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
     metadata = read_metadata(folder)
     items = _list_items(folder)
@@ -307,11 +294,7 @@ def find_model_files(path: str) -> ModelFiles:
 
 
 def _list_items(folder: str) -> dict[str, dict[int, str]]:
-    """Return item -> rank -> name of the file, by the names of the files.
-
-    Raises:
-        ContradictionError: a rank has two files of one item.
-    """
+    """Return item -> rank -> name of the file, by the names of the files."""
     items: dict[str, dict[int, str]] = {}
     for name in sorted(places.list_names(folder)):
         match = _FILE.fullmatch(name)
@@ -340,12 +323,11 @@ def _choose_item(path: str, folder: str, items: Mapping[str, Mapping[int, str]],
     if len(found) == 1:
         return found[0]
     file = next((name for item in found for name in items.get(item, {}).values()), None)
-    raise UsageError(
-        f"{folder} contains {len(found) or 'no'} items that may be the model",
-        file=folder,
-        got=list_text(known, 10),
-        want=f"an item {_MODEL}, or a single other one",
-        next_step=f"give the path of a file of the item, such as {os.path.join(folder, file)}"
+    raise Origin(folder).usage(
+        f"contains {len(found) or 'no'} items that may be the model",
+        list_text(known, 10),
+        f"an item {_MODEL}, or a single other one",
+        f"give the path of a file of the item, such as {os.path.join(folder, file)}"
         if file
         else f"save the model as the item {_MODEL}",
     )
@@ -419,11 +401,7 @@ def _read_safetensors(path: str, rank: int) -> FsdpRankFile:
 
 
 def _apply_cuts(file: FsdpRankFile, cuts: dict[str, SavedCut]) -> FsdpRankFile:
-    """Return a rank's file whose plain tensors have the cuts that the metadata records.
-
-    Raises:
-        ContradictionError: the file and the metadata are from two saves.
-    """
+    """Return a rank's file whose plain tensors have the cuts that the metadata records."""
     held = {**file.dtensors, **file.sharded, **file.plain}
     odd = sorted(cuts.keys() ^ held.keys())
     if odd:
@@ -467,9 +445,6 @@ def _limit_hints(found: ModelFiles, hints: Hints) -> Hints:
 
     A base model's shapes show whether the file of a single rank is a whole model. They do not show the order of the
     parts of several ranks: FSDP2 over tensor parallelism cuts rows in another order than that of the ranks.
-
-    Raises:
-        LayoutError: there are none.
     """
     num_ranks = len(found.listed.by_rank)
     if hints.layouts is not None:
@@ -477,12 +452,11 @@ def _limit_hints(found: ModelFiles, hints: Hints) -> Hints:
     if num_ranks == 1 and hints.shapes:
         return hints
     file = next(iter(found.listed.by_rank.values()))
-    raise LayoutError(
-        f"{file} holds a rank's elements of tensors, and no {METADATA} records how they were cut",
-        file=file,
-        got=f"safetensors files of {plural(num_ranks, 'rank')}",
-        want=f"{METADATA}, or a layout file{', or a base model' if num_ranks == 1 else ''}",
-        next_step=either(
+    raise Origin(file).layout(
+        f"holds a rank's elements of tensors, and no {METADATA} records how they were cut",
+        f"safetensors files of {plural(num_ranks, 'rank')}",
+        f"{METADATA}, or a layout file{', or a base model' if num_ranks == 1 else ''}",
+        either(
             f"give {option('layouts', metavar='FILE')}",
             *([f"give {option('base_model', metavar='DIR')}"] if num_ranks == 1 else []),
             "save with a resharder (ItemSpec(resharder=DefaultResharder()))",

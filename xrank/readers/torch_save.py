@@ -70,12 +70,7 @@ class WholeState:
 
 
 def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
-    """Return the model in a file; the argument `wanted` is that of `select_model`.
-
-    Raises:
-        UnsafeError: the model, or a value of its state dict, is an object that only running code can make.
-        UsageError: there is no dict, or no tensor with a name, or as `select_model`.
-    """
+    """Return the model in a file; the argument `wanted` is that of `select_model`."""
     if not isinstance(archive.value, dict):
         refuse_inert(archive.value, archive.path)
         raise _no_names_error(archive, type(archive.value).__name__)
@@ -96,7 +91,7 @@ def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
         raise _no_names_error(archive, "tensors with numbers")
     if not named:
         told = list_text([quote(name)[1:-1] for name in others], 3, empty="nothing")
-        raise Origin(archive.path).usage("holds no tensor", got=told, want="a dict of tensors by name", next_step=NAMES)
+        raise Origin(archive.path).usage("holds no tensor", told, "a dict of tensors by name", NAMES)
     return WholeState(archive, MappingProxyType(named), tuple(quote(name)[1:-1] for name in others), part)
 
 
@@ -129,9 +124,7 @@ def _select_part(
 
 def _no_names_error(archive: TorchArchive, got: str) -> UsageError:
     what = "a tensor without a name" if got == "ArchivedTensor" else got
-    return Origin(archive.path).usage(
-        "is not a state dict", got=what, want="a dict of tensors by name", next_step=NAMES
-    )
+    return Origin(archive.path).usage("is not a state dict", what, "a dict of tensors by name", NAMES)
 
 
 def _walk(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
@@ -149,11 +142,7 @@ def _walk(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
 def describe_states(
     format_name: str, path: str, states: Sequence[WholeState], hints: Hints, notes: Sequence[tuple[str, str]] = ()
 ) -> StoredModel:
-    """Return the model whose files have these states, each tensor whole in one of them.
-
-    Raises:
-        UsageError: a tensor is a placeholder of ZeRO-3's.
-    """
+    """Return the model whose files have these states, each tensor whole in one of them."""
     records = Records()
     held: dict[str, HeldTensor] = {}
     for state in states:
@@ -287,12 +276,11 @@ def _read_parts(path: str, folder: str, names: Sequence[str], num_others: int, h
     numbers = {name: (int(found[1]), found[2]) for name in names if (found := _PART.fullmatch(name))}
     epochs = sorted({epoch for _, epoch in numbers.values()}, key=int)
     if len(epochs) > 1:
-        raise UsageError(
-            f"{folder} holds the models of {len(epochs)} epochs",
-            file=folder,
-            got=list_text(names, 10),
-            want="the files of one epoch",
-            next_step=f"copy all files of one epoch, such as hf_model_*_{epochs[-1]}.pt, and config.json into a "
+        raise Origin(folder).usage(
+            f"holds the models of {len(epochs)} epochs",
+            list_text(names, 10),
+            "the files of one epoch",
+            f"copy all files of one epoch, such as hf_model_*_{epochs[-1]}.pt, and config.json into a "
             "folder of their own, and give its path",
         )
     present = {number for number, _ in numbers.values()}
@@ -364,17 +352,11 @@ def _make_choice_error(folder: str, names: Sequence[str]) -> UsageError:
     else:
         kind = "several files without a tensor in common, which may be parts of one model or several models"
         next_step = f"save parts of one model with one torch.save; if each is a model, {one}"
-    return UsageError(
-        f"{folder} holds {kind}", file=folder, got=list_text(names, 10), want="one model", next_step=next_step
-    )
+    return Origin(folder).usage(f"holds {kind}", list_text(names, 10), "one model", next_step)
 
 
 def _check_slices(folder: str, names: list[str]) -> None:
-    """Refuse a slice of a model that Meta cut for several tensor-parallel ranks.
-
-    Raises:
-        UsageError: a file is one of several slices.
-    """
+    """Refuse a slice of a model that Meta cut for several tensor-parallel ranks."""
     given = [name for name in names if _SLICE.fullmatch(name)]
     slices = sorted(name for name in places.list_names(folder) if _SLICE.fullmatch(name))
     if given and slices != ["consolidated.00.pth"]:
@@ -382,11 +364,7 @@ def _check_slices(folder: str, names: list[str]) -> None:
 
 
 def _check_width(state: WholeState) -> None:
-    """Refuse the first slice of a model whose other slices are not there: its heads do not fill the model's width.
-
-    Raises:
-        UsageError: the rows of the queries are a fraction of the width, which norms have (llama/model.py: Attention).
-    """
+    """Refuse the first slice of a model whose other slices are not there: its heads do not fill the model's width."""
     found = [state.tensors.get(name) for name in ("norm.weight", "layers.0.attention.wq.weight")]
     width, rows = (tensor.shape[0] if tensor is not None and tensor.shape else 0 for tensor in found)
     # Mistral's heads may be of another width, such as 32 of 128 in a model of 5,120: no fraction.
@@ -396,12 +374,11 @@ def _check_width(state: WholeState) -> None:
 
 
 def _make_slice_error(path: str, got: str) -> UsageError:
-    return UsageError(
-        f"{path} is one of several slices of a model",
-        file=path,
-        got=got,
-        want="consolidated.00.pth alone: a model that is not sliced",
-        next_step="gather the model in Hugging Face's form, or convert these files with transformers' "
+    return Origin(path).usage(
+        "is one of several slices of a model",
+        got,
+        "consolidated.00.pth alone: a model that is not sliced",
+        "gather the model in Hugging Face's form, or convert these files with transformers' "
         "convert_llama_weights_to_hf.py",
     )
 
@@ -462,10 +439,9 @@ def _check_one(folder: str, names: Sequence[str]) -> None:
     """Refuse a folder with several files that are each a whole model."""
     models = [name for name in names if not is_one_of_several(name)]
     if len(models) > 1 or (models and len(names) > 1):
-        raise UsageError(
-            f"{folder} holds more than one model",
-            file=folder,
-            got=list_text(names, 10),
-            want="one",
-            next_step=f"give the path of one of them, such as {os.path.join(folder, models[0])}",
+        raise Origin(folder).usage(
+            "holds more than one model",
+            list_text(names, 10),
+            "one",
+            f"give the path of one of them, such as {os.path.join(folder, models[0])}",
         )

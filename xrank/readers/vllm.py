@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError
-from xrank.formats.regular_file import open_regular
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
+from xrank.formats.regular_file import Origin, open_regular
 from xrank.formats.safetensors_header import HeaderTensor, read_header
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
@@ -47,13 +47,7 @@ def is_state_name(name: str) -> bool:
 
 
 def list_parts(folder: str) -> RankParts:
-    """Return the files of a folder.
-
-    Raises:
-        IncompleteError: a rank or a part before another one is missing. The last ranks and parts are not counted
-            anywhere, so that only the shapes show whether they are missing.
-        ContradictionError: the files are of two saves.
-    """
+    """Return the files of a folder."""
     found: dict[tuple[int, int], dict[int, str]] = {}
     patterns = set()
     for name in sorted(places.list_names(folder)):
@@ -64,12 +58,11 @@ def list_parts(folder: str) -> RankParts:
         place = (0, int(match[1])) if match[1] is not None else (int(match[2]), int(match[3]))
         found.setdefault(place, {})[int(match[4])] = os.path.join(folder, name)
     if len(patterns) > 1:
-        raise ContradictionError(
-            f"{folder} holds files with and without pipeline stages",
-            file=folder,
-            got="model-rank-* and model-pp-*",
-            want="the files of one save",
-            next_step=ONE_SAVE,
+        raise Origin(folder).contradiction(
+            "holds files with and without pipeline stages",
+            "model-rank-* and model-pp-*",
+            "the files of one save",
+            ONE_SAVE,
         )
     num_stages, tp_size = (max(place[axis] for place in found) + 1 for axis in (0, 1))
     cells = [(stage, rank) for stage in range(num_stages) for rank in range(tp_size)]
@@ -136,19 +129,13 @@ def is_left_out(name: str) -> bool:
 
 
 def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
-    """Return the sizes in a model's config.
-
-    Raises:
-        LayoutError: the type of model is not known, or a size is missing.
-        IncompleteError: this number of ranks cannot share the heads.
-    """
+    """Return the sizes in a model's config."""
     if config.get("model_type") not in MODEL_TYPES:
-        raise LayoutError(
-            f"{folder}: it is unknown how vLLM cuts the parameters of model_type {config.get('model_type')!r}",
-            file=folder,
-            got=repr(config.get("model_type")),
-            want=f"model_type {', '.join(MODEL_TYPES)}",
-            next_step="gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
+        raise Origin(folder).layout(
+            f"it is unknown how vLLM cuts the parameters of model_type {config.get('model_type')!r}",
+            repr(config.get("model_type")),
+            f"model_type {', '.join(MODEL_TYPES)}",
+            "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
         )
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     kv_heads = config.get("num_key_value_heads") or heads
@@ -157,12 +144,11 @@ def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
     found["vocab_size"] = config.get("vocab_size")
     for key, size in found.items():
         if type(size) is not int or size < 1:
-            raise LayoutError(
-                f"{folder}: config.json gives no {key}, which determines how parameters were cut",
-                file=folder,
-                got=repr(size),
-                want=f"a number for {key}",
-                next_step=f"{_FIX}, then {AGAIN}",
+            raise Origin(folder).layout(
+                f"config.json gives no {key}, which determines how parameters were cut",
+                repr(size),
+                f"a number for {key}",
+                f"{_FIX}, then {AGAIN}",
             )
     sizes = Sizes(
         num_heads=found["num_attention_heads"],
@@ -188,17 +174,7 @@ def _divide(a: object, b: object) -> int | None:
 
 
 def split_parameter(name: str, held: HeldTensor, sizes: Sizes) -> Iterator[tuple[str, HeldTensor]]:
-    """Yield the tensors of Hugging Face in a rank's parameter, each with its layout.
-
-    Args:
-        name: vLLM's name.
-        held: the parameter, on the mesh of its stage.
-        sizes: the model's sizes.
-
-    Raises:
-        ContradictionError: the parameter has another size than config.json gives it.
-        IncompleteError: the ranks have too few rows of the vocabulary.
-    """
+    """Yield the tensors of Hugging Face in a rank's parameter, each with its layout."""
     fused = _FUSED.fullmatch(name)
     if fused is None or not held.shape:
         yield name, replace(held, layout=_layout_of(name, held, sizes))
@@ -294,12 +270,11 @@ class VllmReader:
         _refuse_kernel_forms(path, ranks)
         _check_copies(listed, ranks, records)
         if hints.config is None:
-            raise LayoutError(
-                f"{path}: only the model's config.json determines how vLLM cut its parameters",
-                file=path,
-                got="no config.json",
-                want="the config.json that the engine loaded",
-                next_step=f"put it into {path}, then {AGAIN}",
+            raise Origin(path).layout(
+                "only the model's config.json determines how vLLM cut its parameters",
+                "no config.json",
+                "the config.json that the engine loaded",
+                f"put it into {path}, then {AGAIN}",
             )
         sizes = read_sizes(hints.config, listed.tp_size, path)
         held: dict[str, list[HeldTensor]] = {}
@@ -388,11 +363,7 @@ def _check_ranks(folder: str, listed: RankParts, ranks: Sequence[_Parameters]) -
 
 
 def _check_copies(listed: RankParts, ranks: Sequence[_Parameters], records: Records) -> None:
-    """Check that no rank's file is a copy of another's: nothing in a file names its rank, but weights differ.
-
-    Raises:
-        ContradictionError: two ranks of a stage have equal columns of a weight.
-    """
+    """Check that no rank's file is a copy of another's: nothing in a file names its rank, but weights differ."""
     seen: dict[tuple[int, bytes], HeldTensor] = {}
     for rank, parameters in enumerate(ranks if listed.tp_size > 1 else ()):
         held = next((held for name, held in parameters.items() if name.endswith(_BY_COLUMNS)), None)
@@ -404,13 +375,11 @@ def _check_copies(listed: RankParts, ranks: Sequence[_Parameters], records: Reco
             continue  # zeros, or another constant
         other = seen.setdefault((rank // listed.tp_size, start), held)
         if other is not held:
-            raise ContradictionError(
-                f"{held.file} is a copy of rank {other.rank}'s file",
-                rank=rank,
-                file=held.file,
-                got=f"the same {len(start):,} first bytes as in {other.file}",
-                want="columns of its own",
-                next_step=f"copy rank {rank}'s file, or rank {other.rank}'s, again from where it was saved",
+            raise Origin(held.file, rank).contradiction(
+                f"is a copy of rank {other.rank}'s file",
+                f"the same {len(start):,} first bytes as in {other.file}",
+                "columns of its own",
+                f"copy rank {rank}'s file, or rank {other.rank}'s, again from where it was saved",
             )
 
 
@@ -424,21 +393,19 @@ def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:
     names = {name for parameters in ranks for name in parameters}
     experts = next((name for name in sorted(names) if re.search(r"\.w(13|2)_(weight|bias)$", name)), None)
     if experts is not None:
-        raise UsageError(
-            f"{folder}: vLLM's kernels keep experts in an order that depends on the GPU, and no file records it",
+        raise Origin(folder).usage(
+            "vLLM's kernels keep experts in an order that depends on the GPU, and no file records it",
+            experts,
+            "a model without experts",
+            _ELSEWHERE,
             tensor=experts,
-            file=folder,
-            got=experts,
-            want="a model without experts",
-            next_step=_ELSEWHERE,
         )
     if _EMBEDDING in names and not any(name.endswith(_BY_COLUMNS) for name in names):
-        raise UsageError(
-            f"{folder} holds no linear layer: vLLM packs them on a CPU, and does not save packed layers",
-            file=folder,
-            got=list_text(sorted(name for name in names if not is_left_out(name)), 3),
-            want="parameters such as model.layers.0.self_attn.o_proj.weight",
-            next_step=_ELSEWHERE,
+        raise Origin(folder).usage(
+            "holds no linear layer: vLLM packs them on a CPU, and does not save packed layers",
+            list_text(sorted(name for name in names if not is_left_out(name)), 3),
+            "parameters such as model.layers.0.self_attn.o_proj.weight",
+            _ELSEWHERE,
         )
 
 
@@ -452,23 +419,17 @@ def _name_tied(held: Mapping[str, list[HeldTensor]], config: Mapping[str, Any]) 
 
 
 def _prove(shapes: Mapping[str, tuple[int, ...]], folder: str, hints: Hints) -> str:
-    """Return the name of the recipe that proves the shapes.
-
-    Raises:
-        IncompleteError, ContradictionError: the shapes contradict config.json.
-        LayoutError: no recipe knows all names.
-    """
+    """Return the name of the recipe that proves the shapes."""
     try:
         recipe = hints.prove_shapes(shapes) if hints.prove_shapes is not None else None
     except (IncompleteError, ContradictionError, LayoutError) as error:
         error.about(file=folder)
         raise
     if recipe is None:
-        raise LayoutError(
-            f"{folder}: no recipe knows all of its tensors, so that nothing proves their shapes",
-            file=folder,
-            got=list_text(shapes, 3),
-            want="tensors of a model type whose sizes a recipe knows",
-            next_step=_ELSEWHERE,
+        raise Origin(folder).layout(
+            "no recipe knows all of its tensors, so that nothing proves their shapes",
+            list_text(shapes, 3),
+            "tensors of a model type whose sizes a recipe knows",
+            _ELSEWHERE,
         )
     return recipe

@@ -11,6 +11,7 @@ from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, XrankError, option
 from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord, read_saved_state
+from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.plan.source import StoredModel
@@ -26,13 +27,7 @@ from xrank.words import ranks_text, repr_text, runs_text
 
 
 def read_rank_state(path: str, rank: int) -> SavedState:
-    """Return a rank's state in a folder, from its metadata alone.
-
-    Raises:
-        IncompleteError: it is empty.
-        ContradictionError: another rank wrote it.
-        CorruptError, UnsafeError: it is damaged, or contains more than data.
-    """
+    """Return a rank's state in a folder, from its metadata alone."""
     file = os.path.join(path, state_file_name(rank))
     if places.is_file(file) and places.nbytes_of(file) == 0:
         raise IncompleteError(
@@ -59,12 +54,7 @@ def run_text(state: SavedState) -> str:
 
 
 def check_run(path: str, states: Sequence[SavedState]) -> None:
-    """Check that the states are those of one run, complete and without others.
-
-    Raises:
-        IncompleteError: ranks are missing, or their states belong to another run.
-        ContradictionError: two runs are equally likely, or states of a larger world remain.
-    """
+    """Check that the states are those of one run, complete and without others."""
     runs: dict[tuple[str | None, str | None, int | None, int] | None, list[SavedState]] = {}
     for state in states:
         runs.setdefault(state.run, []).append(state)
@@ -87,13 +77,11 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
     beyond = [state for state in states if state.rank >= world_size]
     if beyond:
         stale = beyond[0]
-        raise ContradictionError(
-            f"{stale.archive.path} belongs to rank {stale.rank}, but the run has {world_size} ranks",
-            rank=stale.rank,
-            file=stale.archive.path,
-            got=f"{_ranks(beyond)}: {run_text(stale)}",
-            want=run_text(ours[0]),
-            next_step=f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}",
+        raise Origin(stale.archive.path, stale.rank).contradiction(
+            f"belongs to rank {stale.rank}, but the run has {world_size} ranks",
+            f"{_ranks(beyond)}: {run_text(stale)}",
+            run_text(ours[0]),
+            f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}",
         )
     foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
     missing = list(_gaps([state.rank for state in ours], world_size))

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import UnsafeError, UsageError
 from xrank.formats.pickles import InertRecord, inert_error, is_extra_state
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
@@ -39,9 +39,9 @@ class Unread:
         """Return the error for such a file; ``got`` is the evidence, if not the file's name."""
         return origin.usage(
             f"{self.what} are not read",
-            got=got or self.what,
-            want=f"whole modules; this would need {self.needed}",
-            next_step=self.next_step,
+            got or self.what,
+            f"whole modules; this would need {self.needed}",
+            self.next_step,
         )
 
 
@@ -158,42 +158,33 @@ def _holds_states(path: str) -> bool:
 
 
 def resolve_folder(path: str) -> str:
-    """Return the folder that contains the files: the path itself, or the one that its marker names.
-
-    Raises:
-        UnsafeError: the marker names a place outside the folder.
-        IncompleteError: the folder that the marker names is missing.
-        UsageError: there are two markers.
-    """
+    """Return the folder that contains the files: the path itself, or the one that its marker names."""
     if _holds_states(path):
         return path
     markers = [marker for marker in _MARKERS if places.is_present(os.path.join(path, marker))]
     if not markers:
-        raise IncompleteError(
-            f"{path} holds no DeepSpeed checkpoint",
-            file=path,
+        raise Origin(path).incomplete(
+            "holds no DeepSpeed checkpoint",
             want="*_optim_states.pt and *_model_states.pt files, or a latest that names their folder",
             next_step="check the path",
         )
     tags = {marker: _tag_of(os.path.join(path, marker)) for marker in markers}
     if len(markers) > 1:
-        raise UsageError(
-            f"{path} holds two checkpoints, a plain and a universal one",
-            file=path,
-            got=" and ".join(tags.values()),
-            want="one",
-            next_step=f"give the path of one of them, such as {os.path.join(path, tags[markers[0]])}",
+        raise Origin(path).usage(
+            "holds two checkpoints, a plain and a universal one",
+            " and ".join(tags.values()),
+            "one",
+            f"give the path of one of them, such as {os.path.join(path, tags[markers[0]])}",
         )
     folder = os.path.join(path, tags[markers[0]])
     if not _holds_states(folder):
-        raise IncompleteError(
-            f"{os.path.join(path, markers[0])} names {tags[markers[0]]}, which contains no checkpoint",
-            file=os.path.join(path, markers[0]),
-            got=list_text(
+        raise Origin(os.path.join(path, markers[0])).incomplete(
+            f"names {tags[markers[0]]}, which contains no checkpoint",
+            list_text(
                 sorted(e for e in places.list_names(path) if places.is_folder(os.path.join(path, e))), empty="no folder"
             ),
-            want=f"{tags[markers[0]]} with *_optim_states.pt and *_model_states.pt files",
-            next_step="copy that folder here, or give the path of the checkpoint's own folder",
+            f"{tags[markers[0]]} with *_optim_states.pt and *_model_states.pt files",
+            "copy that folder here, or give the path of the checkpoint's own folder",
         )
     return folder
 
@@ -201,18 +192,15 @@ def resolve_folder(path: str) -> str:
 def _tag_of(file: str) -> str:
     with open_regular(file) as stream:
         if stream.nbytes > _MAX_TAG_NBYTES + 1:
-            raise stream.origin.corrupt("is not a tag", got=f"{stream.nbytes} bytes", want="the name of a folder")
+            raise stream.origin.corrupt("is not a tag", f"{stream.nbytes} bytes", "the name of a folder")
         raw = stream.read(0, stream.nbytes)
         try:
             tag = raw.decode("utf-8").strip()
         except UnicodeDecodeError:
-            raise stream.origin.corrupt("is not a tag", got=quote(raw), want="the name of a folder") from None
+            raise stream.origin.corrupt("is not a tag", quote(raw), "the name of a folder") from None
     if not tag:
-        raise CorruptError(
-            f"{file}: is empty",
-            file=file,
-            want="the name of a folder",
-            next_step="give the path of the checkpoint's own folder",
+        raise Origin(file).corrupt(
+            "is empty", want="the name of a folder", next_step="give the path of the checkpoint's own folder"
         )
     if os.path.basename(tag) != tag or tag in (".", "..") or not tag.isprintable():
         raise UnsafeError(
@@ -226,12 +214,7 @@ def _tag_of(file: str) -> str:
 
 
 def list_files(folder: str) -> CheckpointFiles:
-    """Return the files of a checkpoint's folder by kind and rank.
-
-    Raises:
-        UsageError: a layer or an expert is cut into slices.
-        ContradictionError: two files belong to one rank.
-    """
+    """Return the files of a checkpoint's folder by kind and rank."""
     models: dict[int, str] = {}
     rank_models: dict[int, str] = {}
     partitions: dict[int, dict[int, str]] = {}
@@ -271,12 +254,8 @@ _Key = TypeVar("_Key")
 def _set(place: dict[_Key, str], key: _Key, path: str, whose: str) -> None:
     other = place.setdefault(key, path)
     if other != path:
-        raise ContradictionError(
-            f"{path} and {os.path.basename(other)} both belong to {whose}",
-            file=path,
-            got="two files",
-            want="one",
-            next_step=ONE_SAVE,
+        raise Origin(path).contradiction(
+            f"and {os.path.basename(other)} both belong to {whose}", "two files", "one", ONE_SAVE
         )
 
 
@@ -287,22 +266,15 @@ class Agreement:
         self._known: dict[str, tuple[object, Origin]] = {}
 
     def add(self, facts: Mapping[str, object], origin: Origin) -> None:
-        """Add a file's facts.
-
-        Raises:
-            ContradictionError: an earlier file has another value.
-        """
+        """Add a file's facts."""
         for path, value in facts.items():
             known, other = self._known.setdefault(path, (value, origin))
             # repr compares types, too, and makes NaN equal NaN.
             if repr(known) != repr(value):
-                raise ContradictionError(
-                    origin.locate(f"is not from the same save as {other.path}: {quote(path)[1:-1]} differs"),
-                    rank=origin.rank,
-                    file=origin.path,
-                    got=ascii(value)[:200],
-                    want=f"{ascii(known)[:200]}, as in {other.path}",
-                    next_step="all files must come from one save of one run; copy them again",
+                raise origin.contradiction(
+                    f"is not from the same save as {other.path}: {quote(path)[1:-1]} differs",
+                    ascii(value)[:200],
+                    f"{ascii(known)[:200]}, as in {other.path}",
                 )
 
 
@@ -333,36 +305,25 @@ def check_name(archive: TorchArchive, origin: Origin) -> None:
     """Check that a file is not another rank's: torch writes the file's original name into the archive."""
     own, saved = parse_owner(os.path.basename(origin.path)), parse_owner(f"{archive.name}.pt")
     if own is not None and saved is not None and own != saved:
-        raise ContradictionError(
-            origin.locate("is another file, renamed or copied"),
-            rank=origin.rank,
-            file=origin.path,
-            got=f"a file saved as {archive.name}.pt",
-            want=f"a file saved as {os.path.basename(origin.path)}",
-            next_step="copy both files again from where they were saved",
+        raise origin.contradiction(
+            "is another file, renamed or copied",
+            f"a file saved as {archive.name}.pt",
+            f"a file saved as {os.path.basename(origin.path)}",
+            "copy both files again from where they were saved",
         )
 
 
 def check_table(value: object, what: str, origin: Origin) -> dict[str, object]:
-    """Return a value that must be a dict of names.
-
-    Raises:
-        UnsafeError: it is an object that only running code can make.
-        CorruptError: it is something else.
-    """
+    """Return a value that must be a dict of names."""
     if isinstance(value, InertRecord):
         raise inert_error(value, origin, what)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise origin.corrupt(f"{what} is not a dict of names", got=type(value).__name__)
+        raise origin.corrupt(f"{what} is not a dict of names", type(value).__name__)
     return value
 
 
 def check_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, ArchivedTensor]:
-    """Return the tensors of a state dict.
-
-    Raises:
-        UnsafeError: an entry can only be made by running code.
-    """
+    """Return the tensors of a state dict."""
     for name, value in module.items():
         # A parameter of its own class (quantised, sparse) is pickled as code; without it the model would have a gap.
         if isinstance(value, InertRecord) and not is_extra_state(name):
@@ -455,19 +416,13 @@ class Partition:
 
 
 def read_model_state(path: str, rank: int | None = None) -> ModelState:
-    """Return the content of a ``*_model_states.pt``, from its metadata alone.
-
-    Raises:
-        IncompleteError: the file is missing.
-        UsageError: its experts are not read.
-        CorruptError, UnsafeError: it is damaged, or contains code where data are needed.
-    """
+    """Return the content of a ``*_model_states.pt``, from its metadata alone."""
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
     state = check_table(archive.value, "the state", origin)
     check_name(archive, origin)
     archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
     if "module" not in state:
-        raise origin.corrupt("is not a model state", got="no module", want="a dict with module")
+        raise origin.corrupt("is not a model state", "no module", "a dict with module")
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
         raise AUTO_EXPERTS.make_error(origin)
     # runtime/pipe/engine.py: module_state_dict returns None.
@@ -477,11 +432,11 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
     num_experts = _num_experts(state.get("num_experts"), origin)
     own = {name for name in tensors if num_experts and EXPERT_NAME.search(name)}
     if own:
-        raise origin.corrupt("contains experts, which lie in files of their own", got=quote(min(own)))
+        raise origin.corrupt("contains experts, which lie in files of their own", quote(min(own)))
     buffers = state.get("buffer_names") or ()
     buffers = sorted(buffers) if isinstance(buffers, set) else buffers
     if not isinstance(buffers, (list, tuple)) or not all(isinstance(name, str) for name in buffers):
-        raise origin.corrupt("buffer_names is not a list of names", got=type(buffers).__name__)
+        raise origin.corrupt("buffer_names is not a list of names", type(buffers).__name__)
     shared = check_table(state.get("shared_params") or {}, "shared_params", origin)
     if not all(isinstance(name, str) for name in shared.values()):
         raise origin.corrupt("shared_params does not tie names to names")
@@ -525,7 +480,7 @@ def _num_experts(value: object, origin: Origin) -> tuple[int, ...]:
     # engine.py: a list with a number for each layer of experts; older versions write [0] without any.
     values = value if isinstance(value, (list, tuple)) else ()
     if not all(type(each) is int and 0 <= each <= _MAX_EXPERTS for each in values):
-        raise origin.corrupt("num_experts is not a list of counts", got=ascii(value)[:200])
+        raise origin.corrupt("num_experts is not a list of counts", ascii(value)[:200])
     return tuple(each for each in values if isinstance(each, int) and each)
 
 
@@ -534,7 +489,7 @@ def _fragments(value: object, origin: Origin) -> dict[str, ArchivedTensor]:
     for name, fragment in check_table(value, "frozen_param_fragments", origin).items():
         if not isinstance(fragment, ArchivedTensor):
             kind = type(fragment).__name__
-            raise origin.corrupt(f"{quote(name)} among frozen_param_fragments is not a tensor", got=kind)
+            raise origin.corrupt(f"{quote(name)} among frozen_param_fragments is not a tensor", kind)
         found[name] = fragment
     return found
 
@@ -564,19 +519,13 @@ def _shapes(value: object, what: str, origin: Origin) -> Shapes:
         # A torch.Size is a tuple here (`read_archive`); some callers save lists.
         sizes = tuple(shape) if isinstance(shape, (list, tuple)) else (-1,)
         if not all(type(size) is int and size >= 0 for size in sizes) or len(sizes) > 64 or prod(sizes) > _MAX_NUMEL:
-            raise origin.corrupt(f"{what} gives {quote(name)} an invalid shape", got=ascii(shape)[:200])
+            raise origin.corrupt(f"{what} gives {quote(name)} an invalid shape", ascii(shape)[:200])
         found[name] = sizes
     return found
 
 
 def read_partition(path: str, rank: int) -> Partition:
-    """Return the content of a ``*_optim_states.pt``, from its metadata alone.
-
-    Raises:
-        IncompleteError: the file is missing.
-        UsageError: it has no fp32 weights.
-        CorruptError, UnsafeError: it is damaged, or contains code where data are needed.
-    """
+    """Return the content of a ``*_optim_states.pt``, from its metadata alone."""
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
     state = check_table(archive.value, "the state", origin)
     check_name(archive, origin)
@@ -587,9 +536,9 @@ def read_partition(path: str, rank: int) -> Partition:
     if flats is None:
         raise origin.usage(
             "holds no fp32 weights",
-            got=list_text(map(quote, optimizer), 8),
-            want="fp32_flat_groups or single_partition_of_fp32_groups",
-            next_step="gather a checkpoint that a ZeRO optimizer saved",
+            list_text(map(quote, optimizer), 8),
+            "fp32_flat_groups or single_partition_of_fp32_groups",
+            "gather a checkpoint that a ZeRO optimizer saved",
         )
     listed = _check_list(flats, "the fp32 weights", origin)
     tensors = tuple(tensor for tensor in listed if isinstance(tensor, ArchivedTensor))
@@ -598,7 +547,7 @@ def read_partition(path: str, rank: int) -> Partition:
     counts = optimizer.get("partition_count")
     counts = (counts,) if type(counts) is int else tuple(_check_list(counts, "partition_count", origin))
     if not counts or not all(type(count) is int and count > 0 for count in counts):
-        raise origin.corrupt("partition_count is not a count", got=ascii(counts)[:200])
+        raise origin.corrupt("partition_count is not a count", ascii(counts)[:200])
     paddings, alignments = optimizer.get("group_paddings"), optimizer.get(_ALIGNMENTS)
     slices = optimizer.get(_SLICES)
     return Partition(
@@ -619,7 +568,7 @@ def read_partition(path: str, rank: int) -> Partition:
 
 def _check_list(value: object, what: str, origin: Origin) -> Sequence[object]:
     if not isinstance(value, (list, tuple)):
-        raise origin.corrupt(f"{what} is not a list", got=type(value).__name__)
+        raise origin.corrupt(f"{what} is not a list", type(value).__name__)
     return value
 
 
@@ -627,7 +576,7 @@ def _numbers(value: object, what: str, origin: Origin) -> tuple[int, ...]:
     listed = _check_list(value, what, origin)
     numbers = tuple(number for number in listed if type(number) is int and 0 <= number <= _MAX_NUMEL)
     if len(numbers) != len(listed):
-        raise origin.corrupt(f"{what} is not a list of counts", got=ascii(listed)[:200])
+        raise origin.corrupt(f"{what} is not a list of counts", ascii(listed)[:200])
     return numbers
 
 
@@ -638,7 +587,7 @@ def _stage_of(value: object, origin: Origin) -> int | None:
         # A member of deepspeed.runtime.zero.config.ZeroStageEnum; older versions write a number.
         case InertRecord(name="ZeroStageEnum", args=(int(stage),)) | int(stage):
             return int(stage)
-    raise origin.corrupt("its zero_stage is not a stage", got=ascii(value)[:200])
+    raise origin.corrupt("its zero_stage is not a stage", ascii(value)[:200])
 
 
 def _slices(value: object, origin: Origin) -> Mapping[str, tuple[int, int]]:
@@ -649,7 +598,7 @@ def _slices(value: object, origin: Origin) -> Mapping[str, tuple[int, int]]:
             case InertRecord(name="fragment_address", state={"numel": int(numel), "start": int(start)}):
                 found[name] = (start, numel)
             case _:
-                raise origin.corrupt(f"{quote(name)} has no address in the partition", got=type(address).__name__)
+                raise origin.corrupt(f"{quote(name)} has no address in the partition", type(address).__name__)
     return found
 
 
@@ -693,17 +642,7 @@ _TAG_STEP = re.compile(r"global_step(\d{1,18})", re.ASCII)
 def check_same_step(
     tag: str, modules: Mapping[str, object], origin: Origin, partition: Mapping[str, object] | None
 ) -> tuple[tuple[str, str], ...]:
-    """Return notes on files that may belong to different steps.
-
-    Args:
-        tag: name of the checkpoint's folder.
-        modules: facts of the model states.
-        origin: origin of the model states.
-        partition: facts of an optimizer state, if any.
-
-    Raises:
-        ContradictionError: the optimizer is ahead of the model states.
-    """
+    """Return notes on files that may belong to different steps."""
     step = modules.get("global_steps")
     if type(step) is not int:
         return ()
@@ -719,13 +658,10 @@ def check_same_step(
     counts = [int(value) for value in recorded if isinstance(value, (int, float)) and not isinstance(value, bool)]
     # An optimizer that is behind may have been begun anew; one that is ahead cannot be of this save.
     if counts and max(counts) > step:
-        raise ContradictionError(
-            origin.locate("belongs to an earlier step than the optimizer states"),
-            rank=origin.rank,
-            file=origin.path,
-            got=f"global_steps {step:,}",
-            want=f"{max(counts):,} or more, the steps that the optimizer has taken",
-            next_step="all files must come from one save of one run; copy them again",
+        raise origin.contradiction(
+            "belongs to an earlier step than the optimizer states",
+            f"global_steps {step:,}",
+            f"{max(counts):,} or more, the steps that the optimizer has taken",
         )
     if recorded and wanted.isdisjoint(counts) and not {_as_fact(count) for count in wanted} & {*map(str, recorded)}:
         problem = f"the optimizer has not taken the {step:,} steps of the model states"

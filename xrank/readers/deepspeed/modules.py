@@ -38,12 +38,7 @@ class Modules:
 
 
 def read_whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:
-    """Return the tensors of one file of whole modules: stages 0 to 2.
-
-    Raises:
-        ContradictionError: the file records two shapes of a tensor.
-        IncompleteError, CorruptError, UnsafeError, UsageError: as `read_model_state`.
-    """
+    """Return the tensors of one file of whole modules: stages 0 to 2."""
     state = read_model_state(path)
     agreement.add(state.facts, state.origin)
     index = records.add_archive(state.archive)
@@ -71,10 +66,6 @@ def _ties(state: ModelState, *, is_cut: bool) -> dict[str, str]:
 
     DeepSpeed records none in stage 0, and in no stage those of a module that its parent has under two names
     (engine.py: _get_shared_params).
-
-    Args:
-        state: state of rank 0, which alone records ties.
-        is_cut: whether it is of stage 3, which leaves an empty tensor for each parameter.
     """
     held = {name for group in state.groups or () for name in group} | state.frozen.keys()
     names_of: dict[ArchivedTensor, list[str]] = {}
@@ -101,14 +92,12 @@ def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState, shared: M
 
 
 def _shape_error(name: str, got: Shape, want: Shape, origin: Origin) -> ContradictionError:
-    return ContradictionError(
-        origin.locate(f"records two shapes of {name}"),
+    return origin.contradiction(
+        f"records two shapes of {name}",
+        str(list(got)),
+        str(list(want)),
+        "copy the file again from where it was saved",
         tensor=name,
-        rank=origin.rank,
-        file=origin.path,
-        got=str(list(got)),
-        want=str(list(want)),
-        next_step="copy the file again from where it was saved",
     )
 
 
@@ -123,17 +112,7 @@ def _notes(state: ModelState) -> list[tuple[str, str]]:
 
 
 def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -> Modules:
-    """Return the tensors of all ranks' files in stage 3: a piece of each frozen parameter, and all buffers.
-
-    Args:
-        paths: the model states, by rank.
-        records: collects the files.
-        agreement: collects their facts.
-
-    Raises:
-        ContradictionError: ranks disagree.
-        IncompleteError, CorruptError, UnsafeError, UsageError: as `read_model_state`.
-    """
+    """Return the tensors of all ranks' files in stage 3: a piece of each frozen parameter, and all buffers."""
     first: ModelState | None = None
     copies = CopiedValues()
     buffers: dict[str, list[HeldTensor]] = {}
@@ -188,33 +167,28 @@ def _is_whole(state: ModelState, name: str, num_ranks: int) -> bool:
 def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     origin, shape, fragment = state.origin, state.frozen[name], state.fragments.get(name)
     if fragment is None:
-        raise ContradictionError(
-            origin.locate(f"contains no piece of the frozen parameter {name}"),
+        raise origin.contradiction(
+            f"contains no piece of the frozen parameter {name}",
             tensor=name,
-            rank=origin.rank,
-            file=origin.path,
             want="its piece among frozen_param_fragments",
             next_step="save again with a newer DeepSpeed and without exclude_frozen_parameters",
         )
     want = piece_numel(prod(shape), num_ranks)
     if fragment.shape != (want,):
-        raise ContradictionError(
-            origin.locate(f"contains a piece of {name} that does not fit {num_ranks} ranks"),
+        raise origin.contradiction(
+            f"contains a piece of {name} that does not fit {num_ranks} ranks",
+            str(list(fragment.shape)),
+            f"[{want}], of {list(shape)}",
             tensor=name,
-            rank=origin.rank,
-            file=origin.path,
-            got=str(list(fragment.shape)),
-            want=f"[{want}], of {list(shape)}",
-            next_step="all files must come from one save of one run; copy them again",
         )
     # The placeholder has the type before quantisation.
     placeholder = state.module.get(name)
     if placeholder is not None and dtype(placeholder.dtype).is_float and not dtype(fragment.dtype).is_float:
         raise origin.usage(
             f"stores the frozen parameter {name} quantised",
-            got=fragment.dtype,
-            want=placeholder.dtype,
-            next_step="save again without zero_quantized_nontrainable_weights",
+            fragment.dtype,
+            placeholder.dtype,
+            "save again without zero_quantized_nontrainable_weights",
         )
     return fragment
 
@@ -228,13 +202,8 @@ def _check_alike(first: ModelState, state: ModelState) -> None:
         ("ties", state.shared or first.shared, first.shared),  # only rank 0 records them
     ):
         if got != want:
-            raise ContradictionError(
-                state.origin.locate(f"differs from {first.origin.path} in {what}"),
-                rank=state.origin.rank,
-                file=state.origin.path,
-                got=ascii(got)[:200],
-                want=ascii(want)[:200],
-                next_step="all files must come from one save of one run; copy them again",
+            raise state.origin.contradiction(
+                f"differs from {first.origin.path} in {what}", ascii(got)[:200], ascii(want)[:200]
             )
 
 
@@ -243,14 +212,7 @@ def _part_of(tensor: ArchivedTensor, origin: Origin, index: Callable[[str], int]
 
 
 def locate_whole(name: str, tensor: ArchivedTensor, origin: Origin, index: Callable[[str], int]) -> StoredShard:
-    """Return a tensor that one file holds whole.
-
-    Args:
-        name: the tensor's name.
-        tensor: the tensor.
-        origin: its file.
-        index: returns the file's record with a key (`Records.add_archive`).
-    """
+    """Return a tensor that one file holds whole."""
     return _shard_of(name, [_part_of(tensor, origin, index, 0)])
 
 
@@ -277,9 +239,6 @@ def assemble(
 
     A trainer of adapters leaves frozen parameters out (``exclude_frozen_parameters``), but not the names of tensors
     that are tied to them: DeepSpeed goes by `named_parameters`, which lists one name of a tie.
-
-    Raises:
-        ContradictionError: the checkpoint contains no weights of a parameter in the state dict.
     """
     state = modules.state
     found = {**modules.shards, **trained}
@@ -292,14 +251,13 @@ def assemble(
     absent = tuple(alias for alias, owner in state.shared.items() if owner not in known and alias not in found)
     for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found and name not in absent:
-            raise ContradictionError(
-                state.origin.locate(f"names {name}, but the checkpoint contains no weights of it"),
-                tensor=name,
-                file=state.origin.path,
-                got="an empty tensor" if name in state.module else "nothing",
-                want="trained weights in a partition, a frozen piece, or a tie to another parameter",
-                next_step="save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
+            raise state.origin.contradiction(
+                f"names {name}, but the checkpoint contains no weights of it",
+                "an empty tensor" if name in state.module else "nothing",
+                "trained weights in a partition, a frozen piece, or a tie to another parameter",
+                "save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
                 "parameter frozen or given to the optimizer: stage 3 saves no others",
+                tensor=name,
             )
     # The state dict determines the order; tensors that it lacks follow.
     order = dict.fromkeys((*modules.names, *found))

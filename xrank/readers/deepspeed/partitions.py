@@ -39,12 +39,7 @@ class FlatTensors:
 
 
 class FlatRows:
-    """Collects one-dimensional tensors, rank by rank, into their table.
-
-    Args:
-        names: names of the tensors, the same on every rank, for messages.
-        num_ranks: number of rows.
-    """
+    """Collects one-dimensional tensors, rank by rank, into their table."""
 
     def __init__(self, names: Sequence[str], num_ranks: int) -> None:
         self._names = names
@@ -52,28 +47,18 @@ class FlatRows:
         self._dtypes: tuple[str, ...] | None = None
 
     def add(self, rank: int, tensors: Sequence[ArchivedTensor], index: Callable[[str], int], origin: Origin) -> None:
-        """Add a rank's tensors, in the order of the names.
-
-        Raises:
-            ContradictionError: the element type differs from an earlier rank's.
-            CorruptError: a tensor is not a row of elements.
-        """
+        """Add a rank's tensors, in the order of the names."""
         dtypes = tuple(tensor.dtype for tensor in tensors)
         self._dtypes = self._dtypes or dtypes
         for column, tensor in enumerate(tensors):
             name = self._names[column]
             if len(tensor.shape) != 1 or (tensor.shape[0] > 1 and tensor.strides != (1,)):
                 raise origin.corrupt(
-                    f"{name} is not a row of elements", got=f"shape {quote(tensor.shape)}", want="one dimension"
+                    f"{name} is not a row of elements", f"shape {quote(tensor.shape)}", "one dimension"
                 )
             if tensor.dtype != self._dtypes[column]:
-                raise ContradictionError(
-                    origin.locate(f"{name} has another type than on earlier ranks"),
-                    rank=origin.rank,
-                    file=origin.path,
-                    got=tensor.dtype,
-                    want=self._dtypes[column],
-                    next_step="all files must come from one save of one run; copy them again",
+                raise origin.contradiction(
+                    f"{name} has another type than on earlier ranks", tensor.dtype, self._dtypes[column]
                 )
             self._record[rank, column] = index(tensor.key)
             self._start[rank, column], self._length[rank, column] = tensor.storage_offset, tensor.shape[0]
@@ -125,10 +110,6 @@ def partition_numel(total: int, lengths: Sequence[int]) -> int | None:
 
     A group is padded to a multiple of twice the ranks (before version 0.3.16: of the ranks) and cut into equal
     partitions. Newer versions leave the padding at its end out of the file; `BF16_Optimizer` still stores it.
-
-    Args:
-        total: elements of the group, without the padding at its end.
-        lengths: number of elements that each rank stored.
     """
     num_ranks = len(lengths)
     for factor in (2, 1):
@@ -159,16 +140,7 @@ def undo_dealing(shapes: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[
 def locate_successive(
     name: str, shape: tuple[int, ...], flats: FlatTensors, column: int, size: int, first: int
 ) -> StoredShard:
-    """Return a tensor of stages 1 and 2: one range of a group's flat buffer, which is cut into equal partitions.
-
-    Args:
-        name: the tensor's name.
-        shape: global shape.
-        flats: the ranks' groups.
-        column: the group.
-        size: elements of a partition.
-        first: the tensor's first element in the flat buffer.
-    """
+    """Return a tensor of stages 1 and 2: one range of a group's flat buffer, which is cut into equal partitions."""
     end = first + prod(shape)
     if first == end:
         return _shard(name, flats.dtypes[column], shape, [])
@@ -196,24 +168,14 @@ def _shard(name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[
 
 
 def shapes_of_slices(partitions: Sequence[Partition], number: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of a group in the order of its flat buffer, where no model state records them.
-
-    Args:
-        partitions: the group's partitions, in order.
-        number: the group.
-        shapes: shapes of the model's tensors.
-
-    Raises:
-        UsageError: the partitions do not name their parameters, or a parameter has no shape.
-        ContradictionError: a shape has another number of elements than the partitions.
-    """
+    """Return the shapes of a group in the order of its flat buffer, where no model state records them."""
     numels: dict[str, int] = {}
     for partition in partitions:
         recorded = partition.slices[number] if partition.slices and number < len(partition.slices) else None
         if recorded is None:
             raise partition.origin.usage(
                 "does not record the names of the fp32 weights",
-                got="no param_slice_mappings, and no param_shapes in the model states",
+                "no param_slice_mappings, and no param_shapes in the model states",
                 next_step="save again with a newer DeepSpeed, or with a stage of ZeRO",
             )
         for name, (_, numel) in recorded.items():
@@ -222,14 +184,11 @@ def shapes_of_slices(partitions: Sequence[Partition], number: int, shapes: Mappi
     for name, numel in numels.items():
         shape = shapes.get(name)
         if shape is None or prod(shape) != numel:
-            raise ContradictionError(
-                origin.locate(f"its partition has another size of {name} than the model states"),
+            raise origin.contradiction(
+                f"its partition has another size of {name} than the model states",
+                f"{numel:,} elements",
+                "a tensor in the model states" if shape is None else f"{prod(shape):,}, of {list(shape)}",
                 tensor=name,
-                rank=origin.rank,
-                file=origin.path,
-                got=f"{numel:,} elements",
-                want="a tensor in the model states" if shape is None else f"{prod(shape):,}, of {list(shape)}",
-                next_step="all files must come from one save of one run; copy them again",
             )
     return {name: shapes[name] for name in numels}
 
@@ -237,18 +196,7 @@ def shapes_of_slices(partitions: Sequence[Partition], number: int, shapes: Mappi
 def check_slices(
     partitions: Sequence[Partition], number: int, shapes: Shapes, places: Sequence[tuple[int, int]], size: int
 ) -> None:
-    """Check each partition's record of its parameters; it identifies the rank, unless one tensor fills several.
-
-    Args:
-        partitions: the group's partitions, in order.
-        number: the group.
-        shapes: shapes of its parameters.
-        places: first element and end of each parameter in the group's flat buffer.
-        size: elements of a partition.
-
-    Raises:
-        ContradictionError: a partition holds another one's parameters.
-    """
+    """Check each partition's record of its parameters; it identifies the rank, unless one tensor fills several."""
     recorded = [
         dict(partition.slices[number]) if partition.slices is not None and number < len(partition.slices) else None
         for partition in partitions
@@ -269,13 +217,11 @@ def check_slices(
         owner = next((partitions[other].origin.rank for other in ranks if expected[other] == found), None)
         whose = f"rank {owner}'s partition" if owner is not None else "parameters of no rank's partition"
         origin = partitions[rank].origin
-        raise ContradictionError(
-            origin.locate(f"holds {whose} of group {number}"),
-            rank=origin.rank,
-            file=origin.path,
-            got=ascii(found)[:200],
-            want=ascii(expected[rank])[:200],
-            next_step=f"copy rank {origin.rank}'s file again from where it was saved",
+        raise origin.contradiction(
+            f"holds {whose} of group {number}",
+            ascii(found)[:200],
+            ascii(expected[rank])[:200],
+            f"copy rank {origin.rank}'s file again from where it was saved",
         )
 
 
@@ -329,11 +275,6 @@ def read_partitions(
         records: collects the files.
         agreement: collects their facts.
         num_ranks: number of ranks if the model has experts, whose groups have fewer partitions.
-
-    Raises:
-        IncompleteError: a rank's file is missing.
-        ContradictionError: ranks disagree, or a file is another rank's.
-        CorruptError, UnsafeError, UsageError: as `read_partition`.
     """
     # Every partition records the number of ranks, so a missing rank 0 can still be reported.
     start = min(paths)
@@ -343,7 +284,7 @@ def read_partitions(
     check_ranks(folder, paths, num_ranks, "optim_states")
     if any(num_ranks % count if has_experts else count != num_ranks for count in first.counts):
         raise first.origin.corrupt(
-            "its groups have different numbers of partitions", got=ascii(first.counts)[:200], want=str(num_ranks)
+            "its groups have different numbers of partitions", ascii(first.counts)[:200], str(num_ranks)
         )
     partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
@@ -365,21 +306,14 @@ def read_partitions(
 
 
 def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str) -> None:
-    """Check that exactly the ranks of the run wrote a file.
-
-    Raises:
-        IncompleteError: ranks are missing.
-        ContradictionError: there are files of ranks beyond the run's.
-    """
+    """Check that exactly the ranks of the run wrote a file."""
     beyond = [rank for rank in found if rank >= num_ranks]
     if beyond:
-        raise ContradictionError(
-            f"{found[beyond[0]]} belongs to rank {beyond[0]}, but the checkpoint has {num_ranks} partitions",
-            rank=beyond[0],
-            file=found[beyond[0]],
-            got=f"files of {ranks_text(found)}",
-            want=f"ranks 0-{num_ranks - 1}",
-            next_step="move the files of a run with more ranks to another folder; runs with MiCS, whose partitions "
+        raise Origin(found[beyond[0]], beyond[0]).contradiction(
+            f"belongs to rank {beyond[0]}, but the checkpoint has {num_ranks} partitions",
+            f"files of {ranks_text(found)}",
+            f"ranks 0-{num_ranks - 1}",
+            "move the files of a run with more ranks to another folder; runs with MiCS, whose partitions "
             "repeat, are not read",
         )
     missing = [rank for rank in range(num_ranks) if rank not in found]
@@ -403,15 +337,7 @@ def _file_name(others: Sequence[str], rank: int, kind: str) -> str:
 
 
 def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
-    """Return every tensor in the partitions.
-
-    Args:
-        partitions: the partitions of all ranks.
-        groups: whole shapes by group, in the partitions' order.
-
-    Raises:
-        ContradictionError: the partitions' sizes do not match the shapes.
-    """
+    """Return every tensor in the partitions."""
     if partitions.is_interleaved:
         return _locate_interleaved_shards(partitions, groups)
     if len(groups) != len(partitions.all[0].flats):
@@ -426,11 +352,7 @@ def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str
 
 
 def check_copies(partitions: Partitions) -> None:
-    """Check that no partition of stages 1 and 2 is a copy of another rank's.
-
-    Raises:
-        ContradictionError: one is.
-    """
+    """Check that no partition of stages 1 and 2 is a copy of another rank's."""
     copies = CopiedValues()
     for rank, partition in enumerate(partitions.all):
         copies.add(partition.archive, partition.flats, int(partitions.flats.length[rank].sum()), partition.origin)
@@ -513,13 +435,11 @@ def _size_error(partition: Partition, got: str, want: str) -> ContradictionError
     swapped = (
         " (NVMe offload keeps weights outside the files)" if "offloaded_tensors" in places.list_names(folder) else ""
     )
-    return ContradictionError(
-        partition.origin.locate(f"its fp32 weights do not fit the model states{swapped}"),
-        rank=partition.origin.rank,
-        file=partition.origin.path,
-        got=got,
-        want=want,
-        next_step="all files must come from one save of one run; copy them again from where they were saved",
+    return partition.origin.contradiction(
+        f"its fp32 weights do not fit the model states{swapped}",
+        got,
+        want,
+        "all files must come from one save of one run; copy them again from where they were saved",
     )
 
 

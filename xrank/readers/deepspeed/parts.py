@@ -67,13 +67,7 @@ class Experts:
 
 
 def read_experts(files: CheckpointFiles, state: ModelState) -> Experts:
-    """Return the experts of all layers.
-
-    Raises:
-        IncompleteError: an expert's file is missing.
-        ContradictionError: a file is another expert's.
-        CorruptError, UnsafeError: a file is damaged, or contains code where data are needed.
-    """
+    """Return the experts of all layers."""
     _check_numbers(files, state)
     found: list[Expert] = []
     names: dict[str, set[int]] = {}
@@ -126,23 +120,18 @@ def _absent_error(files: CheckpointFiles, what: str, there: set[int]) -> Incompl
 
 
 def _beyond_error(path: str, want: str) -> ContradictionError:
-    return ContradictionError(
-        f"{path} belongs to an expert that the model states do not count",
-        file=path,
-        got=os.path.basename(path),
-        want=want,
-        next_step=ONE_SAVE,
+    return Origin(path).contradiction(
+        "belongs to an expert that the model states do not count", os.path.basename(path), want, ONE_SAVE
     )
 
 
 def _number_error(origin: Origin, name: str, number: int) -> ContradictionError:
-    return ContradictionError(
-        origin.locate(f"contains a tensor of another expert than {number}: {quote(name)[1:-1]}"),
+    return origin.contradiction(
+        f"contains a tensor of another expert than {number}: {quote(name)[1:-1]}",
+        name,
+        f"names with deepspeed_experts.{number}.",
+        "copy the experts' files again from where they were saved",
         tensor=name,
-        file=origin.path,
-        got=name,
-        want=f"names with deepspeed_experts.{number}.",
-        next_step="copy the experts' files again from where they were saved",
     )
 
 
@@ -156,9 +145,6 @@ def locate_trained_experts(
         state: the model states, which have the shapes of rank 0's parameters if ZeRO was on.
         experts: the experts of all layers.
         dense: shapes of all other tensors.
-
-    Raises:
-        ContradictionError: the partitions' sizes do not match the shapes.
     """
     first, num_ranks = partitions.all[0], len(partitions.all)
     found: dict[str, StoredShard] = {}
@@ -182,13 +168,7 @@ def locate_trained_experts(
 
 
 def _ranks_of_groups(num_ranks: int, count: int, *, is_last: bool) -> list[list[int]]:
-    """Return the ranks of each group with so many partitions; group e has the e-th share of the experts.
-
-    Args:
-        num_ranks: number of ranks.
-        count: number of partitions of a group.
-        is_last: whether a group's ranks follow each other (``use_data_before_expert_parallelism``).
-    """
+    """Return the ranks of each group with so many partitions; group e has the e-th share of the experts."""
     num_groups = num_ranks // count
     if is_last:
         return [list(range(place * count, (place + 1) * count)) for place in range(num_groups)]
@@ -203,14 +183,11 @@ def _global_name(name: str, place: int, num_groups: int, experts: Experts, origi
     if is_dense:
         return name
     if match is None or count is None or count % num_groups or int(match[0]) >= count // num_groups:
-        raise ContradictionError(
-            origin.locate(f"records {quote(name)[1:-1]}, which the experts' files do not have"),
+        raise origin.contradiction(
+            f"records {quote(name)[1:-1]}, which the experts' files do not have",
+            f"{name} in a group that {num_groups} sets of ranks have",
+            f"a number of experts that {num_groups} divides" if count else "the tensor of an expert",
             tensor=name,
-            rank=origin.rank,
-            file=origin.path,
-            got=f"{name} in a group that {num_groups} sets of ranks have",
-            want=f"a number of experts that {num_groups} divides" if count else "the tensor of an expert",
-            next_step="all files must come from one save of one run; copy them again",
         )
     number = place * (count // num_groups) + int(match[0])
     return f"{name[: match.start()]}{number}{name[match.end() :]}"
@@ -218,14 +195,11 @@ def _global_name(name: str, place: int, num_groups: int, experts: Experts, origi
 
 def _check_expert(shard: StoredShard, shape: Shape | None, origin: Origin) -> None:
     if EXPERT_NAME.search(shard.name) is not None and shape != shard.shape:
-        raise ContradictionError(
-            origin.locate(f"records another shape of {shard.name} than the expert's file"),
+        raise origin.contradiction(
+            f"records another shape of {shard.name} than the expert's file",
+            str(list(shard.shape)),
+            "a tensor in the expert's file" if shape is None else str(list(shape)),
             tensor=shard.name,
-            rank=origin.rank,
-            file=origin.path,
-            got=str(list(shard.shape)),
-            want="a tensor in the expert's file" if shape is None else str(list(shape)),
-            next_step="all files must come from one save of one run; copy them again",
         )
 
 
@@ -262,12 +236,7 @@ class Layer:
 
 
 def read_layer(number: int, path: str) -> Layer:
-    """Return the content of a layer's file, from its metadata alone.
-
-    Raises:
-        ContradictionError: it is another layer's file.
-        CorruptError, UnsafeError: it is damaged, or contains code where data are needed.
-    """
+    """Return the content of a layer's file, from its metadata alone."""
     archive, origin = read_archive(path), Origin(path)
     check_name(archive, origin)
     return Layer(number, origin, archive, check_tensors(check_table(archive.value, "the layer", origin), origin))
@@ -281,19 +250,7 @@ def is_tied(name: str) -> bool:
 def find_prefixes(
     layers: Mapping[int, Layer], trained: Mapping[str, Shape | None], buffers: Iterable[str], folder: str
 ) -> dict[int, str]:
-    """Return the prefix of each layer's names in the pipeline's state dict.
-
-    Args:
-        layers: the layers with a file, by number.
-        trained: names of trained parameters, with their shapes where they are recorded.
-        buffers: names of buffers.
-        folder: the checkpoint's folder.
-
-    Raises:
-        IncompleteError: a layer's file is missing.
-        ContradictionError: a layer lacks a tensor, or has another shape of it.
-        UsageError: several tied layers look alike, or a tensor belongs to no layer.
-    """
+    """Return the prefix of each layer's names in the pipeline's state dict."""
     plain: dict[int, dict[str, Shape | None]] = {}
     tied: dict[str, dict[str, Shape | None]] = {}
     for name, shape in {**dict.fromkeys(buffers), **trained}.items():
@@ -338,13 +295,12 @@ def _check_tensors(layer: Layer, tensors: Mapping[str, Shape | None]) -> None:
     for name, shape in tensors.items():
         held = layer.tensors.get(name)
         if held is None or shape not in (None, held.shape):
-            raise ContradictionError(
-                layer.origin.locate(f"differs from the model states in {layer.number}.{name}"),
+            raise layer.origin.contradiction(
+                f"differs from the model states in {layer.number}.{name}",
+                "no such tensor" if held is None else str(list(held.shape)),
+                "a tensor" if shape is None else str(list(shape)),
+                _AGAIN,
                 tensor=f"{layer.number}.{name}",
-                file=layer.origin.path,
-                got="no such tensor" if held is None else str(list(held.shape)),
-                want="a tensor" if shape is None else str(list(shape)),
-                next_step=_AGAIN,
             )
 
 
@@ -358,9 +314,9 @@ def _check_tied_copies(layers: Sequence[Layer], prefixes: Mapping[int, str]) -> 
                 full = prefixes[layer.number] + name
                 raise layer.origin.usage(
                     f"contains other values of {full} than {other.origin.path}: its pipeline ties other tensors alone",
-                    got=f"two tensors named {full}",
-                    want="one",
-                    next_step="give each layer a key of its own, or tie the tensor (tied_weight_attr), and save again",
+                    f"two tensors named {full}",
+                    "one",
+                    "give each layer a key of its own, or tie the tensor (tied_weight_attr), and save again",
                 )
 
 
@@ -398,9 +354,9 @@ def _stray_error(name: str, folder: str) -> UsageError:
 def _lookalike_error(layer: Layer, keys: Sequence[str]) -> UsageError:
     return layer.origin.usage(
         f"may be any of {len(keys)} tied layers, which have tensors of the same names and shapes",
-        got=list_text(keys),
-        want="one",
-        next_step="give the layers tensors of different names, and save again",
+        list_text(keys),
+        "one",
+        "give the layers tensors of different names, and save again",
     )
 
 
@@ -429,18 +385,7 @@ class Pipeline:
 
 
 def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement) -> Pipeline:
-    """Return the tensors of a pipeline.
-
-    Args:
-        files: the checkpoint's files.
-        records: collects the files.
-        agreement: collects the facts of model states.
-
-    Raises:
-        IncompleteError: a stage's or layer's file is missing.
-        ContradictionError: stages disagree.
-        CorruptError, UnsafeError, UsageError: as `read_model_state`, `read_partition` and `find_prefixes`.
-    """
+    """Return the tensors of a pipeline."""
     states = _read_states(files, agreement)
     stages = [_read_partitions(files, stage, records) for stage in range(len(states))]
     layers = {number: read_layer(number, path) for number, path in sorted(files.layers.items())}
@@ -448,7 +393,7 @@ def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement
     buffers = [name for state in states for name in state.buffer_names]
     prefixes = find_prefixes(layers, named, buffers, files.folder)
     if not files.stage_partitions:
-        _check_same_steps(files, states, layers)
+        _check_moments(files, states, layers)
     held = {prefixes[n] + name: t.shape for n, layer in layers.items() for name, t in layer.tensors.items()}
     trained: dict[str, StoredShard] = {}
     notes = list(note_absent_layers(layers))
@@ -506,19 +451,18 @@ def _read_partitions(files: CheckpointFiles, stage: int, records: Records) -> Pa
     return read_partitions(files.folder, files.stage_partitions[stage], records, Agreement())
 
 
-def _check_same_steps(files: CheckpointFiles, states: Sequence[ModelState], layers: Mapping[int, Layer]) -> None:
+def _check_moments(files: CheckpointFiles, states: Sequence[ModelState], layers: Mapping[int, Layer]) -> None:
     """Check that the layers have a tensor for each moment of the optimizer; without ZeRO nothing else counts them."""
     wanted = Counter(shape for shape, _ in {moment for state in states for moment in state.moments})
     held = Counter(tensor.shape for layer in layers.values() for tensor in layer.tensors.values())
     lacking = wanted - held
     if lacking:
         shape = next(iter(lacking))
-        raise IncompleteError(
-            f"{files.folder} lacks files of layers: the optimizer trained tensors that none of them contains",
-            file=files.folder,
-            got=f"layers {numbers_text(layers)}, with {held[shape]} tensors of shape {list(shape)}",
-            want=f"{wanted[shape]} tensors of this shape",
-            next_step="copy the layers' files from the nodes that saved them; each node may have its own disk",
+        raise Origin(files.folder).incomplete(
+            "lacks files of layers: the optimizer trained tensors that none of them contains",
+            f"layers {numbers_text(layers)}, with {held[shape]} tensors of shape {list(shape)}",
+            f"{wanted[shape]} tensors of this shape",
+            "copy the layers' files from the nodes that saved them; each node may have its own disk",
         )
 
 
@@ -542,13 +486,12 @@ def _trained_names(
 
 
 def _two_stages(name: str, state: ModelState, shape: Shape, other: Shape | None) -> ContradictionError:
-    return ContradictionError(
-        state.origin.locate(f"trains {name}, which an earlier stage trains, too"),
+    return state.origin.contradiction(
+        f"trains {name}, which an earlier stage trains, too",
+        str(list(shape)),
+        f"layers of its own, or a tied layer of equal shape (there: {list(other or ())})",
+        ONE_SAVE,
         tensor=name,
-        file=state.origin.path,
-        got=str(list(shape)),
-        want=f"layers of its own, or a tied layer of equal shape (there: {list(other or ())})",
-        next_step=ONE_SAVE,
     )
 
 

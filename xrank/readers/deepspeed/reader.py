@@ -58,11 +58,6 @@ def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced
         shapes: shapes of the parameters, from the model states.
         records: collects the files.
         is_sliced: whether the shapes are those of tensor-parallel slices, which do not determine the whole.
-
-    Raises:
-        IncompleteError: a parameter's file is missing.
-        ContradictionError: it has another shape.
-        CorruptError, UnsafeError: it is damaged, or a name leads out of the folder.
     """
     return {name: _shard(folder, name, shape, records, is_sliced) for name, shape in shapes.items()}
 
@@ -103,7 +98,7 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
             next_step="run ds_to_universal.py again",
         )
     if not isinstance(tensor, ArchivedTensor):
-        raise origin.corrupt("contains no tensor", got=type(tensor).__name__, want="a tensor, or a dict with param")
+        raise origin.corrupt("contains no tensor", type(tensor).__name__, "a tensor, or a dict with param")
     # ds_to_universal.py cuts the padding off a `vocab_tensor`, so its rows may be fewer than the model states'.
     is_row = tensor.shape == (prod(shape),) and (tensor.strides == (1,) or prod(shape) <= 1)
     if is_row:
@@ -206,7 +201,7 @@ def _read_with_experts(files: CheckpointFiles, records: Records, agreement: Agre
     if files.partitions:
         # Groups of experts have fewer partitions than there are ranks, so that only the model states know these.
         if type(num_ranks) is not int or num_ranks < 1:
-            raise modules.state.origin.corrupt("does not record the number of ranks", got=ascii(num_ranks)[:200])
+            raise modules.state.origin.corrupt("does not record the number of ranks", ascii(num_ranks)[:200])
         partitions = read_partitions(files.folder, files.partitions, records, agreement, num_ranks=num_ranks)
         dense = {name: tensor.shape for name, tensor in modules.state.module.items()}
         trained = locate_trained_experts(partitions, modules.state, experts, dense)
@@ -239,13 +234,11 @@ def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partition
 def _check_dp_size(state: ModelState, partitions: Partitions | None) -> None:
     num_ranks, origin = state.facts.get("dp_world_size"), state.origin
     if partitions is not None and type(num_ranks) is int and num_ranks != len(partitions.all):
-        raise ContradictionError(
-            origin.locate("belongs to a run of another size than the partitions"),
-            rank=origin.rank,
-            file=origin.path,
-            got=f"dp_world_size {num_ranks}",
-            want=f"{len(partitions.all)}, the number of partitions",
-            next_step="all files must come from one save; runs with MiCS, whose partitions repeat, are not read",
+        raise origin.contradiction(
+            "belongs to a run of another size than the partitions",
+            f"dp_world_size {num_ranks}",
+            f"{len(partitions.all)}, the number of partitions",
+            "all files must come from one save; runs with MiCS, whose partitions repeat, are not read",
         )
 
 
@@ -253,12 +246,11 @@ def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Reco
     """Return the model states: one file per rank in stage 3, one file in other stages."""
     if files.models and files.rank_models:
         other = next(iter(files.rank_models.values()))
-        raise ContradictionError(
-            f"{other} belongs to stage 3, and {next(iter(files.models.values()))} to another stage",
-            file=other,
-            got="model states of two kinds",
-            want="those of one save",
-            next_step=ONE_SAVE,
+        raise Origin(other).contradiction(
+            f"belongs to stage 3, and {next(iter(files.models.values()))} to another stage",
+            "model states of two kinds",
+            "those of one save",
+            ONE_SAVE,
         )
     if is_cut:
         if not num_ranks:
@@ -312,7 +304,7 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
     if modules.state.groups is None:
         raise modules.state.origin.usage(
             "does not record which parameters were trained",
-            got="no param_shapes",
+            "no param_shapes",
             next_step="convert the checkpoint again with a newer ds_to_universal.py",
         )
     shapes = dict(modules.trained)
@@ -352,9 +344,6 @@ def _check_dealing(files: CheckpointFiles, modules: Modules) -> None:
 
     DeepSpeed records the places of the parameters before they are dealt to ranks in turn. ds_to_universal.py follows
     that record (0.19.8), so each fp32.pt contains elements of other parameters.
-
-    Raises:
-        UsageError: dealing moved parameters.
     """
     facts, groups = modules.state.facts, modules.state.groups or ()
     num_ranks, stage = facts.get("dp_world_size"), modules.state.config_stage
@@ -366,9 +355,9 @@ def _check_dealing(files: CheckpointFiles, modules: Modules) -> None:
     if any(list(undo_dealing(group, num_ranks)) != list(group) for group in groups):
         raise modules.state.origin.usage(
             f"was trained with {DEALS}, and ds_to_universal.py mixes up the parameters of such runs",
-            got=f"parameters dealt to {num_ranks} ranks; their files in zero/ contain elements of others",
-            want="a checkpoint that was not made universal",
-            next_step=f"gather the checkpoint from which {files.tag} was made",
+            f"parameters dealt to {num_ranks} ranks; their files in zero/ contain elements of others",
+            "a checkpoint that was not made universal",
+            f"gather the checkpoint from which {files.tag} was made",
         )
 
 

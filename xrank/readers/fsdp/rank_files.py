@@ -75,11 +75,7 @@ def unwrap_parameter(value: object) -> object:
 
 
 def read_wrapper(value: object, origin: Origin) -> Wrapper | None:
-    """Return a DTensor or a ShardedTensor as its class and state; None for other values.
-
-    Raises:
-        CorruptError: its element type or shape is invalid.
-    """
+    """Return a DTensor or a ShardedTensor as its class and state; None for other values."""
     # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state), with func _rebuild_wrapper_subclass(cls,
     # dtype, size, stride, storage_offset, layout, device, requires_grad).
     match value:
@@ -98,14 +94,9 @@ def read_wrapper(value: object, origin: Origin) -> Wrapper | None:
 
 
 def element_type(value: object, origin: Origin) -> str:
-    """Return the safetensors name of an element type that torch names.
-
-    Raises:
-        CorruptError: it is not a name.
-        UsageError: safetensors cannot hold the type.
-    """
+    """Return the safetensors name of an element type that torch names."""
     if not isinstance(value, str):
-        raise origin.corrupt("a tensor's element type is invalid", got=type(value).__name__)
+        raise origin.corrupt("a tensor's element type is invalid", type(value).__name__)
     try:
         return by_torch_name(value.removeprefix("torch.")).name
     except UsageError as error:
@@ -114,33 +105,24 @@ def element_type(value: object, origin: Origin) -> str:
 
 
 def sizes_of(value: object, origin: Origin) -> tuple[int, ...]:
-    """Return sizes or offsets, one per dim.
-
-    Raises:
-        CorruptError: they are not counts.
-    """
+    """Return sizes or offsets, one per dim."""
     if (
         not isinstance(value, (tuple, list))
         or len(value) > _MAX_DIMENSIONS
         or not all(type(part) is int and 0 <= part < 1 << 63 for part in value)
     ):
         got = quote(tuple(value)) if isinstance(value, (tuple, list)) else type(value).__name__
-        raise origin.corrupt("a tensor's sizes are not counts", got=got)
+        raise origin.corrupt("a tensor's sizes are not counts", got)
     return tuple(value)
 
 
 def read_local_tensor(value: object, name: str, dtype: str, origin: Origin) -> ArchivedTensor:
-    """Return a rank's plain tensor inside a tensor subclass.
-
-    Raises:
-        CorruptError: its type differs from the outer tensor's.
-        UnsafeError: it is not a plain tensor.
-    """
+    """Return a rank's plain tensor inside a tensor subclass."""
     value = unwrap_parameter(value)
     if not isinstance(value, ArchivedTensor):
         raise inert_error(value, origin, f"{name}: the rank's part")
     if value.dtype != dtype:
-        raise origin.corrupt(f"{name}: the rank's part has another type than the tensor", got=value.dtype, want=dtype)
+        raise origin.corrupt(f"{name}: the rank's part has another type than the tensor", value.dtype, dtype)
     return value
 
 
@@ -160,33 +142,26 @@ class ShardedPart:
 
 
 def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPart:
-    """Return a rank's part of a ShardedTensor (torch/distributed/_shard/sharded_tensor/api.py: __getstate__).
-
-    Raises:
-        ContradictionError: the file is another rank's.
-        CorruptError, UnsafeError: it is not a ShardedTensor as torch writes it.
-    """
+    """Return a rank's part of a ShardedTensor (torch/distributed/_shard/sharded_tensor/api.py: __getstate__)."""
     state = wrapper.state
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
-        raise origin.corrupt(f"{quote(name)}: the ShardedTensor's state is invalid", got=type(state).__name__)
+        raise origin.corrupt(f"{quote(name)}: the ShardedTensor's state is invalid", type(state).__name__)
     locals_, metadata, group = state[0], attributes(state[1]), attributes(state[2])
     rank, world_size = group.get("global_rank"), group.get("global_world_size")
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-        raise origin.corrupt(f"{quote(name)}: the ShardedTensor records no rank", got=f"{rank} of {world_size}")
+        raise origin.corrupt(f"{quote(name)}: the ShardedTensor records no rank", f"{rank} of {world_size}")
     if rank != origin.rank:
-        raise ContradictionError(
-            f"{origin.path} is a copy of another rank's file",
-            rank=origin.rank,
-            file=origin.path,
-            got=f"rank {rank}",
-            want=f"rank {origin.rank}",
-            next_step=f"copy the file of rank {origin.rank} again, or let all ranks write again",
+        raise Origin(origin.path, origin.rank).contradiction(
+            "is a copy of another rank's file",
+            f"rank {rank}",
+            f"rank {origin.rank}",
+            f"copy the file of rank {origin.rank} again, or let all ranks write again",
         )
     if sizes_of(metadata.get("size"), origin) != wrapper.shape:
         raise origin.corrupt(
             f"{quote(name)}: the ShardedTensor records two shapes",
-            got=f"{metadata.get('size')} in its metadata",
-            want=f"{wrapper.shape}",
+            f"{metadata.get('size')} in its metadata",
+            f"{wrapper.shape}",
         )
     listed = metadata.get("shards_metadata")
     boxes = tuple(_box(name, value, wrapper.shape, origin) for value in (listed if isinstance(listed, list) else []))
@@ -194,14 +169,14 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
     for value in locals_:
         fields = attributes(value)
         if not is_object(value, "Shard"):
-            raise origin.corrupt(f"{quote(name)}: a shard is invalid", got=type(value).__name__)
+            raise origin.corrupt(f"{quote(name)}: a shard is invalid", type(value).__name__)
         box = _box(name, fields.get("metadata"), wrapper.shape, origin)
         tensor = read_local_tensor(fields.get("tensor"), quote(name), wrapper.dtype, origin)
         if box not in boxes or tensor.shape != tuple(high - low for low, high in box):
             raise origin.corrupt(
                 f"{quote(name)}: a shard is not among the tensor's shards",
-                got=f"{box_text(box)} of shape {tensor.shape}",
-                want=f"one of {list_text(map(box_text, boxes), 8)}",
+                f"{box_text(box)} of shape {tensor.shape}",
+                f"one of {list_text(map(box_text, boxes), 8)}",
             )
         shards.append((box, tensor))
     return ShardedPart(wrapper.dtype, wrapper.shape, tuple(shards), boxes, world_size)
@@ -209,14 +184,14 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
 
 def _box(name: str, value: Any, shape: tuple[int, ...], origin: Origin) -> Box:
     if not isinstance(value, InertRecord) or not is_object(value, "ShardMetadata"):
-        raise origin.corrupt(f"{quote(name)}: a shard has no metadata", got=type(value).__name__)
+        raise origin.corrupt(f"{quote(name)}: a shard has no metadata", type(value).__name__)
     fields = attributes(value)
     offsets, sizes = (sizes_of(fields.get(key), origin) for key in ("shard_offsets", "shard_sizes"))
     # Unequal numbers of dims are refused below, by an error that names the file.
     box = tuple(zip(offsets, (a + n for a, n in zip(offsets, sizes, strict=False)), strict=False))
     if not len(offsets) == len(sizes) == len(shape) or any(high > n for (_, high), n in zip(box, shape, strict=True)):
         raise origin.corrupt(
-            f"{quote(name)}: a shard is not within its tensor", got=f"{offsets} + {sizes}", want=f"within {shape}"
+            f"{quote(name)}: a shard is not within its tensor", f"{offsets} + {sizes}", f"within {shape}"
         )
     return box
 
@@ -225,12 +200,7 @@ _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("
 
 
 class Meshes:
-    """The meshes of one rank's file; a mesh that many tensors share is read once.
-
-    Args:
-        archive: the file.
-        rank: the rank in the file's name.
-    """
+    """The meshes of one rank's file; a mesh that many tensors share is read once."""
 
     def __init__(self, archive: TorchArchive, rank: int) -> None:
         self._archive = archive
@@ -241,16 +211,10 @@ class Meshes:
         self._values: dict[str, list[int]] = {}
 
     def find(self, value: object) -> DeviceMesh | None:
-        """Return the mesh; None if it does not contain the rank, which then holds no part of the tensor.
-
-        Raises:
-            ContradictionError: the file is another rank's.
-            CorruptError: it is not a mesh.
-            LayoutError: it is not a grid of ranks.
-        """
+        """Return the mesh; None if it does not contain the rank, which then holds no part of the tensor."""
         if id(value) not in self._known:
             if not is_object(value, "DeviceMesh"):
-                raise self._origin.corrupt("a DTensor has no device mesh", got=type(value).__name__)
+                raise self._origin.corrupt("a DTensor has no device mesh", type(value).__name__)
             self._known[id(value)] = self._read(attributes(value))
         return self._known[id(value)]
 
@@ -283,13 +247,11 @@ class Meshes:
         return mesh
 
     def _rank_error(self, got: str, want: str | None = None) -> ContradictionError:
-        return ContradictionError(
-            f"{self._origin.path} is a copy of another rank's file",
-            rank=self._rank,
-            file=self._origin.path,
-            got=got,
-            want=want or f"rank {self._rank}",
-            next_step=f"copy the file of rank {self._rank} again, or let all ranks write again",
+        return Origin(self._origin.path, self._rank).contradiction(
+            "is a copy of another rank's file",
+            got,
+            want or f"rank {self._rank}",
+            f"copy the file of rank {self._rank} again, or let all ranks write again",
         )
 
     def _read_layout(self, fields: Mapping[str, Any]) -> tuple[tuple[int, ...], list[int]] | None:
@@ -307,16 +269,14 @@ class Meshes:
             base -= (base // stride) % size * stride if stride else 0
         shape = tuple(prod(size for size, _ in axis) for axis in axes)
         if prod(shape) > len(rank_map):
-            raise self._origin.corrupt(
-                "a device mesh is larger than its ranks", got=quote(shape), want=f"{len(rank_map)} ranks"
-            )
+            raise self._origin.corrupt("a device mesh is larger than its ranks", quote(shape), f"{len(rank_map)} ranks")
         loops = [loop for axis in axes for loop in axis]
         places = [
             base + sum(i * stride for i, (_, stride) in zip(at, loops, strict=True))
             for at in product(*(range(size) for size, _ in loops))
         ]
         if places and max(places) >= len(rank_map):
-            raise self._origin.corrupt("a device mesh reaches beyond its ranks", got=f"place {max(places)}")
+            raise self._origin.corrupt("a device mesh reaches beyond its ranks", f"place {max(places)}")
         return shape, [rank_map[place] for place in places]
 
     def _axes(self, layout: object) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -329,7 +289,7 @@ class Meshes:
             pairs = list(zip(shape, stride, strict=False)) if len(shape) == len(stride) else []
         axes = [(_flat(shape), _flat(stride)) for shape, stride in pairs]
         if not axes or any(len(shape) != len(stride) or min((*shape, 1)) < 1 for shape, stride in axes):
-            raise self._origin.corrupt("a device mesh has no shape", got=f"{len(axes)} axes")
+            raise self._origin.corrupt("a device mesh has no shape", f"{len(axes)} axes")
         return axes
 
     def _rank_map(self, fields: Mapping[str, Any]) -> list[int]:
@@ -343,7 +303,7 @@ class Meshes:
     def _integers(self, tensor: ArchivedTensor) -> list[int]:
         """Return the values of a small tensor; only such tensors are read together with the metadata."""
         if tensor.dtype not in _INTEGERS or prod(tensor.shape) > MAX_RANKS:
-            raise self._origin.corrupt("a device mesh's ranks are not integers", got=f"{tensor.dtype} {tensor.shape}")
+            raise self._origin.corrupt("a device mesh's ranks are not integers", f"{tensor.dtype} {tensor.shape}")
         values = self._record(tensor.key, _INTEGERS[tensor.dtype])
         places: Sequence[int] = [tensor.storage_offset]
         for size, stride in zip(tensor.shape, tensor.strides, strict=True):
@@ -359,19 +319,15 @@ class Meshes:
             if self._archive.has_checksums and isal_zlib.crc32(data) != record.crc32:
                 raise self._origin.corrupt(
                     "a device mesh's ranks fail their checksum",
-                    got=f"CRC {isal_zlib.crc32(data):08x}",
-                    want=f"CRC {record.crc32:08x}",
+                    f"CRC {isal_zlib.crc32(data):08x}",
+                    f"CRC {record.crc32:08x}",
                 )
             self._values[key] = np.frombuffer(data, dtype).tolist()
         return self._values[key]
 
 
 def make_mesh(shape: tuple[int, ...], names: object, ranks: Sequence[int]) -> DeviceMesh:
-    """Return the mesh that a file describes; invalid names, and a wrong number of them, are replaced.
-
-    Raises:
-        LayoutError: it is not a grid of ranks.
-    """
+    """Return the mesh that a file describes; invalid names, and a wrong number of them, are replaced."""
     if not _are_names(names, len(shape)):
         names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.dialects.tensors.describe_mesh
     return _mesh(shape, names, tuple(ranks))
@@ -479,12 +435,7 @@ class _OrderEntry:
 
 
 class DTensors:
-    """Reads the DTensors of one rank's file.
-
-    Args:
-        archive: the file.
-        rank: the rank in the file's name.
-    """
+    """Reads the DTensors of one rank's file."""
 
     def __init__(self, archive: TorchArchive, rank: int) -> None:
         self._origin = Origin(archive.path, rank)
@@ -492,17 +443,11 @@ class DTensors:
         self._layouts: dict[object, str] = {}
 
     def read_part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
-        """Return the rank's part of a DTensor; None if the tensor's mesh does not contain the rank.
-
-        Raises:
-            ContradictionError: the file is another rank's.
-            CorruptError, UnsafeError: it is not a DTensor as torch writes it.
-            LayoutError: the notation cannot express its placements.
-        """
+        """Return the rank's part of a DTensor; None if the tensor's mesh does not contain the rank."""
         state = attributes(wrapper.state)
         spec = state.get("_spec")
         if not is_object(spec, "DTensorSpec"):
-            raise self._origin.corrupt(f"{quote(name)}: the DTensor has no spec", got=type(spec).__name__)
+            raise self._origin.corrupt(f"{quote(name)}: the DTensor has no spec", type(spec).__name__)
         fields = attributes(spec)
         meta = fields.get("tensor_meta")
         if is_object(meta, "TensorMeta"):
@@ -510,9 +455,7 @@ class DTensors:
             shape = sizes_of(meta.args[0], self._origin) if meta.args else None
             if shape != wrapper.shape:
                 raise self._origin.corrupt(
-                    f"{quote(name)}: the DTensor records two shapes",
-                    got=f"{shape} in its spec",
-                    want=f"{wrapper.shape}",
+                    f"{quote(name)}: the DTensor records two shapes", f"{shape} in its spec", f"{wrapper.shape}"
                 )
         mesh = self._meshes.find(fields.get("mesh"))
         if mesh is None:
@@ -530,9 +473,7 @@ class DTensors:
                 error.about(name, tensor=name, rank=self._origin.rank, file=self._origin.path, next_step=again)
                 raise
             except (LookupError, ValueError) as error:
-                raise self._origin.corrupt(
-                    f"{quote(name)}: the DTensor's placements are damaged", got=str(error)
-                ) from None
+                raise self._origin.corrupt(f"{quote(name)}: the DTensor's placements are damaged", str(error)) from None
         return DTensorPart(local, self._layouts[key], mesh, wrapper.shape)
 
     def _placement(self, name: str, value: object) -> _Placement:
@@ -555,7 +496,7 @@ class DTensors:
         match value:
             case InertRecord(name="ShardOrderEntry", args=(int(dim), tuple() as axes)) if all(map(_is_small, axes)):
                 return _OrderEntry(dim, axes)
-        raise self._origin.corrupt(f"{quote(name)}: the DTensor's order of cuts is damaged", got=type(value).__name__)
+        raise self._origin.corrupt(f"{quote(name)}: the DTensor's order of cuts is damaged", type(value).__name__)
 
 
 def build_placement(kind: str | None, fields: Mapping[str, Any]) -> _Placement | None:
@@ -606,13 +547,6 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
         path: the file.
         rank: the rank in its name.
         is_nested: whether a state dict may contain further ones; the names of tensors in them are joined by dots.
-
-    Raises:
-        IncompleteError: the file is missing.
-        ContradictionError: it is another rank's.
-        CorruptError, UnsafeError: it is damaged, or contains more than tensors by name.
-        UsageError: a value contains tensors, which no name of the model's own state dict has.
-        LayoutError: the notation cannot express a DTensor's placements.
     """
     archive = read_archive(path, rank=rank)
     origin = Origin(path, rank)
@@ -621,7 +555,7 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
         refuse_inert(state, path, rank)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         what = "a tensor without a name" if type(state).__name__ == "ArchivedTensor" else type(state).__name__
-        raise origin.usage("is not a state dict", got=what, want="a dict of tensors by name", next_step=NAMES)
+        raise origin.usage("is not a state dict", what, "a dict of tensors by name", NAMES)
     reader = DTensors(archive, rank)
     dtensors: dict[str, DTensorPart] = {}
     sharded: dict[str, ShardedPart] = {}
@@ -650,9 +584,9 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
         elif wrapper is not None:
             raise origin.usage(
                 f"{quote(name)} is an unknown kind of tensor",
-                got=quote(wrapper.kind),
-                want="plain tensors, DTensors and ShardedTensors",
-                next_step="save the model's state_dict() with plain tensors",
+                quote(wrapper.kind),
+                "plain tensors, DTensors and ShardedTensors",
+                "save the model's state_dict() with plain tensors",
             )
         else:
             if any(_is_tensor(leaf, origin) for _, leaf in _join_names(value)):

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from xrank.dialects.tensors import box_nests
 from xrank.dtypes import dtype
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, XrankError, option
-from xrank.formats.regular_file import open_regular, quote
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh
@@ -50,22 +50,15 @@ class RankFiles:
     """Paths of the trainer's own files: optimizer, schedules."""
 
     def check(self, world_size: int) -> None:
-        """Check that exactly the ranks of a world wrote files.
-
-        Raises:
-            IncompleteError: ranks are missing.
-            ContradictionError: there are more ranks.
-        """
+        """Check that exactly the ranks of a world wrote files."""
         beyond = [rank for rank in self.by_rank if rank >= world_size]
         if beyond:
             file = self.by_rank[beyond[0]]
-            raise ContradictionError(
-                f"{file} belongs to rank {beyond[0]}, but the run has {world_size} ranks",
-                rank=beyond[0],
-                file=file,
-                got=ranks_text(self.by_rank),
-                want=f"ranks 0 to {world_size - 1}",
-                next_step=f"move the files of another run to another folder, then {AGAIN}",
+            raise Origin(file, beyond[0]).contradiction(
+                f"belongs to rank {beyond[0]}, but the run has {world_size} ranks",
+                ranks_text(self.by_rank),
+                f"ranks 0 to {world_size - 1}",
+                f"move the files of another run to another folder, then {AGAIN}",
             )
         # A name may claim any number of ranks, so count the present ranks, not the absent ones.
         if len(self.by_rank) == world_size:
@@ -97,11 +90,7 @@ class Scheme:
     example: str
 
     def check_name(self, path: str, saved_as: str, rank: int) -> None:
-        """Check that a file has the name under which it was saved, if that is a name of this scheme.
-
-        Raises:
-            ContradictionError: it is another rank's or run's file, copied or renamed.
-        """
+        """Check that a file has the name under which it was saved, if that is a name of this scheme."""
         stem, suffix = os.path.splitext(os.path.basename(path))
         if saved_as != stem and self.pattern.fullmatch(saved_as + suffix):
             raise ContradictionError(
@@ -127,12 +116,7 @@ ACCELERATE = Scheme("accelerate-ranks", _ACCELERATE, "pytorch_model_fsdp_rank<r>
 
 
 def list_verl(folder: str) -> RankFiles:
-    """Return the model's files in a folder of verl's or SkyRL's.
-
-    Raises:
-        ContradictionError: the folder contains files of several worlds, or ``fsdp_config.json`` records another one.
-        IncompleteError: a rank is missing.
-    """
+    """Return the model's files in a folder of verl's or SkyRL's."""
     entries = sorted(places.list_names(folder))
     worlds: dict[int, dict[int, str]] = {}
     for entry in entries:
@@ -145,12 +129,11 @@ def list_verl(folder: str) -> RankFiles:
     if len(worlds) > 1 or (recorded is not None and recorded not in worlds):
         file = next(iter(worlds[max(worlds)].values())) if recorded is None or len(worlds) > 1 else _config(folder)
         found = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
-        raise ContradictionError(
-            f"{file} belongs to another run than other files beside it",
-            file=file,
-            got=found + (f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""),
-            want="one world size",
-            next_step=f"move the files of another run to another folder, then {AGAIN}",
+        raise Origin(file).contradiction(
+            "belongs to another run than other files beside it",
+            found + (f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""),
+            "one world size",
+            f"move the files of another run to another folder, then {AGAIN}",
         )
     ((world_size, by_rank),) = worlds.items()
     files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, _paths(folder, entries, _VERL_OTHERS))
@@ -178,12 +161,7 @@ def _read_world_size(folder: str) -> int | None:
 
 
 def list_accelerate(path: str) -> RankFiles:
-    """Return the files of the one model in a folder of accelerate's, or of the model to which a given file belongs.
-
-    Raises:
-        UsageError: the folder contains several models.
-        IncompleteError: a rank below the last one is missing.
-    """
+    """Return the files of the one model in a folder of accelerate's, or of the model to which a given file belongs."""
     folder = path if places.is_folder(path) else os.path.dirname(places.absolute(path))
     models: dict[str, dict[int, str]] = {}
     for entry in sorted(places.list_names(folder)):
@@ -197,12 +175,11 @@ def list_accelerate(path: str) -> RankFiles:
         models = {k: ranks for k, ranks in models.items() if named is not None and k == (named[1] or "")} or models
     if len(models) > 1:
         files = [next(iter(ranks.values())) for _, ranks in sorted(models.items())]
-        raise UsageError(
-            f"{folder} contains {len(models)} models",
-            file=folder,
-            got=list_text(map(os.path.basename, files), 10),
-            want="one",
-            next_step=f"give the path of a file of one model, such as {files[0]}",
+        raise Origin(folder).usage(
+            f"contains {len(models)} models",
+            list_text(map(os.path.basename, files), 10),
+            "one",
+            f"give the path of a file of one model, such as {files[0]}",
         )
     ((_, by_rank),) = models.items()
     found = RankFiles(folder, dict(sorted(by_rank.items())))
@@ -249,16 +226,7 @@ def is_flat(name: str) -> bool:
 
 
 def find_flat_pieces(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]) -> FlatPieces:
-    """Return the places of all named parameters in their flat parameters.
-
-    Args:
-        files: the files of all ranks.
-        indexes: for each rank the numbers of its records.
-
-    Raises:
-        ContradictionError: a tensor is a piece on one rank and a whole tensor on another.
-        IncompleteError: elements of a buffer belong to no name.
-    """
+    """Return the places of all named parameters in their flat parameters."""
     found: dict[str, list[_Piece]] = {}
     buffers: dict[str, None] = {}
     for file in files:
@@ -276,9 +244,7 @@ def find_flat_pieces(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]
             stop = start + tensor.shape[0]
             if not low <= start < stop <= high or tensor.strides != (1,):
                 raise file.origin.corrupt(
-                    f"{name} reaches beyond the rank's range of {buffer}",
-                    got=f"{start}:{stop}",
-                    want=f"in {low}:{high}",
+                    f"{name} reaches beyond the rank's range of {buffer}", f"{start}:{stop}", f"in {low}:{high}"
                 )
             index = indexes[file.rank](tensor.key)
             held = HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index)
@@ -327,17 +293,7 @@ def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Pi
 
 
 def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> list[StoredShard]:
-    """Return every named parameter with its pieces.
-
-    Args:
-        pieces: the result of `find_flat_pieces`.
-        shapes: global shapes by name, which the format does not record.
-
-    Raises:
-        IncompleteError: pieces of a parameter are missing.
-        ContradictionError: its ranks disagree about its type.
-        LayoutError: shapes are unknown; the error lists all such parameters.
-    """
+    """Return every named parameter with its pieces."""
     unknown = {name: _extent(name, own) for name, own in pieces.by_name.items() if name not in shapes}
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
@@ -421,11 +377,7 @@ _AGAIN = "all files must come from one save of one run; copy them again"
 
 
 def check_kinds(files: Sequence[FsdpRankFile]) -> None:
-    """Check that each name is one kind of tensor on all ranks.
-
-    Raises:
-        ContradictionError: it is not.
-    """
+    """Check that each name is one kind of tensor on all ranks."""
     kinds: dict[str, tuple[FsdpRankFile, str]] = {}
     for file in files:
         for kind, names in (("DTensor", file.dtensors), ("ShardedTensor", file.sharded), ("plain tensor", file.plain)):
@@ -450,9 +402,6 @@ def collect_parts(
 
     Beside DTensors and ShardedTensors, plain tensors are replicas, because torch saves cut tensors as one of those two.
     If no file contains either, hints place the plain tensors.
-
-    Raises:
-        LayoutError: a flat parameter records no names, and the caller gives no layout for it.
     """
     held: dict[str, list[HeldTensor]] = {}
     are_replicas = any(file.dtensors or file.sharded for file in files)
@@ -490,11 +439,7 @@ def _part_of(file: FsdpRankFile, tensor: ArchivedTensor, index: Index) -> HeldTe
 
 
 def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]) -> list[StoredShard]:
-    """Return every ShardedTensor that is not a flat parameter, with all its boxes.
-
-    Raises:
-        ContradictionError: ranks disagree about a tensor.
-    """
+    """Return every ShardedTensor that is not a flat parameter, with all its boxes."""
     shards = []
     for name in dict.fromkeys(name for file in files for name in file.sharded if not is_flat(name)):
         parts = [(file, file.sharded[name]) for file in files if name in file.sharded]
@@ -583,15 +528,7 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
 def describe_rank_files(
     format_name: str, path: str, listed: RankFiles, files: Sequence[FsdpRankFile], hints: Hints
 ) -> StoredModel:
-    """Return where every tensor lies in the ranks' files.
-
-    Args:
-        format_name: the format's name.
-        path: the source.
-        listed: the files' places.
-        files: their content, by rising rank.
-        hints: as for `Reader.read`, whose errors are these.
-    """
+    """Return where every tensor lies in the ranks' files."""
     world_size = _world_size(files, listed)
     records = Records()
     indexes = {file.rank: _add_file(records, file.archive) for file in files}
@@ -637,13 +574,8 @@ def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
     least = [(file, max(part.mesh.ranks) + 1) for file in files for part in file.dtensors.values()]
     expected = listed.world_size or (recorded[0][1] if recorded else max((size for _, size in least), default=0))
     for file, size in (*((f, n) for f, n in recorded if n != expected), *((f, n) for f, n in least if n > expected)):
-        raise ContradictionError(
-            f"{file.archive.path} belongs to a run of another size",
-            rank=file.rank,
-            file=file.archive.path,
-            got=f"{size} ranks, by its tensors",
-            want=f"{expected} ranks",
-            next_step="all files must come from one save of one run; copy them again",
+        raise Origin(file.archive.path, file.rank).contradiction(
+            "belongs to a run of another size", f"{size} ranks, by its tensors", f"{expected} ranks"
         )
     world_size = max(expected, len(files))
     listed.check(world_size)

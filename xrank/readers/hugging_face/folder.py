@@ -10,9 +10,9 @@ from math import prod
 from typing import Any
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError, option
+from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError, XrankError, option
 from xrank.formats.entries import parse_json
-from xrank.formats.regular_file import open_regular, quote
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
@@ -59,10 +59,6 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
         name: the index's name.
         whole: name of the file for a whole model. transformers loads that file even beside an index: a save of one file
             over one of several leaves the index behind (modeling_utils.py: save_pretrained).
-
-    Raises:
-        CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
-        UsageError: the files of the index and the whole model are both present, or they hold what changed in a step.
     """
     index = _parse_index(folder, name)
     if index is None or whole not in places.list_names(folder) or whole in index.weight_map.values():
@@ -100,9 +96,7 @@ def _parse_index(folder: str, name: str) -> WeightIndex | None:
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
             raise TypeError("weight_map is not a map of names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(
-            f"{file} is not an index", file=file, got=str(error)[:200], next_step="copy the file again"
-        ) from None
+        raise Origin(file).corrupt("is not an index", str(error)[:200], next_step="copy the file again") from None
     for entry in weight_map.values():
         if os.path.basename(entry) != entry or "\0" in entry or entry in (".", ".."):
             raise UnsafeError(
@@ -132,11 +126,7 @@ def is_one_of_several(name: str) -> bool:
 
 
 def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightIndex | None) -> list[str]:
-    """Return the names of a folder's weight files: those in its index, or all without an index.
-
-    Raises:
-        IncompleteError: a file that the index or other files' names imply is missing.
-    """
+    """Return the names of a folder's weight files: those in its index, or all without an index."""
     entries = places.list_names(folder)
     names = sorted(filter(is_weights, entries))
     if index is not None:
@@ -184,16 +174,6 @@ def choose_tensors(
 
     The index decides which file counts: a tool that changes some tensors of a model writes them to a file of their own
     and leaves the old ones where they are.
-
-    Args:
-        folder: the model's folder, for messages.
-        tensors: (name, name of the file) of all tensors in the files.
-        index: the folder's index.
-
-    Raises:
-        IncompleteError: the index names a tensor that no file contains.
-        ContradictionError: only another file contains it, or two files of one model without an index contain a tensor.
-        UsageError: two files contain one tensor, and it is unknown whether they belong to one model.
     """
     seen: dict[str, str] = {}
     passed: dict[str, str] = {}
@@ -272,9 +252,6 @@ def check_placeholders(
 
     Returns:
         A note on empty tensors that are not refused.
-
-    Raises:
-        UsageError: there are placeholders.
     """
     is_float = {name: dtypes.dtype(kind).is_float for name, (kind, _) in kinds.items()}
     empty = [
@@ -397,10 +374,6 @@ def _choose_filter(names: Sequence[str], whole: str) -> Callable[[str], bool]:
 
     A file with the name of a whole model is the model, as for transformers. Other formats' files may lie beside it,
     such as ``consolidated.safetensors`` or optimizers. Only numbered files contradict it; an adapter belongs to it.
-
-    Args:
-        names: the files of whole tensors.
-        whole: the name of a whole model's file.
     """
     if whole not in names:
         return lambda name: name in names
@@ -408,15 +381,7 @@ def _choose_filter(names: Sequence[str], whole: str) -> Callable[[str], bool]:
 
 
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
-    """Return the headers of a model's files, by name, with the tensors that its index gives to each file.
-
-    Raises:
-        IncompleteError: a file or tensor that the index names is missing.
-        ContradictionError: a tensor is not in the file that the index names, or in two files of one model.
-        CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
-        UsageError: a whole model lies beside the files of the index, two other files contain one tensor, or the files
-            hold what changed in a step.
-    """
+    """Return the headers of a model's files, by name, with the tensors that its index gives to each file."""
     if places.is_folder(path):
         return _read_folder(path)[0]
     header = read_header(path)
@@ -464,13 +429,7 @@ def _nbytes_of_adapter(headers: Sequence[SafetensorsHeader]) -> int:
 
 
 def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes: bool = False) -> StoredModel:
-    """Return the stored model of these files; every tensor is one record without checksum.
-
-    Args:
-        path: the model's folder or file.
-        headers: the headers of its files.
-        as_bytes: describe each tensor as a row of bytes, whatever its element type.
-    """
+    """Return the stored model of these files; every tensor is one record without checksum."""
     records = Records()
     shards = []
     for header in headers:

@@ -71,12 +71,7 @@ class ShardGrid:
 
 
 def shard_grid(folder: str) -> ShardGrid:
-    """Return the shards in a folder.
-
-    Raises:
-        IncompleteError: the folder contains no shard.
-        ContradictionError: they belong to several saves.
-    """
+    """Return the shards in a folder."""
     worlds: dict[int, dict[tuple[int, int], str]] = {}
     for entry in sorted(places.list_names(folder) if places.is_folder(folder) else []):
         match = _NAME.fullmatch(entry)
@@ -92,9 +87,7 @@ def shard_grid(folder: str) -> ShardGrid:
                 )
             worlds.setdefault(count, {})[rank, number] = os.path.join(folder, entry)
     if not worlds:
-        raise IncompleteError(
-            f"{folder} contains no shards", file=folder, want="shard-*.safetensors", next_step="check the path"
-        )
+        raise Origin(folder).incomplete("contains no shards", want="shard-*.safetensors", next_step="check the path")
     if len(worlds) > 1:
         few = min(worlds.values(), key=len)
         file = next(iter(few.values()))
@@ -226,11 +219,7 @@ def _folder(path: str) -> str | None:
 
 
 def _state_ranks(grid: ShardGrid, num_ranks: int) -> ShardGrid:
-    """Return the grid with the stated number of ranks.
-
-    Raises:
-        UsageError: a file is of a later rank.
-    """
+    """Return the grid with the stated number of ranks."""
     if max(grid.ranks) > num_ranks:
         file = next(file for (rank, _), file in sorted(grid.files.items()) if rank > num_ranks)
         raise UsageError(
@@ -293,13 +282,7 @@ def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> Contradict
 
 
 def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces, grid: ShardGrid, hints: Hints) -> str:
-    """Prove the inferred shapes, and return a description of the proof.
-
-    Raises:
-        IncompleteError: a tensor is too short, or a file may be missing and the shapes cannot be proven.
-        ContradictionError: a tensor is too long.
-        LayoutError: the shapes cannot be proven.
-    """
+    """Prove the inferred shapes, and return a description of the proof."""
     for name, shape in shapes.items():
         want = hints.shapes.get(name)
         if want is not None and want != shape:

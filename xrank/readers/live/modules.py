@@ -27,11 +27,7 @@ FilledModule: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module] | Mapping
 
 
 def check_model(model: object) -> None:
-    """Check that the argument is a model.
-
-    Raises:
-        UsageError: it is not a module, a mapping or a list of modules.
-    """
+    """Check that the argument is a model."""
     import torch
 
     is_chunks = isinstance(model, list | tuple) and all(isinstance(chunk, torch.nn.Module) for chunk in model)
@@ -53,11 +49,7 @@ def _elements(model: object) -> str:
 
 
 def check_materialised(module: FilledModule) -> None:
-    """Check that a module has memory to fill.
-
-    Raises:
-        UsageError: a parameter or a persistent buffer is on the meta device, or the argument is not a model.
-    """
+    """Check that a module has memory to fill."""
     check_model(module)
     for name, tensor in list_tensors(module):
         if tensor.device.type == "meta":
@@ -76,12 +68,7 @@ def names_left_out(module: FilledModule) -> list[str]:
 
 
 def count_changes(module: FilledModule, views: Sequence[torch.Tensor]) -> None:
-    """Inform autograd that all tensors were changed in place; a DTensor and its local tensor count separately.
-
-    Args:
-        module: the filled module.
-        views: the local tensors that were written to.
-    """
+    """Inform autograd that all tensors were changed in place; a DTensor and its local tensor count separately."""
     import torch
 
     changed = [*(tensor for _, tensor in list_tensors(module)), *views]
@@ -157,16 +144,7 @@ class _Found:
 
 
 def read_flat_module(module: Any, world_size: int) -> FlatModule | None:
-    """Return the tensors of a module that ZeRO-3 or FSDP1 has flattened; None for other models.
-
-    Args:
-        module: any model.
-        world_size: the number of ranks.
-
-    Raises:
-        UsageError: a parameter is not in memory as plain elements.
-        LayoutError: the ranks that hold a parameter are not a row of the world's ranks.
-    """
+    """Return the tensors of a module that ZeRO-3 or FSDP1 has flattened; None for other models."""
     import torch
 
     if not isinstance(module, torch.nn.Module):
@@ -424,10 +402,6 @@ def local_model(
         world_size: the number of ranks.
         is_read: whether the tensors are read, not filled. Parameters that ZeRO-3 or FSDP1 has flattened are then read
             where they are; a module that is filled must not have them, as an optimizer holds further copies.
-
-    Raises:
-        UsageError: a tensor without bytes to read (meta, sparse, quantised), or a module that gathers itself.
-        LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
     """
     import torch
 
@@ -498,11 +472,7 @@ def _unwrap_engine(model: Any) -> Any:
 
 
 def _check_zero3(model: Any) -> None:
-    """Refuse parameters that ZeRO-3 has partitioned: they have no elements left, and only an attribute records that.
-
-    Raises:
-        UsageError: there is such a parameter.
-    """
+    """Refuse parameters that ZeRO-3 has partitioned: they have no elements left, and only an attribute records that."""
     import torch
 
     chunks = model if isinstance(model, list | tuple) else [model]

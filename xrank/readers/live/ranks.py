@@ -44,13 +44,6 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
 
     A plain tensor without a layout on any rank is taken as whole on every rank that has it. The caller must compare the
     values of these replicas, because a cut tensor would look the same.
-
-    Args:
-        descriptions: the ranks' descriptions.
-        ranks: the described ranks; by default all ranks in order.
-
-    Raises:
-        ContradictionError, IncompleteError, LayoutError: as `place_all`.
     """
     ranks = range(len(descriptions)) if ranks is None else ranks
     parsed = [_parse(text, rank) for rank, text in zip(ranks, descriptions, strict=True)]
@@ -109,11 +102,7 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
 
 
 def _parse(text: str, rank: int) -> dict[str, Any]:
-    """Return a rank's description, of which each part has its type.
-
-    Raises:
-        CorruptError: it has other parts.
-    """
+    """Return a rank's description, of which each part has its type."""
 
     def fail(fault: str) -> CorruptError:
         return CorruptError(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import AGAIN, ContradictionError, UnsafeError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.entries import parse_json
 from xrank.formats.pickles import inert_error
@@ -115,7 +115,7 @@ def _check_config(path: str) -> None:
         try:
             content: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
         except (ValueError, RecursionError) as error:
-            raise file.origin.corrupt("is not JSON", got=quote(str(error)), want="a JSON object") from None
+            raise file.origin.corrupt("is not JSON", quote(str(error)), "a JSON object") from None
         origin = file.origin
     if not isinstance(content, dict) or "sharded_backend" not in content:
         raise origin.corrupt("does not name the checkpoint's format", want='an object with "sharded_backend"')
@@ -127,9 +127,9 @@ def _check_config(path: str) -> None:
     if found != (_BACKEND, 1, "torch"):
         raise origin.usage(
             "names a Megatron format that is not supported",
-            got=quote(str(found)),
-            want=f"{_BACKEND}, version 1, with {_COMMON}",
-            next_step=f"save with --ckpt-format {_BACKEND}",
+            quote(str(found)),
+            f"{_BACKEND}, version 1, with {_COMMON}",
+            f"save with --ckpt-format {_BACKEND}",
         )
 
 
@@ -142,39 +142,27 @@ def _read_common(path: str) -> tuple[Mapping[str, object], list[tuple[str, str]]
 
 
 def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, ...], list[tuple[str, str]]]:
-    """Return the hashes that ``integrity.json`` records, if it is there, and notes on files that it does not list.
-
-    Args:
-        folder: the checkpoint's folder.
-        read: names of the files from which the model comes.
-
-    Raises:
-        IncompleteError: a listed file is missing.
-        ContradictionError: a file that is read is not listed.
-        CorruptError, UnsafeError, UsageError: the list is damaged, leads out of the folder, or has another algorithm.
-    """
+    """Return the hashes that ``integrity.json`` records, if it is there, and notes on files that it does not list."""
     path = os.path.join(folder, _INTEGRITY)
     if not places.is_present(path):
         return (), []
     with open_regular(path) as file:
         origin = file.origin
         if file.nbytes > _MAX_INTEGRITY_NBYTES:
-            raise origin.corrupt(
-                "is too large", got=f"{file.nbytes:,} bytes", want=f"at most {_MAX_INTEGRITY_NBYTES:,}"
-            )
+            raise origin.corrupt("is too large", f"{file.nbytes:,} bytes", f"at most {_MAX_INTEGRITY_NBYTES:,}")
         try:
             content = parse_json(file.read(0, file.nbytes))
             algorithm, listed = content.get("algorithm", "sha256"), content["files"].items()
             digests = {name: _HASH.fullmatch(text) for name, text in listed}
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             got = f"{type(error).__name__}: {quote(str(error))}"
-            raise origin.corrupt("is not a list of hashes", got=got, want="algorithm, and files with hashes") from None
+            raise origin.corrupt("is not a list of hashes", got, "algorithm, and files with hashes") from None
     if algorithm != "sha256":
         raise origin.usage(
             "lists hashes of an algorithm that is not supported",
-            got=quote(str(algorithm)),
-            want="sha256",
-            next_step="use a version of xrank that knows it, or save the checkpoint with sha256",
+            quote(str(algorithm)),
+            "sha256",
+            "use a version of xrank that knows it, or save the checkpoint with sha256",
         )
     for name, digest in digests.items():
         if "/" in name or "\0" in name or name in ("", ".", ".."):
@@ -189,22 +177,20 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
             raise origin.corrupt(f"has no SHA-256 of {quote(name)}", want="64 hexadecimal digits")
     missing = sorted(name for name in digests if not places.is_present(os.path.join(folder, name)))
     if missing:
-        raise IncompleteError(
-            f"{os.path.join(folder, missing[0])} is missing, and {_INTEGRITY} lists it",
-            file=os.path.join(folder, missing[0]),
-            got=f"{len(missing)} missing: {list_text(missing)}",
-            want=f"the {plural(len(digests), 'file')} that {_INTEGRITY} lists",
-            next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}",
+        raise Origin(os.path.join(folder, missing[0])).incomplete(
+            f"is missing, and {_INTEGRITY} lists it",
+            f"{len(missing)} missing: {list_text(missing)}",
+            f"the {plural(len(digests), 'file')} that {_INTEGRITY} lists",
+            f"copy the checkpoint whole from where it was written, then {AGAIN}",
         )
     unlisted = sorted(name for name in places.list_names(folder) if name not in digests and name != _INTEGRITY)
     surplus = next((name for name in read if name not in digests), None)
     if surplus is not None:
-        raise ContradictionError(
-            f"{os.path.join(folder, surplus)} holds a part of the model, and {_INTEGRITY} does not list it",
-            file=os.path.join(folder, surplus),
-            got=f"{plural(len(digests), 'file')} in {_INTEGRITY}",
-            want="the hash of each file of the checkpoint",
-            next_step=f"copy the checkpoint again with its own {_INTEGRITY}: the two belong to different saves",
+        raise Origin(os.path.join(folder, surplus)).contradiction(
+            f"holds a part of the model, and {_INTEGRITY} does not list it",
+            f"{plural(len(digests), 'file')} in {_INTEGRITY}",
+            "the hash of each file of the checkpoint",
+            f"copy the checkpoint again with its own {_INTEGRITY}: the two belong to different saves",
         )
     notes = []
     if unlisted:
@@ -222,12 +208,11 @@ def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:
     """Return the model's tensors by the model's names."""
     kept = {name: tensor for name, tensor in metadata.tensors.items() if not _LEFT_OUT.fullmatch(name)}
     if not kept:
-        raise UsageError(
-            f"{metadata.path}: this checkpoint contains no model",
-            file=metadata.path,
-            got=list_text(sorted(quote(name)[1:-1] for name in metadata.tensors), empty="no tensor at all"),
-            want="tensors that are not an optimizer's",
-            next_step="give the path of a checkpoint that was saved with its model",
+        raise Origin(metadata.path).usage(
+            "this checkpoint contains no model",
+            list_text(sorted(quote(name)[1:-1] for name in metadata.tensors), empty="no tensor at all"),
+            "tensors that are not an optimizer's",
+            "give the path of a checkpoint that was saved with its model",
         )
     # NeMo saves the wrapped module.
     is_wrapped = all(name.startswith(_PREFIX) for name in kept)
@@ -245,13 +230,12 @@ def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | No
     if numbered:
         missing = next((layer for layer in range(count) if layer not in numbered), None)
         if missing is not None:
-            raise ContradictionError(
-                f"{path} lists nothing of {stack}.{missing}",
+            raise Origin(path).contradiction(
+                f"lists nothing of {stack}.{missing}",
+                f"{len(numbered)} layers",
+                f"{count}, as in args.num_layers",
+                "take a checkpoint whose save finished; in this one a pipeline stage wrote nothing",
                 tensor=f"{stack}.{missing}",
-                file=path,
-                got=f"{len(numbered)} layers",
-                want=f"{count}, as in args.num_layers",
-                next_step="take a checkpoint whose save finished; in this one a pipeline stage wrote nothing",
             )
         if max(numbered) >= count:
             raise _layer_error(f"{stack}.{max(numbered)}", str(max(numbered) + 1), count, path)

@@ -108,12 +108,7 @@ _FC1 = re.compile(r"(linear_fc1)(?=\.weight\d*$)|(?<=experts\.)(weight1)$")
 
 
 def layout_of(name: str, *, is_gated: bool) -> TensorLayout | None:
-    """Return the layout of a tensor by its global name; None for a name that the table lacks.
-
-    Args:
-        name: the tensor's name, with its layer's number.
-        is_gated: whether linear_fc1 is a gate and an up projection.
-    """
+    """Return the layout of a tensor by its global name; None for a name that the table lacks."""
     return next((layout for pattern, layout in _LAYOUTS[is_gated] if pattern.fullmatch(name)), None)
 
 
@@ -122,12 +117,6 @@ def layout_of_down_projection(name: str, num_rows: int, args: Mapping[str, Any],
 
     Megatron's own linear layers cut it, Transformer Engine's repeat it. The rows of a part show which layers the run
     used.
-
-    Args:
-        name: the tensor's name.
-        num_rows: number of rows of a rank's part.
-        args: the run's arguments, which define the rows of the whole tensor.
-        num_ways: number of tensor-parallel ranks.
     """
     found = _DOWN.fullmatch(name)
     keys = () if found is None else _DOWN_ROWS[found[1]]
@@ -143,11 +132,6 @@ def layout_of_packed(name: str, shapes: Mapping[str, tuple[int, ...]], num_ways:
 
     The shapes of the mixer's other tensors give the sizes: out_proj has the columns of x or of the values, A_log the
     heads, and conv1d the rows that it mixes.
-
-    Args:
-        name: the tensor's name.
-        shapes: name -> shape of a rank's tensors.
-        num_ways: number of tensor-parallel ranks.
 
     Example:
         >>> shapes = {"mixer.in_proj.weight": (19, 3), "mixer.conv1d.bias": (10,), "mixer.out_proj.weight": (3, 6)}
@@ -181,11 +165,7 @@ def layout_of_packed(name: str, shapes: Mapping[str, tuple[int, ...]], num_ways:
 
 
 def expert_in(name: str) -> tuple[str, int, str] | None:
-    """Return (text before an expert's number, the number, text after it); None for a name without an expert.
-
-    Raises:
-        ValueError: a tensor of experts without a number, so that several experts share it.
-    """
+    """Return (text before an expert's number, the number, text after it); None for a name without an expert."""
     found = _EXPERT_NUMBER.fullmatch(name)
     if found is not None:
         return found[1], int(found[2]), found[3] or ""
@@ -195,11 +175,7 @@ def expert_in(name: str) -> tuple[str, int, str] | None:
 
 
 def count_experts(names: Iterable[str]) -> int:
-    """Return the number of experts per layer, counting those with a number in their names; 0 without experts.
-
-    Raises:
-        ValueError: a tensor of several experts, as `expert_in`; or the numbers have gaps or differ between layers.
-    """
+    """Return the number of experts per layer, counting those with a number in their names; 0 without experts."""
     numbers: dict[str, set[int]] = {}
     for name in names:
         found = expert_in(name)
@@ -219,9 +195,6 @@ def whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, boo
         name: the name with layers counted in the chunk of their stage, and experts on their rank.
         first_layer: the number of the chunk's first layer.
         first_expert: the number of the rank's first expert.
-
-    Raises:
-        ValueError: as `expert_in`.
     """
     found = LAYER.fullmatch(name)
     if found is not None:
@@ -284,14 +257,6 @@ def shape_of_grouped(name: str, shape: tuple[int, ...], num_experts: int) -> tup
 
     GroupedMLP stores all experts in one matrix, and views it as one matrix per expert (transformer/moe/experts.py:
     forward).
-
-    Args:
-        name: the tensor's name.
-        shape: the stored shape.
-        num_experts: number of experts in the tensor.
-
-    Raises:
-        ValueError: the shape does not fit that many experts.
     """
     found = _GROUPED.fullmatch(name)
     if found is None:

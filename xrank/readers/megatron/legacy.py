@@ -77,33 +77,28 @@ class MegatronRankFile:
 
 
 def read_rank_file(path: str, rank: int) -> MegatronRankFile:
-    """Return the content of a rank's file, from its metadata alone.
-
-    Raises:
-        CorruptError, UnsafeError: it is damaged, or contains objects that only code can make.
-        UsageError: Megatron-core does not write files of this kind.
-    """
+    """Return the content of a rank's file, from its metadata alone."""
     archive = read_archive(path, rank=rank)
     origin, state = Origin(path, rank), archive.value
     if not isinstance(state, dict):
         raise inert_error(state, origin)
     args = plain_args(state.get("args"), origin)
     if args is None:
-        raise origin.corrupt("contains no args", got=_keys(state), want='a dict with "args" and "model"')
+        raise origin.corrupt("contains no args", _keys(state), 'a dict with "args" and "model"')
     version = state.get("checkpoint_version")
     if version != _VERSION:
         raise origin.usage(
             "has another version of the format",
-            got=f"checkpoint_version {quote(str(version))}",
-            want=str(_VERSION),
-            next_step="load and save it once with a newer Megatron",
+            f"checkpoint_version {quote(str(version))}",
+            str(_VERSION),
+            "load and save it once with a newer Megatron",
         )
     sizes = parallel_sizes(args, origin)
     found = {int(match[1]): key for key in state if isinstance(key, str) and (match := _CHUNK.fullmatch(key))}
     keys = [found[number] for number in sorted(found)] if sizes.virtual > 1 else ["model"]
     if (sizes.virtual > 1 and sorted(found) != list(range(sizes.virtual))) or not all(key in state for key in keys):
         want = f"model0 to model{sizes.virtual - 1}" if sizes.virtual > 1 else "model"
-        raise origin.corrupt("lacks chunks that its args require", got=_keys(state), want=want)
+        raise origin.corrupt("lacks chunks that its args require", _keys(state), want)
     chunks, num_extra = [], 0
     for key in keys:
         tensors, extra = _tensors(state[key], origin)
@@ -122,7 +117,7 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
     tensors, num_extra = {}, 0
     for name, value in module.items():
         if not isinstance(name, str):
-            raise origin.corrupt("its model has a name that is not a text", got=type(name).__name__)
+            raise origin.corrupt("its model has a name that is not a text", type(name).__name__)
         if name.endswith(EXTRA_STATE):
             num_extra += 1
         elif isinstance(value, ArchivedTensor):
@@ -130,9 +125,9 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
         elif isinstance(value, dict):
             raise origin.usage(
                 f"{quote(name)[1:-1]} is a nested module: the model is older than Megatron-core",
-                got="nested dicts",
-                want="tensors by full names",
-                next_step="load it with --use-legacy-models and save it as a Megatron-core model",
+                "nested dicts",
+                "tensors by full names",
+                "load it with --use-legacy-models and save it as a Megatron-core model",
             )
         else:
             error = inert_error(value, origin, quote(name)[1:-1])
@@ -150,9 +145,6 @@ def check_identities(
         files: all files.
         sizes: the run's sizes.
         own: for each file the tensors of which no other file has the same part.
-
-    Raises:
-        ContradictionError: a file is another rank's.
     """
     recorded = {place: file.args.get("rank") for place, file in files.items()}
     # A converter writes the same rank into all files, so equal ranks prove nothing.
@@ -160,13 +152,11 @@ def check_identities(
         seen: set[object] = set()
         for place, rank in recorded.items():
             if type(rank) is not int or rank in seen or not _fits(rank, place, sizes, files[place].args):
-                raise ContradictionError(
-                    files[place].origin.locate("is another rank's file, or several runs' files are mixed"),
-                    rank=files[place].origin.rank,
-                    file=files[place].origin.path,
-                    got=f"args.rank {quote(str(rank))}",
-                    want=f"a rank that fits TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
-                    next_step=f"copy {place.folder(sizes)} again from where it was written",
+                raise files[place].origin.contradiction(
+                    "is another rank's file, or several runs' files are mixed",
+                    f"args.rank {quote(str(rank))}",
+                    f"a rank that fits TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
+                    f"copy {place.folder(sizes)} again from where it was written",
                 )
             seen.add(rank)
         return
@@ -259,17 +249,15 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, si
     try:
         held = count_experts(chunk)
     except ValueError as error:
-        raise file.origin.corrupt("has gaps in its experts, or layers with other experts", got=str(error)) from None
+        raise file.origin.corrupt("has gaps in its experts, or layers with other experts", str(error)) from None
     total = file.args.get("num_experts")
     if held and type(total) is int and held * sizes.expert != total:
         # Old releases with Megatron's --moe-extended-tp put a part of every expert on every rank.
-        raise ContradictionError(
-            file.origin.locate("does not hold its share of the experts in its args"),
-            rank=file.origin.rank,
-            file=file.origin.path,
-            got=f"{held} experts in a layer, on each of {sizes.expert} expert ranks",
-            want=f"{total} in all, as in args.num_experts",
-            next_step="check that the files come from one run; if experts are cut in another way, save as torch_dist",
+        raise file.origin.contradiction(
+            "does not hold its share of the experts in its args",
+            f"{held} experts in a layer, on each of {sizes.expert} expert ranks",
+            f"{total} in all, as in args.num_experts",
+            "check that the files come from one run; if experts are cut in another way, save as torch_dist",
         )
     return held
 
@@ -283,10 +271,10 @@ def _part_of(
     try:
         grouped = shape_of_grouped(name, shape, number // sizes.expert if type(number) is int else 0)
     except ValueError as error:
-        raise file.origin.corrupt(f"{name} does not fit the experts in args", got=str(error)) from None
+        raise file.origin.corrupt(f"{name} does not fit the experts in args", str(error)) from None
     if grouped is not None:
         if strides != (shape[1], 1):
-            raise file.origin.corrupt(f"{name} is not a plain matrix", got=f"strides {list(strides)}")
+            raise file.origin.corrupt(f"{name} is not a plain matrix", f"strides {list(strides)}")
         shape, strides = grouped, (grouped[1] * grouped[2], grouped[2], 1)
     held = HeldTensor.from_archive(tensor, rank=file.origin.rank, file=file.origin.path, record=record)
     return replace(held, shape=shape, strides=strides)
@@ -296,16 +284,13 @@ def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> 
     """Return stack of layers -> whether its linear_fc1 is gate and up, by the arguments and the shapes.
 
     The arguments are those of the language model; shapes alone decide about a vision tower.
-
-    Raises:
-        ContradictionError: they disagree.
     """
     if first.args.get(_INTERLEAVED):
         raise first.origin.usage(
             "its experts have alternating gate and up rows, which are not supported",
-            got=f"args.{_INTERLEAVED} {first.args[_INTERLEAVED]}",
-            want="halves",
-            next_step="save with --ckpt-format torch_dist",
+            f"args.{_INTERLEAVED} {first.args[_INTERLEAVED]}",
+            "halves",
+            "save with --ckpt-format torch_dist",
         )
     recorded = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
     found: dict[str, bool] = {}
@@ -332,11 +317,7 @@ def layouts_of(
     args: Mapping[str, Any],
     gating: Mapping[str, bool],
 ) -> dict[str, TensorLayout]:
-    """Return how each tensor is cut: by the caller's layout file, else by Megatron's own table, or the arguments.
-
-    Raises:
-        LayoutError: none of them knows a name; the error lists all such names.
-    """
+    """Return how each tensor is cut: by the caller's layout file, else by Megatron's own table, or the arguments."""
     found, unknown = {}, []
     shapes = {name: parts.held[0].shape for name, parts in tensors.items()}
     for name, parts in tensors.items():
@@ -397,12 +378,7 @@ def find_own_tensors(
 
 
 def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints: Hints) -> StoredShard:
-    """Return where a tensor's parts lie in the whole; copies of one part become replicas.
-
-    Raises:
-        ContradictionError: parts do not fit together.
-        LayoutError: the layout does not fit them.
-    """
+    """Return where a tensor's parts lie in the whole; copies of one part become replicas."""
     first = parts.held[0]
     for held in parts.held:
         if held.dtype != first.dtype:
@@ -525,13 +501,10 @@ def _holds(path: str) -> bool:
 
 def _check_moment(first: MegatronRankFile, file: MegatronRankFile) -> None:
     if repr(first.iteration) != repr(file.iteration):
-        raise ContradictionError(
-            file.origin.locate(f"belongs to another iteration than {first.origin.path}"),
-            rank=file.origin.rank,
-            file=file.origin.path,
-            got=f"iteration {quote(str(file.iteration))}",
-            want=f"iteration {quote(str(first.iteration))}",
-            next_step="all files must come from one save of one run; copy them again",
+        raise file.origin.contradiction(
+            f"belongs to another iteration than {first.origin.path}",
+            f"iteration {quote(str(file.iteration))}",
+            f"iteration {quote(str(first.iteration))}",
         )
 
 
@@ -544,20 +517,17 @@ def _layers(files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes) -> di
                 raise file.origin.usage(
                     "contains layers of an encoder, which each stage counts from 0: the number of layers in earlier "
                     "stages is unknown",
-                    got=str(sizes),
-                    want="layers of a decoder, or one stage",
-                    next_step="save with --ckpt-format torch_dist",
+                    str(sizes),
+                    "layers of a decoder, or one stage",
+                    "save with --ckpt-format torch_dist",
                 )
             count = count_layers(chunk, file.origin.path, place.rank(sizes))
             known = counts.setdefault((number, place.pipeline), count)
             if known != count:
-                raise ContradictionError(
-                    file.origin.locate("contains another number of layers than other ranks of its stage"),
-                    rank=file.origin.rank,
-                    file=file.origin.path,
-                    got=f"{count} layers",
-                    want=f"{known}, as on the first rank of stage {place.pipeline}",
-                    next_step="all files must come from one save of one run; copy them again",
+                raise file.origin.contradiction(
+                    "contains another number of layers than other ranks of its stage",
+                    f"{count} layers",
+                    f"{known}, as on the first rank of stage {place.pipeline}",
                 )
     return counts
 

@@ -72,9 +72,6 @@ def megatron_mesh(mesh: Any, rank: int, world_size: int) -> MegatronMesh | None:
             Megatron's process groups, if the program has made them; a single process is a mesh of one rank.
         rank: this rank.
         world_size: the number of ranks.
-
-    Raises:
-        LayoutError: an axis that Megatron lacks, a mesh of other ranks, or process groups in unknown order.
     """
     if mesh is not None:
         return _from_views(mesh if isinstance(mesh, MeshViews) else MeshViews(_as_device_mesh(mesh)), rank)
@@ -239,9 +236,6 @@ def resolve_layout(
         rank: this rank.
         is_gated: whether linear_fc1 is a gate and an up projection.
         packed: the layout of a tensor of several projections, from `layout_of_packed`.
-
-    Raises:
-        LayoutError: name and attributes disagree, or the cut is unknown.
     """
     _check_marks(name, value, mesh, rank, is_expert=is_expert)
     marked = read_partition(value, owner)
@@ -455,10 +449,6 @@ def megatron_tensors(
         mesh: the rank's place.
         layouts: rules for tensors that are cut in another way; a rule overrides everything else.
         rank: this rank.
-
-    Raises:
-        LayoutError: a tensor's name and attributes disagree, or its cut or layer is unknown.
-        UsageError: a tensor without bytes to read.
     """
     chunks = [_unwrap(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
     # A mesh from Megatron's own process groups needs no check.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.megatron.layouts import LAYER
@@ -44,11 +44,7 @@ class ParallelSizes:
 
 
 def plain_args(value: object, origin: Origin) -> dict[str, Any] | None:
-    """Return the arguments as plain values; None without arguments. Classes and enum members become texts.
-
-    Raises:
-        UnsafeError: they are an object of another class.
-    """
+    """Return the arguments as plain values; None without arguments. Classes and enum members become texts."""
     if value is None:
         return None
     if isinstance(value, InertRecord):
@@ -56,7 +52,7 @@ def plain_args(value: object, origin: Origin) -> dict[str, Any] | None:
             raise inert_error(value, origin, "its args, which should be an argparse.Namespace:")
         value = value.state if isinstance(value.state, dict) else value.kwargs
     if not isinstance(value, dict):
-        raise origin.corrupt("its args are not a table", got=type(value).__name__, want="argparse.Namespace")
+        raise origin.corrupt("its args are not a table", type(value).__name__, "argparse.Namespace")
     return {key: _plain(part, 0) for key, part in value.items() if isinstance(key, str)}
 
 
@@ -78,18 +74,14 @@ def _plain(value: object, depth: int) -> Any:
 
 
 def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
-    """Return the parallel sizes in the arguments.
-
-    Raises:
-        CorruptError: a size is not a positive count.
-    """
+    """Return the parallel sizes in the arguments."""
 
     def size(*keys: str) -> int:
         for key in keys:
             number = args.get(key)
             if number is not None:
                 if type(number) is not int or not 1 <= number <= 1 << 20:
-                    raise origin.corrupt(f"its args have an invalid {key}", got=quote(str(number)), want="1 or more")
+                    raise origin.corrupt(f"its args have an invalid {key}", quote(str(number)), "1 or more")
                 return number
         return 1
 
@@ -108,23 +100,17 @@ def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
 
 
 def check_agreement(first: Mapping[str, Any], first_file: str, args: Mapping[str, Any], file: str) -> None:
-    """Check that two ranks' arguments are those of one run.
-
-    Raises:
-        ContradictionError: they differ in more than a rank's identity, place and time.
-    """
+    """Check that two ranks' arguments are those of one run."""
     for key in sorted({*first, *args}):
         if _OWN.fullmatch(key):
             continue
         ours, theirs = (values.get(key, "<missing>") for values in (args, first))
         # repr compares types, too, and makes NaN equal NaN.
         if repr(ours) != repr(theirs):
-            raise ContradictionError(
-                f"{file} belongs to another run than {first_file}: args.{quote(key)[1:-1]} differs",
-                file=file,
-                got=ascii(ours)[:200],
-                want=f"{ascii(theirs)[:200]}, as in {first_file}",
-                next_step="all files must come from one save of one run; copy them again",
+            raise Origin(file).contradiction(
+                f"belongs to another run than {first_file}: args.{quote(key)[1:-1]} differs",
+                ascii(ours)[:200],
+                f"{ascii(theirs)[:200]}, as in {first_file}",
             )
 
 
@@ -135,13 +121,7 @@ _MAX_TRACKER_NBYTES = 64
 
 
 def explain_mismatch(path: str, holds: Callable[[str], bool], what: str) -> str | None:
-    """Return None if a folder is a checkpoint, or its marker names one; otherwise the reason against it.
-
-    Args:
-        path: the user's path.
-        holds: returns whether a folder is a checkpoint of the kind.
-        what: description of such a folder's content.
-    """
+    """Return None if a folder is a checkpoint, or its marker names one; otherwise the reason against it."""
     if not places.is_folder(path):
         return "not a folder"
     if holds(path):
@@ -158,31 +138,24 @@ def explain_mismatch(path: str, holds: Callable[[str], bool], what: str) -> str 
 
 
 def resolve_folder(path: str, holds: Callable[[str], bool]) -> str:
-    """Return the folder that contains the files: the path itself, or the one that its marker names.
-
-    Raises:
-        UnsafeError, CorruptError: the marker is not an iteration's number.
-        IncompleteError: the folder or the marker is missing.
-    """
+    """Return the folder that contains the files: the path itself, or the one that its marker names."""
     if holds(path):
         return path
     tracker = os.path.join(path, TRACKER)
     if not places.is_present(tracker):
-        raise IncompleteError(
-            f"{path} contains no Megatron checkpoint",
-            file=path,
+        raise Origin(path).incomplete(
+            "contains no Megatron checkpoint",
             want=f"a checkpoint's files, or a {TRACKER} that names their folder",
             next_step="check the path",
         )
     name = _read_marker(path)
     folder = os.path.join(path, name)
     if not places.is_folder(folder) or not holds(folder):
-        raise IncompleteError(
-            f"{tracker} names {name}, which contains no checkpoint of this kind",
-            file=tracker,
-            got=", ".join(sibling_iterations(path)[-5:]) or "no iter_* folder",
-            want=name,
-            next_step="copy that folder here, or give the path of the checkpoint's own folder",
+        raise Origin(tracker).incomplete(
+            f"names {name}, which contains no checkpoint of this kind",
+            ", ".join(sibling_iterations(path)[-5:]) or "no iter_* folder",
+            name,
+            "copy that folder here, or give the path of the checkpoint's own folder",
         )
     return folder
 
@@ -191,12 +164,12 @@ def _read_marker(path: str) -> str:
     """Return the name of the folder that the marker means (megatron/training/checkpointing.py: read_metadata)."""
     with open_regular(os.path.join(path, TRACKER)) as file:
         if not 0 < file.nbytes <= _MAX_TRACKER_NBYTES:
-            raise file.origin.corrupt("is not a marker", got=f"{file.nbytes} bytes", want="a number, or release")
+            raise file.origin.corrupt("is not a marker", f"{file.nbytes} bytes", "a number, or release")
         text = file.read(0, file.nbytes).decode("latin1").strip()
         if text == _RELEASE:
             return text
         if not re.fullmatch("[0-9]{1,18}", text, re.ASCII):
-            raise file.origin.corrupt("is not a marker", got=quote(text), want="a number, or release")
+            raise file.origin.corrupt("is not a marker", quote(text), "a number, or release")
         # Made of the number alone, so no marker can lead out of the folder.
         return f"iter_{int(text):07d}"
 
@@ -210,21 +183,16 @@ def sibling_iterations(path: str) -> list[str]:
 
 
 def check_iteration(folder: str, recorded: object, file: str) -> int | None:
-    """Return the iteration that a checkpoint's file records; None if it records none, like converters' files.
-
-    Raises:
-        ContradictionError: the folder's name contains another number.
-    """
+    """Return the iteration that a checkpoint's file records; None if it records none, like converters' files."""
     step = recorded if type(recorded) is int and recorded >= 0 else None
     name = os.path.basename(places.real(folder))
     found = _ITERATION.fullmatch(name)
     if found is not None and step is not None and step != int(found[1]):
-        raise ContradictionError(
-            f"{file} belongs to another iteration than its folder",
-            file=file,
-            got=f"iteration {step}",
-            want=f"iteration {int(found[1])}, as in the folder's name",
-            next_step=f"copy {name} again from where it was written",
+        raise Origin(file).contradiction(
+            "belongs to another iteration than its folder",
+            f"iteration {step}",
+            f"iteration {int(found[1])}, as in the folder's name",
+            f"copy {name} again from where it was written",
         )
     return step
 
@@ -264,16 +232,11 @@ def list_folders(folder: str) -> list[str]:
 
 
 def places_of(sizes: ParallelSizes, folder: str) -> tuple[Place, ...]:
-    """Return the places for which a run writes files.
-
-    Raises:
-        UsageError: experts are cut in an unknown way, or in one in which files of this format overwrite each other.
-    """
+    """Return the places for which a run writes files."""
     if sizes.tensor * sizes.pipeline * sizes.expert > _MAX_RANKS:
-        raise UsageError(
-            f"{folder}: its args record more than a million ranks",
-            file=folder,
-            got=str(sizes),
+        raise Origin(folder).usage(
+            "its args record more than a million ranks",
+            str(sizes),
             next_step="copy the folder again from where it was written",
         )
     pairs: Iterable[tuple[int, int]] = (
@@ -281,12 +244,11 @@ def places_of(sizes: ParallelSizes, folder: str) -> tuple[Place, ...]:
     )
     if sizes.expert > 1 and sizes.expert_tensor != sizes.tensor:
         if sizes.tensor % sizes.expert_tensor or sizes.world is None or sizes.world % sizes.pipeline:
-            raise UsageError(
-                f"{folder}: its experts are cut over another number of ranks than other layers, which is not supported",
-                file=folder,
-                got=f"{sizes}, world size {sizes.world}",
-                want="ETP that divides TP, and a world size",
-                next_step="save with --ckpt-format torch_dist",
+            raise Origin(folder).usage(
+                "its experts are cut over another number of ranks than other layers, which is not supported",
+                f"{sizes}, world size {sizes.world}",
+                "ETP that divides TP, and a world size",
+                "save with --ckpt-format torch_dist",
             )
         pairs = _list_writers(sizes, sizes.world // sizes.pipeline)
     return tuple(sorted(Place(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
@@ -306,12 +268,7 @@ def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, 
 
 
 def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: Sequence[Place]) -> None:
-    """Check that exactly the files of the run's ranks are present.
-
-    Raises:
-        IncompleteError: a rank's file is missing.
-        ContradictionError: there are files of ranks beyond the run's.
-    """
+    """Check that exactly the files of the run's ranks are present."""
     wanted = {place.folder(sizes): place for place in cells}
     missing = [name for name in wanted if not places.is_present(os.path.join(folder, name, FILE))]
     if missing:
@@ -366,25 +323,19 @@ _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"
 
 
 def count_layers(names: Iterable[str], file: str, rank: int) -> int:
-    """Return the number of layers in a chunk: the decoder's, or in a model without one (BERT) the encoder's.
-
-    Raises:
-        ContradictionError: their numbers have a gap.
-    """
+    """Return the number of layers in a chunk: the decoder's, or in a model without one (BERT) the encoder's."""
     held = tuple(names)
     stack = "decoder" if any(map(LAYER.fullmatch, held)) else "encoder"
     pattern = LAYER if stack == "decoder" else _ENCODER_LAYER
     numbers = {int(found[1]) for name in held if (found := pattern.fullmatch(name))}
     missing = next((layer for layer in range(len(numbers)) if layer not in numbers), None)
     if missing is not None:
-        raise ContradictionError(
-            f"{file} contains nothing of {stack}.layers.{missing}, but contains later layers",
+        raise Origin(file, rank).contradiction(
+            f"contains nothing of {stack}.layers.{missing}, but contains later layers",
+            f"{len(numbers)} layers, up to {max(numbers)}",
+            "layers counted from 0 on",
+            "copy the file again from where it was written",
             tensor=f"{stack}.layers.{missing}",
-            rank=rank,
-            file=file,
-            got=f"{len(numbers)} layers, up to {max(numbers)}",
-            want="layers counted from 0 on",
-            next_step="copy the file again from where it was written",
         )
     return len(numbers)
 
@@ -397,17 +348,7 @@ def has_encoder(names: Iterable[str]) -> bool:
 def first_layers(
     counts: Mapping[Chunk, int], sizes: ParallelSizes, args: Mapping[str, Any], file: str
 ) -> dict[Chunk, int]:
-    """Return the number of each chunk's first layer in the whole model.
-
-    Args:
-        counts: number of layers in each chunk.
-        sizes: number of stages and chunks.
-        args: the run's arguments, which must agree.
-        file: the file with the arguments.
-
-    Raises:
-        ContradictionError: the arguments record other numbers of layers.
-    """
+    """Return the number of each chunk's first layer in the whole model."""
     num_layers = args.get("num_layers")
     if type(num_layers) is int and sum(counts.values()) != num_layers:
         total = sum(counts.values())
@@ -425,13 +366,7 @@ def first_layers(
 
 
 def _contradiction(what: str, got: int, want: int, source: str, file: str) -> ContradictionError:
-    return ContradictionError(
-        f"{file}: {what} the number of layers in {source}",
-        file=file,
-        got=f"{got} layers",
-        want=f"{want} layers",
-        next_step="all files must come from one save of one run; copy them again",
-    )
+    return Origin(file).contradiction(f"{what} the number of layers in {source}", f"{got} layers", f"{want} layers")
 
 
 def _expect_counts(sizes: ParallelSizes, args: Mapping[str, Any]) -> dict[Chunk, int] | None:

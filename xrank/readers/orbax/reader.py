@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, option
 from xrank.formats.entries import Entry
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.zarr_array import MANIFEST, ZarrArray
@@ -99,9 +99,6 @@ def choose_tree(path: str, part: str | None) -> ChosenTree:
     Args:
         path: a folder that `explain_mismatch` accepts.
         part: keys that the caller chose, joined by dots; with several items, the first is an item's name.
-
-    Raises:
-        UsageError: several items may be the model, or the part names none of them.
     """
     folder = places.absolute(path)
     if _is_tree(path):
@@ -116,12 +113,11 @@ def choose_tree(path: str, part: str | None) -> ChosenTree:
             part = part.removeprefix(max(names, key=len)).removeprefix(".") or None
             names = [max(names, key=len)]
     if len(names) != 1:
-        raise UsageError(
-            f"{path}: {len(names) or 'none'} of its items may be the model",
-            file=path,
-            got=list_text(items, 12),
-            want="one",
-            next_step=f"choose one: {' or '.join(option('part', name) for name in [*items][:12])}",
+        raise Origin(path).usage(
+            f"{len(names) or 'none'} of its items may be the model",
+            list_text(items, 12),
+            "one",
+            f"choose one: {' or '.join(option('part', name) for name in [*items][:12])}",
         )
     others = tuple(name for name in items if name != names[0])
     return ChosenTree(items[names[0]], part, _read_step(folder), others)
@@ -162,33 +158,27 @@ def find_world_size(folder: str) -> int | None:
 
 
 def read_leaves(folder: str) -> Sequence[TreeLeaf]:
-    """Return the leaves of a tree, without empty ones.
-
-    Raises:
-        IncompleteError: the tree's metadata is missing.
-        CorruptError: it is damaged.
-    """
+    """Return the leaves of a tree, without empty ones."""
     path = os.path.join(folder, TREE)
     if not places.is_present(path):
-        raise IncompleteError(
-            f"{path} is missing: the checkpoint was not copied whole, or Orbax has not finished it",
-            file=path,
-            got=f"{len(places.list_names(folder))} other files and folders",
-            want=TREE,
-            next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
+        raise Origin(path).incomplete(
+            "is missing: the checkpoint was not copied whole, or Orbax has not finished it",
+            f"{len(places.list_names(folder))} other files and folders",
+            TREE,
+            f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
         )
     origin = Origin(path)
     with open_regular(path) as file:
         if file.nbytes > _MAX_NBYTES:
-            raise origin.corrupt("is too large", got=f"{file.nbytes:,} bytes", want=f"at most {_MAX_NBYTES:,}")
+            raise origin.corrupt("is too large", f"{file.nbytes:,} bytes", f"at most {_MAX_NBYTES:,}")
         text = file.read(0, file.nbytes)
-    tree = Entry.parse(text, lambda fault: origin.corrupt("is not the metadata of a tree of Orbax", got=fault))
+    tree = Entry.parse(text, lambda fault: origin.corrupt("is not the metadata of a tree of Orbax", fault))
     leaves = [_read_leaf(entry) for _, entry in tree["tree_metadata"].items()]
     found = [leaf for leaf in leaves if leaf is not None]
     names = [leaf.name for leaf in found]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise origin.corrupt(f"names the array {quote(twice)} twice", got=quote(twice), want="each name once")
+        raise origin.corrupt(f"names the array {quote(twice)} twice", quote(twice), "each name once")
     return found
 
 
@@ -226,11 +216,6 @@ def locate(store: ArrayStore, chosen: Sequence[ChosenArray]) -> OrbaxPieces:
     """Return where the chunks of arrays lie.
 
     It reads no data but the indices of shards and the chunks that reach over an array's edge.
-
-    Raises:
-        IncompleteError: a chunk or a file is missing.
-        CorruptError: a file is too short, the index of a shard is damaged, or an array goes on beyond its shape.
-        UsageError: zstandard is not installed.
     """
     if any(one.array.is_compressed for one in chosen):
         import_zstandard()
@@ -395,13 +380,7 @@ class _SavedArrays:
 
 
 def _read_tree(folder: str, store: ArrayStore) -> _SavedArrays:
-    """Return the leaves of a tree.
-
-    Raises:
-        IncompleteError: an array that the metadata names is missing, and belongs to no optimizer.
-        ContradictionError: the metadata lacks the name of an array.
-        CorruptError, UsageError: as `read_leaves` and `read_array`.
-    """
+    """Return the leaves of a tree."""
     leaves = read_leaves(folder)
     found = {leaf.name: read_array(store, leaf.name) if leaf.is_array else None for leaf in leaves}
     for leaf in leaves:

@@ -144,33 +144,23 @@ def _arrays(keys: Sequence[str]) -> Iterator[str]:
 
 
 def open_store(folder: str) -> ArrayStore:
-    """Return the store in a tree's folder.
-
-    Raises:
-        IncompleteError: processes left stores that were never merged, or a file is missing.
-        CorruptError, UnsafeError, UsageError: as `read_ocdbt`.
-    """
+    """Return the store in a tree's folder."""
     names = places.list_names(folder)
     if MANIFEST in names:
         return OcdbtStore(folder)
     parts = sorted(name for name in names if name.startswith("ocdbt.process_"))
     if parts:
-        raise IncompleteError(
-            f"{os.path.join(folder, MANIFEST)} is missing: the processes' parts were not merged, or not all was copied",
-            file=os.path.join(folder, MANIFEST),
-            got=", ".join(parts[:5]),
-            want=f"{MANIFEST}, which Orbax writes last",
-            next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
+        raise Origin(os.path.join(folder, MANIFEST)).incomplete(
+            "is missing: the processes' parts were not merged, or not all was copied",
+            ", ".join(parts[:5]),
+            f"{MANIFEST}, which Orbax writes last",
+            f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
         )
     return FolderStore(folder)
 
 
 def read_array(store: ArrayStore, name: str) -> ZarrArray | None:
-    """Return an array as its metadata describes it; None if the store does not contain it.
-
-    Raises:
-        CorruptError, UsageError: as `parse_array`; errors of reading the file.
-    """
+    """Return an array as its metadata describes it; None if the store does not contain it."""
     for is_zarr3, key in ARRAY_FILES.items():
         value = store.find(name, key)
         if value is None:
@@ -180,7 +170,7 @@ def read_array(store: ArrayStore, name: str) -> ZarrArray | None:
         text = value.data
         if text is None:
             if value.nbytes > _MAX_METADATA_NBYTES:
-                raise origin.corrupt("is too large", got=f"{value.nbytes:,} bytes")
+                raise origin.corrupt("is too large", f"{value.nbytes:,} bytes")
             with open_regular(path) as file:
                 text = file.read(value.offset, value.nbytes)
         array = parse_array(name, text, origin, is_zarr3=is_zarr3)
@@ -195,8 +185,8 @@ def _check_extent(name: str, array: ZarrArray, origin: Origin) -> None:
     if len(array.shape) > _MAX_DIMS or most > _MAX_ARRAY_NBYTES // dtypes.dtype(array.dtype).nbytes:
         raise origin.corrupt(
             f"the metadata of {quote(name)} claims an array that cannot be",
-            got=f"shape {quote(str(list(array.shape)))[1:-1]} in chunks of {quote(str(list(array.grid_shape)))[1:-1]}",
-            want=f"at most {_MAX_DIMS} dims and {_MAX_ARRAY_NBYTES:,} bytes",
+            f"shape {quote(str(list(array.shape)))[1:-1]} in chunks of {quote(str(list(array.grid_shape)))[1:-1]}",
+            f"at most {_MAX_DIMS} dims and {_MAX_ARRAY_NBYTES:,} bytes",
         )
 
 
@@ -229,24 +219,14 @@ class Chunk:
 
 
 class ChunkLister:
-    """Lists the chunks of a store's arrays; close it with `stack`, which holds the file that was read last.
-
-    Args:
-        store: the store.
-        stack: entered by the caller.
-    """
+    """Lists the chunks of a store's arrays; close it with `stack`, which holds the file that was read last."""
 
     def __init__(self, store: ArrayStore, stack: ExitStack) -> None:
         self._store, self._stack = store, stack
         self._last: RegularFile | None = None
 
     def list(self, one: ChosenArray) -> Iterator[Chunk]:
-        """Yield all chunks with elements of an array.
-
-        Raises:
-            IncompleteError: one is missing. zarr would take zeros for it.
-            CorruptError: the index of a shard is damaged, or a part lies beyond the array's edge.
-        """
+        """Yield all chunks with elements of an array."""
         for place in _list_places(one.array.grid):
             start = tuple(i * size for i, size in zip(place, one.array.grid_shape, strict=True))
             value = self._store.find(one.key, one.array.key(place))
@@ -332,17 +312,7 @@ def _list_places(grid: Sequence[int], first: tuple[int, ...] = ()) -> Iterator[t
 
 
 def check_size(one: ChosenArray, value: StoredValue, path: str, nbytes: int | None) -> None:
-    """Check that a file is there and long enough for a value.
-
-    Args:
-        one: the array with the value, for errors.
-        value: the value.
-        path: the file.
-        nbytes: bytes of the file; None if it is missing.
-
-    Raises:
-        IncompleteError: it is missing; CorruptError: it is too short.
-    """
+    """Check that a file is there and long enough for a value."""
     if nbytes is None:
         raise IncompleteError(
             f"{path}, with chunks of {one.name}, is missing",
@@ -386,16 +356,7 @@ _WINDOW_NBYTES = 1 << 20
 
 
 def check_edges(store: ArrayStore, one: ChosenArray, chunks: Sequence[Chunk]) -> None:
-    """Check that nothing lies beyond an array's edge but zeros.
-
-    Args:
-        store: the store.
-        one: the array.
-        chunks: all its chunks.
-
-    Raises:
-        CorruptError: the store contains elements that the array's shape leaves out.
-    """
+    """Check that nothing lies beyond an array's edge but zeros."""
     for key in store.keys(one.key):
         place = one.array.place(key)
         if place is not None and any(i >= n for i, n in zip(place, one.array.grid, strict=True)):
