@@ -78,7 +78,13 @@ def read_experts(files: CheckpointFiles, state: ModelState) -> Experts:
         for name in tensors:
             match = EXPERT_NAME.search(name)
             if match is None or int(match[0]) != number:
-                raise _number_error(origin, name, number)
+                raise origin.contradiction(
+                    f"contains a tensor of another expert than {number}: {quote(name)[1:-1]}",
+                    name,
+                    f"names with deepspeed_experts.{number}.",
+                    "copy the experts' files again from where they were saved",
+                    tensor=name,
+                )
             names.setdefault(name[: match.start()], set()).add(number)
         found.append(Expert(origin, replace(archive, value=None), tensors))
     for prefix, numbers in names.items():
@@ -122,16 +128,6 @@ def _absent_error(files: CheckpointFiles, what: str, there: set[int]) -> Incompl
 def _beyond_error(path: str, want: str) -> ContradictionError:
     return Origin(path).contradiction(
         "belongs to an expert that the model states do not count", os.path.basename(path), want, ONE_SAVE
-    )
-
-
-def _number_error(origin: Origin, name: str, number: int) -> ContradictionError:
-    return origin.contradiction(
-        f"contains a tensor of another expert than {number}: {quote(name)[1:-1]}",
-        name,
-        f"names with deepspeed_experts.{number}.",
-        "copy the experts' files again from where they were saved",
-        tensor=name,
     )
 
 
@@ -260,7 +256,14 @@ def find_prefixes(
         elif first.isdecimal():
             plain.setdefault(int(first), {})[rest] = shape
         else:
-            raise _stray_error(name, folder)
+            raise UsageError(
+                f"{name} belongs to no layer of the pipeline",
+                tensor=name,
+                file=folder,
+                got=name,
+                want=f"names like 0.weight or {_TIED}embed.weight",
+                next_step="make the module with this parameter, such as the loss, a layer, and save again",
+            )
     for number, tensors in plain.items():
         if number not in layers:
             raise _absent_layer_error(f"{number}.{next(iter(tensors))}", f"layer_{number:02d}*-model_states.pt", folder)
@@ -274,7 +277,12 @@ def find_prefixes(
     for keys, numbers in looks.items():
         # Keys come in the order of first use. Their values are compared later (`StoredModel.roundings`).
         if len(keys) > 1 and len(keys) != len(numbers):
-            raise _lookalike_error(layers[numbers[0]], keys)
+            raise layers[numbers[0]].origin.usage(
+                f"may be any of {len(keys)} tied layers, which have tensors of the same names and shapes",
+                list_text(keys),
+                "one",
+                "give the layers tensors of different names, and save again",
+            )
         for at, number in enumerate(numbers):
             found[number] = f"{_TIED}{keys[min(at, len(keys) - 1)]}."
     _check_tied_copies([layers[number] for number in sorted(layers)], found)
@@ -337,26 +345,6 @@ def _absent_layer_error(name: str, file: str, folder: str) -> IncompleteError:
         file=folder,
         want=file,
         next_step="copy the layers' files from the nodes that saved them; nodes without a shared disk keep their own",
-    )
-
-
-def _stray_error(name: str, folder: str) -> UsageError:
-    return UsageError(
-        f"{name} belongs to no layer of the pipeline",
-        tensor=name,
-        file=folder,
-        got=name,
-        want=f"names like 0.weight or {_TIED}embed.weight",
-        next_step="make the module with this parameter, such as the loss, a layer of the pipeline, and save again",
-    )
-
-
-def _lookalike_error(layer: Layer, keys: Sequence[str]) -> UsageError:
-    return layer.origin.usage(
-        f"may be any of {len(keys)} tied layers, which have tensors of the same names and shapes",
-        list_text(keys),
-        "one",
-        "give the layers tensors of different names, and save again",
     )
 
 
@@ -480,19 +468,15 @@ def _trained_names(
             for name, shape in group.items():
                 other = found.get(name)
                 if name in found and (other != shape or not is_tied(name)):
-                    raise _two_stages(name, state, shape, other)
+                    raise state.origin.contradiction(
+                        f"trains {name}, which an earlier stage trains, too",
+                        str(list(shape)),
+                        f"layers of its own, or a tied layer of equal shape (there: {list(other or ())})",
+                        ONE_SAVE,
+                        tensor=name,
+                    )
                 found[name] = shape
     return found
-
-
-def _two_stages(name: str, state: ModelState, shape: Shape, other: Shape | None) -> ContradictionError:
-    return state.origin.contradiction(
-        f"trains {name}, which an earlier stage trains, too",
-        str(list(shape)),
-        f"layers of its own, or a tied layer of equal shape (there: {list(other or ())})",
-        ONE_SAVE,
-        tensor=name,
-    )
 
 
 def _add_stage(

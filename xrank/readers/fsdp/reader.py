@@ -359,20 +359,6 @@ def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> Store
     return pieces_of(name, [piece.held for piece in pieces], shape, nests)
 
 
-def make_nameless_error(buffer: str, file: FsdpRankFile) -> LayoutError:
-    """Return the error for a buffer whose members' names and shapes are not recorded."""
-    return LayoutError(
-        f"{buffer}: a flat parameter that records neither names nor shapes of its members",
-        tensor=buffer,
-        file=file.archive.path,
-        rank=file.rank,
-        got=f"{file.sharded[buffer].shape[0]} elements",
-        want="parameters by name",
-        next_step="save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it into the same model first), or give a rule "
-        f'like "{buffer}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}',
-    )
-
-
 _AGAIN = "all files must come from one save of one run; copy them again"
 
 
@@ -425,7 +411,16 @@ def collect_parts(
             if name not in file.sharded:
                 continue
             if not _has_rule(hints, name):
-                raise make_nameless_error(name, file)
+                raise LayoutError(
+                    f"{name}: a flat parameter that records neither names nor shapes of its members",
+                    tensor=name,
+                    file=file.archive.path,
+                    rank=file.rank,
+                    got=f"{file.sharded[name].shape[0]} elements",
+                    want="parameters by name",
+                    next_step="save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it first), or give a rule "
+                    f'like "{name}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}',
+                )
             held.setdefault(name, []).extend(_part_of(file, tensor, index) for _, tensor in file.sharded[name].shards)
     return held
 
