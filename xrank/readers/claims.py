@@ -8,7 +8,8 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, TypeAlias
 
-from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, LayoutError
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
+from xrank.formats.regular_file import Origin
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion, inline_base, is_companion, parse_companion
 from xrank.layout.companion_parts import base_layout
@@ -51,11 +52,14 @@ class HeldTensor:
         """Return the part that a tensor of a torch archive is, without a layout."""
         return cls(rank, file, record, tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
 
+    @property
+    def origin(self) -> Origin:
+        """The rank and file, which errors name."""
+        return Origin(self.file, self.rank)
+
     def contradiction(self, name: str, problem: str, got: str, want: str, next_step: str) -> ContradictionError:
         """Return the error that this part contradicts other parts or its rank's own record."""
-        return ContradictionError(
-            f"{name}: {problem}", tensor=name, rank=self.rank, file=self.file, got=got, want=want, next_step=next_step
-        )
+        return self.origin.contradiction(f"{name}: {problem}", got, want, next_step, tensor=name)
 
 
 def replicate(held: HeldTensor, mesh: DeviceMesh) -> HeldTensor:
@@ -110,11 +114,9 @@ def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
     if held.strides == row_major(held.shape) or 0 in held.shape:
         return [Nest(local.x + held.storage_offset, local.y, local.loops)]
     if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
-        raise CorruptError(
+        raise held.origin.corrupt(
             f"{name}: rank {held.rank} stored an expanded view, whose elements share bytes",
             tensor=name,
-            rank=held.rank,
-            file=held.file,
             got=f"strides {list(held.strides)}",
             want="strides of at least 1",
             next_step="write the tensor with .contiguous()",
@@ -368,11 +370,9 @@ def check_part(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None
             next_step=check,
         )
     if part.sums:
-        raise LayoutError(
+        raise held.origin.layout(
             f"{name}: its ranks hold addends of a sum over {', '.join(part.sums)}, not values",
             tensor=name,
-            rank=held.rank,
-            file=held.file,
             got=str(claim),
             want="parts or replicas",
             next_step="reduce the tensor before it is saved",

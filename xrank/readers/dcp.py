@@ -21,7 +21,6 @@ from xrank.errors import (
     ContradictionError,
     CorruptError,
     IncompleteError,
-    LayoutError,
     UnsafeError,
     UsageError,
     XrankError,
@@ -66,13 +65,12 @@ def check_values(
         path = os.path.join(folder, metadata.files[number])
         for name, value, count in _with_tensors(path, items):
             if not is_left_out(name):
-                raise UsageError(
+                raise Origin(path).usage(
                     f"{quote(name)[1:-1]} was pickled whole, with {plural(count, 'tensor')} in it",
+                    f"a {type(value).__name__}",
+                    "tensors by name, as torch's default planner saves them from dicts and lists",
+                    either("load it and save it that way", f"leave it out with {option('exclude')}"),
                     tensor=name,
-                    file=path,
-                    got=f"a {type(value).__name__}",
-                    want="tensors by name, as torch's default planner saves them from dicts and lists",
-                    next_step=either("load it and save it that way", f"leave it out with {option('exclude')}"),
                 )
             left_out.append(name)
     return tuple(left_out)
@@ -271,7 +269,7 @@ def _check_presence(
 def _check_end(file: RegularFile, end: int) -> None:
     """Refuse a file with an item after the last one that the metadata names: the metadata is written last."""
     if file.nbytes >= end + len(_ARCHIVE) and file.read(end, len(_ARCHIVE)) == _ARCHIVE:
-        raise Origin(file.origin.path, file.origin.rank).contradiction(
+        raise file.origin.contradiction(
             "continues after the last piece that .metadata names in it: they belong to two saves",
             f"{file.nbytes:,} bytes, an item at byte {end:,}",
             f"{end:,} bytes",
@@ -291,13 +289,8 @@ def _dtype(name: str, tensor: DcpTensor, path: str) -> str:
 
 
 def _corrupt(name: str, what: str, path: str, *, got: str | None = None, want: str | None = None) -> CorruptError:
-    return CorruptError(
-        f"{quote(name)[1:-1]} {what}",
-        tensor=name,
-        file=path,
-        got=got,
-        want=want,
-        next_step="copy the checkpoint again from where it was written",
+    return Origin(path).corrupt(
+        f"{quote(name)[1:-1]} {what}", got, want, "copy the checkpoint again from where it was written", tensor=name
     )
 
 
@@ -492,13 +485,12 @@ def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None
     """Refuse FSDP1's flat parameters, of which every rank saved its own range under one name."""
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] == _FLAT:
-            raise LayoutError(
+            raise Origin(metadata.path).layout(
                 f"{quote(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
+                f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
+                "parameters by name",
+                "load it into the same model, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
                 tensor=name,
-                file=metadata.path,
-                got=f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
-                want="parameters by name",
-                next_step="load it into the same model, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
             )
 
 

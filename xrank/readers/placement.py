@@ -183,14 +183,12 @@ def place_companion(
     if len(fitting) != 1:
         if failure is not None and not fitting:
             raise prefix_error(failure, name, first)
-        raise LayoutError(
+        raise first.origin.layout(
             f"{name}: the tensor from which it follows by {companion} has not exactly one possible shape",
+            f"a part of shape {list(first.shape)}; shapes that would fit: {sorted(map(list, fitting))[:4]}",
+            "one tensor, or several of one shape, from which it follows",
+            "write rules for that tensor and for this one that match their names only",
             tensor=name,
-            rank=first.rank,
-            file=first.file,
-            got=f"a part of shape {list(first.shape)}; shapes that would fit: {sorted(map(list, fitting))[:4]}",
-            want="one tensor, or several of one shape, from which it follows",
-            next_step="write rules for that tensor and for this one that match their names only",
         )
     ((base, found),) = fitting.items()
     shape = companion_shape(companion, base)
@@ -470,11 +468,9 @@ def _place(
         shard, assumption = _place_by_base_shape(name, held, shape)
         return [shard], assumption
     dims = ", ".join(("d0/tp", *(f"d{dim}" for dim in range(1, len(held[0].shape))))[: len(held[0].shape)])
-    raise LayoutError(
+    raise held[0].origin.layout(
         f"{name}: no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
         tensor=name,
-        rank=held[0].rank,
-        file=held[0].file,
         got=f"plain tensors of shape {_shapes_text(held)}",
         want=f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
         next_step=either(
@@ -561,11 +557,9 @@ def _place_by_base_shape(
             # Ranks that FSDP2 and tensor parallelism cut along one dim have the same shapes in another order.
             how = f"cut along dim {dim} over {ranks} in rank order; where two axes of the mesh cut it, only a layout "
             return pieces_of(name, held, shape, nests), how + "file gives their order"
-    raise LayoutError(
+    raise held[0].origin.layout(
         f"{name}: no layout is recorded, and more than one cut, or none, fits the base model's shape",
         tensor=name,
-        rank=held[0].rank,
-        file=held[0].file,
         got=f"shapes {_shapes_text(held)} on {ranks}",
         want=f"parts of {list(shape)}, whole or cut along one dim",
         next_step=f"give {option('layouts', metavar='FILE')} with this tensor's layout",

@@ -303,13 +303,11 @@ def _list_items(folder: str) -> dict[str, dict[int, str]]:
         own = items.setdefault(match[1], {})
         other = own.setdefault(int(match[2]), name)
         if other != name:
-            raise ContradictionError(
+            raise Origin(os.path.join(folder, name), int(match[2])).contradiction(
                 f"{name} and {other} are files of the same item and rank, so they are from two saves",
-                file=os.path.join(folder, name),
-                rank=int(match[2]),
-                got=f"{other} and {name}",
-                want="one of them",
-                next_step=ONE_SAVE,
+                f"{other} and {name}",
+                "one of them",
+                ONE_SAVE,
             )
     return items
 

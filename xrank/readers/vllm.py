@@ -159,12 +159,11 @@ def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
     )
     shared = sizes.num_kv_heads % tp_size and tp_size % sizes.num_kv_heads
     if sizes.num_heads % tp_size or shared:
-        raise IncompleteError(
+        raise Origin(folder).incomplete(
             f"{tp_size} ranks cannot share {sizes.num_heads} heads with {sizes.num_kv_heads} of keys and values",
-            file=folder,
-            got=f"files of {tp_size} ranks",
-            want="the files of all ranks, and this model's config.json",
-            next_step="copy the missing ranks' files from the nodes that saved them",
+            f"files of {tp_size} ranks",
+            "the files of all ranks, and this model's config.json",
+            "copy the missing ranks' files from the nodes that saved them",
         )
     return sizes
 
@@ -217,21 +216,17 @@ def _layout_of(name: str, held: HeldTensor, sizes: Sizes) -> str:
     if _VOCABULARY.fullmatch(name) and len(held.shape) == 2:
         total = held.shape[0] * sizes.tp_size
         if total < sizes.vocabulary:
-            raise IncompleteError(
+            raise held.origin.incomplete(
                 f"{name}: {sizes.tp_size} ranks have {total} rows of it, fewer than the vocabulary",
                 tensor=name,
-                rank=held.rank,
-                file=held.file,
                 got=f"{total} rows",
                 want=f"vocab_size {sizes.vocabulary} or more, by config.json",
                 next_step="copy the missing ranks' files from the nodes that saved them",
             )
         if total - sizes.vocabulary >= 64 * sizes.tp_size:
-            raise ContradictionError(
+            raise held.origin.contradiction(
                 f"{name}: {sizes.tp_size} ranks have more rows of it than a padded vocabulary",
                 tensor=name,
-                rank=held.rank,
-                file=held.file,
                 got=f"{total} rows",
                 want=f"vocab_size {sizes.vocabulary}, padded",
                 next_step=_FIX,
@@ -340,25 +335,21 @@ def _check_ranks(folder: str, listed: RankParts, ranks: Sequence[_Parameters]) -
         missing = [name for name in (*first, *own) if (name in first) != (name in own)]
         if missing:
             absent = rank if missing[0] in first else rank - rank % listed.tp_size
-            raise IncompleteError(
+            raise Origin(folder, absent).incomplete(
                 f"rank {absent} has no {missing[0]}, which other ranks have: a part of it is missing",
+                list_text(map(os.path.basename, listed.files[absent])),
+                "all parts of each rank",
+                "copy the rank's files again from the node that saved them",
                 tensor=missing[0],
-                rank=absent,
-                file=folder,
-                got=list_text(map(os.path.basename, listed.files[absent])),
-                want="all parts of each rank",
-                next_step="copy the rank's files again from the node that saved them",
             )
         for name, parameter in own.items():
             if (parameter.dtype, parameter.shape) != (first[name].dtype, first[name].shape):
-                raise ContradictionError(
+                raise Origin(parameter.file, rank).contradiction(
                     f"{name}: ranks {first[name].rank} and {rank} disagree about its type or shape",
+                    f"{parameter.dtype} {list(parameter.shape)}",
+                    f"{first[name].dtype} {list(first[name].shape)}",
+                    ONE_SAVE,
                     tensor=name,
-                    rank=rank,
-                    file=parameter.file,
-                    got=f"{parameter.dtype} {list(parameter.shape)}",
-                    want=f"{first[name].dtype} {list(first[name].shape)}",
-                    next_step=ONE_SAVE,
                 )
 
 

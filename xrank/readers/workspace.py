@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, XrankError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
 from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord, read_saved_state
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
@@ -218,25 +218,20 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
     for state in states[1:]:
         key = _first_difference(first.config or {}, state.config or {}, ())
         if key is not None:
-            raise ContradictionError(
+            raise Origin(state.archive.path, state.rank).contradiction(
                 f"ranks {first.rank} and {state.rank} disagree about {_place(key)}",
-                rank=state.rank,
-                file=state.archive.path,
-                got=f"{_look_up(state.config or {}, key)} on rank {state.rank}",
-                want=f"{_look_up(first.config or {}, key)}, as on rank {first.rank}",
-                next_step=f"give {option('base_model')}, whose config.json wins, or let all ranks write one config",
+                f"{_look_up(state.config or {}, key)} on rank {state.rank}",
+                f"{_look_up(first.config or {}, key)}, as on rank {first.rank}",
+                f"give {option('base_model')}, whose config.json wins, or let all ranks write one config",
             )
     try:
         json.dumps(first.config, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
+        raise Origin(first.archive.path, first.rank).usage(
             f"the ranks' config cannot be written as config.json: {error}",
-            rank=first.rank,
-            file=first.archive.path,
-            got=str(error),
-            want="text keys, and values that JSON supports",
-            next_step=f"give {option('base_model')}, whose config.json wins, or let all ranks write a config of plain "
-            "values",
+            str(error),
+            "text keys, and values that JSON supports",
+            f"give {option('base_model')}, whose config.json wins, or let all ranks write a config of plain values",
         ) from None
     return first.config or None
 

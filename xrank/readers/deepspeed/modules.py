@@ -220,14 +220,11 @@ def _shard_of(name: str, held: Sequence[HeldTensor]) -> StoredShard:
     first = held[0]
     for other in held:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
-            raise ContradictionError(
+            raise other.origin.contradiction(
                 f"{name}: ranks {first.rank} and {other.rank} disagree about its type or shape",
+                f"{other.dtype} {list(other.shape)}",
+                f"{first.dtype} {list(first.shape)}, as in {first.file}",
                 tensor=name,
-                rank=other.rank,
-                file=other.file,
-                got=f"{other.dtype} {list(other.shape)}",
-                want=f"{first.dtype} {list(first.shape)}, as in {first.file}",
-                next_step="all files must come from one save of one run; copy them again",
             )
     return pieces_of(name, held, first.shape, [whole(h.shape) for h in held])
 

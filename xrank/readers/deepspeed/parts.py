@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from xrank.dtypes import dtype
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, IncompleteError
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.layout.nest_table import int_array
@@ -256,13 +256,12 @@ def find_prefixes(
         elif first.isdecimal():
             plain.setdefault(int(first), {})[rest] = shape
         else:
-            raise UsageError(
+            raise Origin(folder).usage(
                 f"{name} belongs to no layer of the pipeline",
+                name,
+                f"names like 0.weight or {_TIED}embed.weight",
+                "make the module with this parameter, such as the loss, a layer, and save again",
                 tensor=name,
-                file=folder,
-                got=name,
-                want=f"names like 0.weight or {_TIED}embed.weight",
-                next_step="make the module with this parameter, such as the loss, a layer, and save again",
             )
     for number, tensors in plain.items():
         if number not in layers:

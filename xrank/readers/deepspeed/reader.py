@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
@@ -323,14 +323,13 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
         )
     if modules.shards or modules.shared:
         name = next(iter((*modules.shards, *modules.shared)))
-        raise UsageError(
+        raise modules.state.origin.usage(
             f"{name}: universal checkpoints of several slices do not record how buffers, ties and frozen parameters "
             "were sliced",
+            f"{num_slices} slices",
+            "one, or trained parameters alone",
+            "save from a run without tensor parallelism",
             tensor=name,
-            file=modules.state.origin.path,
-            got=f"{num_slices} slices",
-            want="one, or trained parameters alone",
-            next_step="save from a run without tensor parallelism",
         )
     # For the names: the shapes are those of slices, and `is_sliced` keeps them from being compared.
     for rank in sorted(files.models)[1:]:

@@ -151,7 +151,7 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
         raise origin.corrupt(f"{quote(name)}: the ShardedTensor records no rank", f"{rank} of {world_size}")
     if rank != origin.rank:
-        raise Origin(origin.path, origin.rank).contradiction(
+        raise origin.contradiction(
             "is a copy of another rank's file",
             f"rank {rank}",
             f"rank {origin.rank}",
@@ -482,14 +482,12 @@ class DTensors:
         placement = build_placement(kind, fields)
         if placement is not None:
             return placement
-        raise LayoutError(
+        raise self._origin.layout(
             f"{name}: no layout can express one of its placements",
+            quote(kind or type(value).__name__),
+            "Shard, Replicate or _StridedShard",
+            "redistribute the tensor to Shard or Replicate before it is saved",
             tensor=name,
-            rank=self._origin.rank,
-            file=self._origin.path,
-            got=quote(kind or type(value).__name__),
-            want="Shard, Replicate or _StridedShard",
-            next_step="redistribute the tensor to Shard or Replicate before it is saved",
         )
 
     def _order_entry(self, name: str, value: object) -> _OrderEntry:

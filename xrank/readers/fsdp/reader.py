@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from xrank.dialects.tensors import box_nests
 from xrank.dtypes import dtype
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
@@ -253,13 +253,11 @@ def find_flat_pieces(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]
         for name in found:
             held_by = {piece.held.rank for piece in found[name]}
             if file.rank not in held_by and name in file.plain and 0 not in file.plain[name].shape:
-                raise ContradictionError(
+                raise Origin(file.archive.path, file.rank).contradiction(
                     f"{name}: it is a piece of a flat parameter on {ranks_text(held_by)}, but a whole "
                     f"tensor on rank {file.rank}",
+                    f"shape {list(file.plain[name].shape)}",
                     tensor=name,
-                    rank=file.rank,
-                    file=file.archive.path,
-                    got=f"shape {list(file.plain[name].shape)}",
                     next_step="all ranks must come from one run; save again",
                 )
     named = {piece.buffer for pieces in found.values() for piece in pieces}
@@ -281,13 +279,12 @@ def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Pi
         # The end is also padded to a multiple of the number of ranks.
         room = padding if start < size else padding + len(parts)
         if start - stand > room:
-            raise ContradictionError(
+            raise Origin(files[0].archive.path).contradiction(
                 f"{buffer}: elements {stand} to {start - 1} belong to no named parameter",
+                f"{start - stand} elements",
+                f"at most {room} of padding",
+                "save the whole state dict, with all its names",
                 tensor=buffer,
-                file=files[0].archive.path,
-                got=f"{start - stand} elements",
-                want=f"at most {room} of padding",
-                next_step="save the whole state dict, with all its names",
             )
         stand = max(stand, stop)
 
@@ -298,13 +295,12 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
         more = likewise_text([other for other in unknown if other != name])
-        raise LayoutError(
+        raise pieces.by_name[name][0].held.origin.layout(
             f"{name}: a flat parameter contains its elements but not its shape{more}",
+            f"{stop - start} elements",
+            "the tensor's whole shape in a base model",
+            f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
             tensor=name,
-            file=pieces.by_name[name][0].held.file,
-            got=f"{stop - start} elements",
-            want="the tensor's whole shape in a base model",
-            next_step=f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
         )
     return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
 
@@ -325,13 +321,12 @@ def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
     stand = ranges[0][0]
     for start, stop in ranges:
         if start != stand:
-            raise IncompleteError(
+            raise pieces[0].held.origin.incomplete(
                 f"{name}: elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank",
+                ranks_text(piece.held.rank for piece in pieces),
+                "a piece on every rank in between",
+                "save the state dict of all ranks again",
                 tensor=name,
-                file=pieces[0].held.file,
-                got=ranks_text(piece.held.rank for piece in pieces),
-                want="a piece on every rank in between",
-                next_step="save the state dict of all ranks again",
             )
         stand = stop
     return ranges[0][0], stand
@@ -344,13 +339,12 @@ def _kind(piece: _Piece) -> tuple[str, str]:
 def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> StoredShard:
     first, stop = _extent(name, pieces)
     if prod(shape) != stop - first:
-        raise LayoutError(
+        raise pieces[0].held.origin.layout(
             f"{name}: the base model's shape does not fit the number of elements in the flat parameter",
+            f"{stop - first} elements",
+            f"{prod(shape)}, for the shape {list(shape)}",
+            "give the base model that was trained",
             tensor=name,
-            file=pieces[0].held.file,
-            got=f"{stop - first} elements",
-            want=f"{prod(shape)}, for the shape {list(shape)}",
-            next_step="give the base model that was trained",
         )
     nests = []
     for piece in pieces:
@@ -370,14 +364,12 @@ def check_kinds(files: Sequence[FsdpRankFile]) -> None:
             for name in names:
                 first, before = kinds.setdefault(name, (file, kind))
                 if before != kind:
-                    raise ContradictionError(
+                    raise Origin(file.archive.path, file.rank).contradiction(
                         f"{name}: it is a {before} on rank {first.rank} and a {kind} on rank {file.rank}",
+                        kind,
+                        before,
+                        _AGAIN,
                         tensor=name,
-                        rank=file.rank,
-                        file=file.archive.path,
-                        got=kind,
-                        want=before,
-                        next_step=_AGAIN,
                     )
 
 
@@ -411,15 +403,13 @@ def collect_parts(
             if name not in file.sharded:
                 continue
             if not _has_rule(hints, name):
-                raise LayoutError(
+                raise Origin(file.archive.path, file.rank).layout(
                     f"{name}: a flat parameter that records neither names nor shapes of its members",
-                    tensor=name,
-                    file=file.archive.path,
-                    rank=file.rank,
-                    got=f"{file.sharded[name].shape[0]} elements",
-                    want="parameters by name",
-                    next_step="save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it first), or give a rule "
+                    f"{file.sharded[name].shape[0]} elements",
+                    "parameters by name",
+                    "save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it first), or give a rule "
                     f'like "{name}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}',
+                    tensor=name,
                 )
             held.setdefault(name, []).extend(_part_of(file, tensor, index) for _, tensor in file.sharded[name].shards)
     return held
@@ -449,13 +439,8 @@ def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Ind
             shards.append(pieces_of(name, held, first.shape, nests))
         elif first.boxes:
             file = parts[0][0]
-            raise ContradictionError(
-                f"{name}: no rank holds any of it",
-                tensor=name,
-                file=file.archive.path,
-                got="no shard",
-                want=f"{len(first.boxes)} shards",
-                next_step=_AGAIN,
+            raise Origin(file.archive.path).contradiction(
+                f"{name}: no rank holds any of it", "no shard", f"{len(first.boxes)} shards", _AGAIN, tensor=name
             )
     return shards
 
@@ -463,14 +448,8 @@ def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Ind
 def _check_same(name: str, file: FsdpRankFile, part: ShardedPart, first: ShardedPart) -> None:
     got, want = (f"{p.dtype} {list(p.shape)} in {len(p.boxes)} shards" for p in (part, first))
     if (part.dtype, part.shape, part.boxes) != (first.dtype, first.shape, first.boxes):
-        raise ContradictionError(
-            f"{name}: ranks disagree about its type, shape or shards",
-            tensor=name,
-            rank=file.rank,
-            file=file.archive.path,
-            got=got,
-            want=want,
-            next_step=_AGAIN,
+        raise Origin(file.archive.path, file.rank).contradiction(
+            f"{name}: ranks disagree about its type, shape or shards", got, want, _AGAIN, tensor=name
         )
 
 

@@ -121,13 +121,12 @@ class ShardPieces:
             dtype = self.names.setdefault(tensor.name, tensor.dtype)
             ndim = self.ndim.setdefault(tensor.name, len(tensor.shape))
             if (dtype, ndim) != (tensor.dtype, len(tensor.shape)):
-                raise ContradictionError(
+                raise Origin(header.path).contradiction(
                     f"{tensor.name}: rank {rank}'s piece has another type than earlier pieces",
+                    f"{tensor.dtype}, {len(tensor.shape)} dims",
+                    f"{dtype}, {ndim} dims",
+                    ONE_SAVE,
                     tensor=tensor.name,
-                    file=header.path,
-                    got=f"{tensor.dtype}, {len(tensor.shape)} dims",
-                    want=f"{dtype}, {ndim} dims",
-                    next_step=ONE_SAVE,
                 )
             row = self.rows.setdefault(tensor.name, array("q"))
             row.extend((rank, record_of(tensor)))
@@ -350,19 +349,17 @@ def _shape_error(
 ) -> IncompleteError | ContradictionError:
     is_short = len(shape) == len(want) and all(n <= m for n, m in zip(shape, want, strict=True))
     if is_short:
-        return IncompleteError(
+        return Origin((grid.holes() or [grid.folder])[0]).incomplete(
             f"{name}: its pieces end before the tensor does; a rank's files are missing",
+            f"pieces that reach to {list(shape)}; {grid.text()}",
+            f"{list(want)}, as in the base model",
+            f"copy the files of the missing ranks (after rank {max(grid.ranks)}, perhaps) into the folder",
             tensor=name,
-            file=(grid.holes() or [grid.folder])[0],
-            got=f"pieces that reach to {list(shape)}; {grid.text()}",
-            want=f"{list(want)}, as in the base model",
-            next_step=f"copy the files of the missing ranks (after rank {max(grid.ranks)}, perhaps) into the folder",
         )
-    return ContradictionError(
+    return Origin(pieces.records.path(int(pieces.table(name)[0, 1]))).contradiction(
         f"{name}: its pieces reach beyond the base model's tensor",
+        str(list(shape)),
+        f"{list(want)}, as in the base model",
+        f"give the base model that was trained; if shards of two saves lie here, {ONE_SAVE}",
         tensor=name,
-        file=pieces.records.path(int(pieces.table(name)[0, 1])),
-        got=str(list(shape)),
-        want=f"{list(want)}, as in the base model",
-        next_step=f"give the base model that was trained; if shards of two saves lie here, {ONE_SAVE}",
     )

@@ -245,13 +245,12 @@ def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | No
 
 
 def _layer_error(name: str, got: str, count: int, path: str) -> ContradictionError:
-    return ContradictionError(
+    return Origin(path).contradiction(
         f"{name} does not fit the number of layers in {_COMMON}",
+        got,
+        f"{count} layers, as in args.num_layers",
+        f"copy the checkpoint again: .metadata and {_COMMON} belong to two models",
         tensor=name,
-        file=path,
-        got=got,
-        want=f"{count} layers, as in args.num_layers",
-        next_step=f"copy the checkpoint again: .metadata and {_COMMON} belong to two models",
     )
 
 

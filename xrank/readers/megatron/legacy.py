@@ -237,14 +237,12 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, si
         try:
             expert_in(name)
         except ValueError:
-            raise LayoutError(
+            raise file.origin.layout(
                 f"{quote(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
+                "experts without a number in their name",
+                "an expert's number in the name, or all experts of a layer as GroupedMLP has them",
+                "save with --ckpt-format torch_dist, which records it",
                 tensor=name,
-                rank=file.origin.rank,
-                file=file.origin.path,
-                got="experts without a number in their name",
-                want="an expert's number in the name, or all experts of a layer as GroupedMLP has them",
-                next_step="save with --ckpt-format torch_dist, which records it",
             ) from None
     try:
         held = count_experts(chunk)
@@ -336,11 +334,9 @@ def layouts_of(
     if unknown:
         held = tensors[unknown[0]].held[0]
         more = likewise_text([quote(name)[1:-1] for name in unknown[1:]])
-        raise LayoutError(
+        raise held.origin.layout(
             f"{quote(unknown[0])[1:-1]}: it is unknown how Megatron cuts a tensor of this name{more}",
             tensor=unknown[0],
-            rank=held.rank,
-            file=held.file,
             got=f"a part of shape {list(held.shape)}",
             want=f"a name in xrank's table, or a rule of {option('layouts')} on the axes tp and etp",
             next_step=f"give {option('layouts', metavar='FILE')} with its layout, or save with "

@@ -331,13 +331,12 @@ def corrupt_error(
     one: ChosenArray, problem: str, path: str, *, got: str | None = None, want: str | None = None
 ) -> CorruptError:
     """Return the error for a damaged file with chunks of an array."""
-    return CorruptError(
+    return Origin(path).corrupt(
         f"{one.name}: {problem}",
+        got,
+        want,
+        "copy the checkpoint again from where it was written, or take another step",
         tensor=one.name,
-        file=path,
-        got=got,
-        want=want,
-        next_step="copy the checkpoint again from where it was written, or take another step",
     )
 
 
