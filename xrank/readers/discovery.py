@@ -15,8 +15,7 @@ from xrank.errors import IncompleteError, UnknownFormatError, UsageError, XrankE
 from xrank.formats.regular_file import LFS_MAGIC, Origin, open_regular, quote
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints, Reader
-from xrank.readers.hugging_face.folder import ENGINE_PART
-from xrank.readers.records import EXPORT_FOLDER
+from xrank.readers.records import ENGINE_PART, EXPORT_FOLDER
 from xrank.stores import places
 from xrank.stores.url import is_url
 from xrank.words import list_text, one_line

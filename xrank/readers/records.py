@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
 
 
+ENGINE_PART = re.compile(r"model-(.*-)?(rank|tp)-\d+-part-\d+\.safetensors|rank\d+\.safetensors")
+"""Names of files with a rank's part of a model that an inference engine saved."""
+
 ONE_SAVE = "let all ranks save into an empty folder, or copy the folder of one save again from where it was written"
 """Where files of two saves lie in one folder, and the format does not record which belong together.
 

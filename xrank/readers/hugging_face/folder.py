@@ -20,7 +20,7 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.shards import is_shard_name
-from xrank.readers.records import Records
+from xrank.readers.records import ENGINE_PART, Records
 from xrank.stores import places
 from xrank.words import likewise_text, list_text, plural
 
@@ -286,8 +286,6 @@ def check_placeholders(
     )
 
 
-ENGINE_PART = re.compile(r"model-(.*-)?(rank|tp)-\d+-part-\d+\.safetensors|rank\d+\.safetensors")
-"""Names of files with a rank's part of a model that an inference engine saved."""
 _NUMBERED_PART = re.compile(r"(.+)_\d+\.safetensors")
 _FIRST, _WHOLE = "model_0.safetensors", "model.safetensors"
 _METADATA = "metadata.pkl"
