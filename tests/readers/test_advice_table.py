@@ -131,7 +131,10 @@ FOLLOWED: Mapping[str, str] = {
     ),
     r"give each chunk once, .*": "gather/test_megatron_refusals.py::test_a_chunk_given_twice_is_refused",
     r"set num_local_experts .*|make it contiguous": "gather/test_megatron_refusals.py::test_advice_that_is_followed",
-    r"export the chunks as Megatron makes them": MEGATRON,
+    r"let all ranks of the world take part|set (layer_number|the attributes that Megatron's).*": MEGATRON,
+    r"without ep, where every rank holds all experts": MEGATRON,
+    r"export the (chunks as Megatron makes them|part that has a decoder of its own, .*)": MEGATRON,
+    r"give (layouts= with this tensor's rule.*|the axes of mesh= Megatron's names)|dp is for replicas": MEGATRON,
     r"materialise the module .*|on its final device": (
         "conversion/test_load.py::test_modules_that_cannot_be_filled_are_refused"
     ),
@@ -148,6 +151,9 @@ FOLLOWED: Mapping[str, str] = {
     r"{}, then {}|{}|if each is a model, {}": PART,
 }
 """Expression for a clause of advice, and the test that follows it, or why none does."""
+
+
+_REFUSALS = ("contradiction", "corrupt", "incomplete", "layout", "usage")
 
 
 class _Advice(ast.NodeVisitor):
@@ -173,6 +179,9 @@ class _Advice(ast.NodeVisitor):
         self.generic_visit(node)
         self.found += [keyword.value for keyword in node.keywords if keyword.arg == "next_step"]
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        # Methods of Origin: the problem, got, want, and the next step.
+        if isinstance(node.func, ast.Attribute) and name in _REFUSALS and len(node.args) > 3:
+            self.found.append(node.args[3])
         if name == "advise":
             self.found += node.args[:1]
         if name in self.places and len(node.args) > self.places[name]:

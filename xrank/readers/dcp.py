@@ -330,7 +330,7 @@ class _FileReader:
             return
         path, rank = file.origin.path, file.origin.rank
         raise Origin(path, rank).contradiction(
-            f"and {os.path.basename(other.origin.path)} hold the same bytes: one is a copy of the other",
+            f"holds the same bytes as {os.path.basename(other.origin.path)}: one is a copy of the other",
             f"equal checksums of all {len(rows)} pieces",
             "different pieces in each file",
             "copy both files again from where they were written",

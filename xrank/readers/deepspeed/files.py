@@ -255,7 +255,7 @@ def _set(place: dict[_Key, str], key: _Key, path: str, whose: str) -> None:
     other = place.setdefault(key, path)
     if other != path:
         raise Origin(path).contradiction(
-            f"and {os.path.basename(other)} both belong to {whose}", "two files", "one", ONE_SAVE
+            f"it and {os.path.basename(other)} both belong to {whose}", "two files", "one", ONE_SAVE
         )
 
 

@@ -449,7 +449,7 @@ def _check_moments(files: CheckpointFiles, states: Sequence[ModelState], layers:
             "lacks files of layers: the optimizer trained tensors that none of them contains",
             f"layers {numbers_text(layers)}, with {held[shape]} tensors of shape {list(shape)}",
             f"{wanted[shape]} tensors of this shape",
-            "copy the layers' files from the nodes that saved them; each node may have its own disk",
+            "copy the layers' files from the nodes that saved them; nodes without a shared disk keep their own",
         )
 
 
