@@ -243,7 +243,7 @@ def check_https(endpoint: str, url: str, *, allow_http: bool) -> None:
         what = "would be reached over plain http, where others can read and change the bytes and the credentials"
         permit = either(f"give {option('allow_http', True)}", "set XRANK_ALLOW_HTTP=1")
         next_step = f"give an endpoint with https; or, if the network is yours, {permit}"
-        raise UsageError(f"{url} {what}", file=url, next_step=next_step)
+        raise UsageError(f"{url} {what}", file=url, want="https", next_step=next_step)
 
 
 def make_credentials_error(url: str, next_step: str, got: str | None = None) -> UsageError:

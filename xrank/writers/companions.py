@@ -127,7 +127,7 @@ def _check_blob(path: str) -> None:
     if found.hex() != name:
         what = f"{path}: is not the file that was downloaded: its hash is {found.hex()}, not {name} as in the cache"
         next_step = "download the model again, with hf download into another cache"
-        raise CorruptError(what, file=path, next_step=next_step)
+        raise CorruptError(what, file=path, got=found.hex(), want=name, next_step=next_step)
 
 
 def find_hub_snapshot(identifier: str, cache: str) -> str:
@@ -143,8 +143,9 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     """
     # The cache writes / as --, so a name with -- would stand for two models.
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
-        next_step = "give the path of a model folder, or a name as on the Hugging Face Hub: organization/name"
-        raise UsageError(f"{identifier!r}: is neither a folder nor a model's name", next_step=next_step)
+        next_step = "give the path of a model folder, or a name as on the Hugging Face Hub"
+        what, want = f"{identifier!r}: is neither a folder nor a model's name", "organization/name"
+        raise UsageError(what, got=identifier, want=want, next_step=next_step)
     # huggingface_hub/file_download.py: repo_folder_name, _get_pointer_path
     place = os.path.join(cache, "models--" + identifier.replace("/", "--"))
     reference = os.path.join(place, "refs", "main")
@@ -158,8 +159,9 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
         next_step = "change its owner or mode, or download the model again with hf download"
         raise UsageError(f"{reference}: {error.strerror}", file=reference, next_step=next_step) from error
     if not _REVISION.fullmatch(revision) or len(revision) > 255:
-        what = f"{reference}: does not name a snapshot by a commit's hash, but {revision!r}"
-        raise UnsafeError(what, file=reference, next_step="download the model again with hf download")
+        what, got, want = f"{reference}: does not name a snapshot", repr(revision), "a commit's hash"
+        next_step = "download the model again with hf download"
+        raise UnsafeError(what, file=reference, got=got, want=want, next_step=next_step)
     snapshot = os.path.join(place, "snapshots", revision)
     if not places.is_folder(snapshot):
         raise _make_cache_error(identifier, snapshot)
@@ -208,7 +210,8 @@ def _check_folder_name(name: str, path: str) -> None:
     """Refuse a folder that would be in the place of a file that xrank writes, and that a signature leaves out."""
     if name in _OWN:
         what = f"{path}: is a folder with the name of a file that a gather writes"
-        raise UsageError(what, file=path, next_step="give the folder another name, or copy the model without it")
+        next_step = "give the folder another name, or copy the model without it"
+        raise UsageError(what, file=path, got="a folder", want=f"no folder named {name}", next_step=next_step)
 
 
 def _holds_weights(folder: str) -> bool:
@@ -234,6 +237,6 @@ def _is_file(path: str) -> bool:
 
 
 def _make_cache_error(identifier: str, place: str) -> UsageError:
-    what = f"{identifier}: is not in the local Hugging Face cache: no {place}"
+    what, got = f"{identifier}: is not in the local Hugging Face cache: no {place}", "nothing there"
     next_step = f"run `hf download {identifier}` where there is a network, or give a folder; xrank downloads nothing"
-    return UsageError(what, file=place, next_step=next_step)
+    return UsageError(what, file=place, got=got, next_step=next_step)

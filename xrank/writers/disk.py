@@ -38,6 +38,7 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
     if error.errno in _NO_SPACE:
         return _make_space_error(error.errno, path, needed_nbytes)
     kind: type[XrankError] = UsageError
+    want = None
     if error.errno == errno.EFBIG:
         got = None if needed_nbytes is None else f"{needed_nbytes} bytes"
         text = "larger than a file may be here: the file-size limit (ulimit -f) or the file system's own"
@@ -46,11 +47,11 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
         got, next_step = None, "give the output a shorter name"
     elif error.errno in _NO_PERMISSION:
         got, next_step = describe(path), "choose another place, or change its owner or mode"
-        text = f"{text} ({got})"
+        text, want = f"{text} ({got})", "a place this user may write to, and files this user may read"
     else:
         kind, got = XrankError, errno.errorcode.get(error.errno or 0, str(error.errno))
         next_step = f"look at the disk or the server; then {AGAIN}, which goes on from the finished files"
-    return kind(f"{path}: {text}", file=path, got=got, next_step=next_step)
+    return kind(f"{path}: {text}", file=path, got=got, want=want, next_step=next_step)
 
 
 def raise_after_commit(path: str, error: BaseException) -> NoReturn:
@@ -217,8 +218,11 @@ def open_companion(path: str) -> Iterator[int]:
         system.close_read(fd)
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if not unchanged or nbytes != before.st_size:
-        what = f"{path}: changed while it was read: {nbytes} bytes of {before.st_size}"
-        raise ContradictionError(what, file=path, next_step=f"let nothing write to the source, then {AGAIN}")
+        got, want = f"{nbytes} bytes read", f"{before.st_size} bytes, unchanged"
+        next_step = f"let nothing write to the source, then {AGAIN}"
+        raise ContradictionError(
+            f"{path}: changed while it was read", file=path, got=got, want=want, next_step=next_step
+        )
 
 
 def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:

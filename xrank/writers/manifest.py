@@ -159,7 +159,8 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
         _check_manifest(manifest)
     except (ValueError, RecursionError, _FlawError) as error:
         next_step = "gather the model again; its manifest cannot be trusted"
-        raise CorruptError(f"{path}: is not a manifest of xrank: {error}", file=path, next_step=next_step) from error
+        what = f"{path}: is not a manifest of xrank: {error}"
+        raise CorruptError(what, file=path, got=str(error), next_step=next_step) from error
     result: dict[str, Any] = manifest
     return result
 

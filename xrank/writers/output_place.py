@@ -113,13 +113,19 @@ def check_folder_output(out: str | os.PathLike[str], *, overwrite: bool, replace
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise _refuse(UsageError, there, f"is not a folder, so {place.path} cannot be made", got=_describe_kind(there))
+        what = f"is not a folder, so {place.path} cannot be made"
+        raise _refuse(UsageError, there, what, got=_describe_kind(there), want="a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         # Then owner and mode are not the reason.
         is_read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
         why = "its file system is mounted read-only" if is_read_only else describe(there)
         raise _refuse(
-            UsageError, there, f"cannot be written to ({why})", ", or change the folder's owner or mode", got=why
+            UsageError,
+            there,
+            f"cannot be written to ({why})",
+            ", or change the folder's owner or mode",
+            got=why,
+            want="a writable folder",
         )
 
 
@@ -128,7 +134,8 @@ def _check_owner(place: OutputPlace) -> None:
     folder, output = os.stat(place.parent), os.lstat(place.path)
     if folder.st_mode & stat.S_ISVTX and system.user_id() not in (0, folder.st_uid, output.st_uid):
         what = f"another user's, in a folder where only owners replace ({describe(place.path)})"
-        raise _refuse(UsageError, place.path, what, ", or let its owner run this")
+        facts = {"got": describe(place.path), "want": "an output of this user"}
+        raise _refuse(UsageError, place.path, what, ", or let its owner run this", **facts)
 
 
 def check_room(out: str | os.PathLike[str], nbytes: Sequence[int], source: str) -> None:
@@ -174,7 +181,7 @@ def check_replaceable(path: str, *, replaces_states: bool) -> None:
             return
     kind = _describe_kind(path)
     what = f"is {kind}, not a model, so {option('overwrite', True)} does not replace it"
-    raise _refuse(OutputExistsError, path, what, ", or move it elsewhere", got=kind)
+    raise _refuse(OutputExistsError, path, what, ", or move it elsewhere", got=kind, want="a model, or nothing")
 
 
 def _check_folders(path: str, names: Sequence[str]) -> None:
@@ -191,9 +198,8 @@ def _check_folders(path: str, names: Sequence[str]) -> None:
     if others:
         what = f"holds {list_text(map(repr, others), 3)}, not part of a model that xrank wrote, so "
         what += f"{option('overwrite', True)} does not remove it"
-        raise _refuse(
-            OutputExistsError, path, what, ", or move the folder elsewhere", file=os.path.join(path, others[0])
-        )
+        facts = {"file": os.path.join(path, others[0]), "got": f"the folder {others[0]!r} in it", "want": "a model"}
+        raise _refuse(OutputExistsError, path, what, ", or move the folder elsewhere", **facts)
 
 
 def _check_states(path: str, names: Sequence[str]) -> None:
@@ -203,7 +209,8 @@ def _check_states(path: str, names: Sequence[str]) -> None:
             f"holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put a model in "
         )
         file = os.path.join(path, state_file_name(ranks[0]))
-        raise _refuse(OutputExistsError, path, f"{what}their place", ", or move it elsewhere", file=file)
+        facts = {"file": file, "got": _describe_kind(path), "want": "a model, or nothing"}
+        raise _refuse(OutputExistsError, path, f"{what}their place", ", or move it elsewhere", **facts)
 
 
 def check_inner_name(name: str) -> None:
@@ -336,6 +343,6 @@ def _check_folder(folder: str) -> None:
         os.unlink(probe)
     except FileNotFoundError as error:
         what = f"no file can be made there: {error.strerror}"
-        raise _refuse(UsageError, folder, what, got=describe(folder)) from error
+        raise _refuse(UsageError, folder, what, got=describe(folder), want="a folder of a disk") from error
     except OSError as error:
         raise explain(error, folder) from error

@@ -142,8 +142,9 @@ def check_store_writer(out: str, *, ranks: int) -> None:
         UsageError: it is one.
     """
     if is_url(out) and ranks > 1:
-        what = f"{out}: an output in a store is signed by the one process that makes it, not by {ranks} ranks"
-        raise UsageError(what, file=out, next_step=f"gather in one process, or leave {option('sign')} out")
+        what = f"{out}: an output in a store is signed by the one process that makes it"
+        next_step = f"gather in one process, or leave {option('sign')} out"
+        raise UsageError(what, file=out, got=f"{ranks} ranks", want="one process", next_step=next_step)
 
 
 def check_apart(source: str, out: str) -> None:
