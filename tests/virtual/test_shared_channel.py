@@ -19,7 +19,7 @@ from xrank.errors import NoSpaceError, UsageError
 from xrank.virtual import processes, shared_channels
 from xrank.virtual.arrays import ArraySpec, bytes_of, from_bytes, kind_of, spec_of
 from xrank.virtual.channels import HOST, make_heading
-from xrank.virtual.shared_channels import Arena, Wait
+from xrank.virtual.shared_channels import Arena, DeviceWait
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (100_003,), (2, 33, 1025)]
 
@@ -321,13 +321,13 @@ def test_no_byte_has_two_users_and_no_room_is_lost(steps):
 @pytest.mark.parametrize(
     ("running", "told", "found"),
     [
-        ({0, 1, 2}, {1: Wait(0, "", 0, 0, {}), 2: Wait(1, "", 0, 0, {})}, []),  # for a device that works
-        ({1, 2}, {1: Wait(0, "", 0, 0, {}), 2: Wait(1, "", 0, 0, {})}, [1, 2]),  # for one that has ended
-        ({0, 1}, {0: Wait(1, "", 0, 0, {}), 1: Wait(0, "", 0, 0, {})}, [0, 1]),
-        ({0, 1}, {0: Wait(1, "", 0, 0, {}), 1: Wait(0, "", 0, 2, {0: 1})}, []),  # a message is under way
-        ({0, 1}, {0: Wait(1, "", 0, 1, {1: 2}), 1: Wait(0, "", 0, 2, {0: 1})}, [0, 1]),
-        ({0, 1}, {0: Wait(HOST, "", 0, 1, {}), 1: Wait(0, "", 0, 0, {})}, [0, 1]),  # the host sends no more
-        ({0, 1}, {0: Wait(HOST, "", 0, 0, {}), 1: Wait(0, "", 0, 0, {})}, []),  # but what it sent will come
+        ({0, 1, 2}, {1: DeviceWait(0, "", 0, 0, {}), 2: DeviceWait(1, "", 0, 0, {})}, []),  # for a device that works
+        ({1, 2}, {1: DeviceWait(0, "", 0, 0, {}), 2: DeviceWait(1, "", 0, 0, {})}, [1, 2]),  # for one that has ended
+        ({0, 1}, {0: DeviceWait(1, "", 0, 0, {}), 1: DeviceWait(0, "", 0, 0, {})}, [0, 1]),
+        ({0, 1}, {0: DeviceWait(1, "", 0, 0, {}), 1: DeviceWait(0, "", 0, 2, {0: 1})}, []),  # a message is under way
+        ({0, 1}, {0: DeviceWait(1, "", 0, 1, {1: 2}), 1: DeviceWait(0, "", 0, 2, {0: 1})}, [0, 1]),
+        ({0, 1}, {0: DeviceWait(HOST, "", 0, 1, {}), 1: DeviceWait(0, "", 0, 0, {})}, [0, 1]),  # the host sends no more
+        ({0, 1}, {0: DeviceWait(HOST, "", 0, 0, {}), 1: DeviceWait(0, "", 0, 0, {})}, []),  # but what it sent will come
     ],
 )
 def test_a_deadlock_is_one_only_if_no_message_is_under_way(running, told, found):

@@ -42,7 +42,7 @@ from xrank.virtual.engine import (
     make_failure,
     make_timeout_error,
 )
-from xrank.virtual.shared_channels import MAX_READS, SharedLinks, SharedMemory, Wait
+from xrank.virtual.shared_channels import MAX_READS, DeviceWait, SharedLinks, SharedMemory
 
 MAX_DEVICES = 256
 """Each device takes three file descriptors of the host, and 10 MB or more of memory."""
@@ -127,7 +127,7 @@ class _Host:
         self._returned: dict[int, list[Array]] = {device: [] for device in self._processes}
         self._finished: dict[int, DeviceResult] = {}
         self._failed: list[DeviceFailure] = []
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[int, DeviceWait] = {}
         self._by_pidfd = {process.pidfd: process for process in processes}
         for pidfd in self._by_pidfd:
             links.poll.register(pidfd, select.POLLIN)
@@ -168,7 +168,7 @@ class _Host:
                 failure.__cause__ = error
                 word = DeviceFailure(time.monotonic(), failure, cause=None)
             self._waits.pop(device, None)
-            if isinstance(word, Wait):
+            if isinstance(word, DeviceWait):
                 self._waits[device] = word
             elif word is not None:
                 self._running.discard(device)
@@ -177,7 +177,7 @@ class _Host:
                 else:
                     self._finished[device] = word
 
-    def _find_deadlock(self) -> Mapping[int, Wait]:
+    def _find_deadlock(self) -> Mapping[int, DeviceWait]:
         """Return the waits that no message can end.
 
         A wait that is over by now is not among them: its message was sent after its source had told of a wait, which
@@ -199,7 +199,7 @@ class _Host:
                 return waits
             waits = {device: wait for device, wait in waits.items() if device not in hopeful}
 
-    def _describe(self, waits: Mapping[int, Wait]) -> dict[int, str]:
+    def _describe(self, waits: Mapping[int, DeviceWait]) -> dict[int, str]:
         now = time.monotonic()
         return {
             device: describe_wait(wait.source, self._running, f"{wait.message}, since {now - wait.since:.1f} s")

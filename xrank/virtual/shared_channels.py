@@ -171,7 +171,7 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class DeviceWait:
     """A device's wait for a message, as it tells the host; None tells it that the wait is over.
 
     Two waits that no message in transit can end are found by `num_taken` and `sent` alone, however old they are.
@@ -286,7 +286,7 @@ class SharedLinks:
             return
         sent = {device: end.sent.messages for device, end in self.outgoing.items()}
         num_taken = self.from_device(source).received.messages
-        self.to_host.send_object(Wait(source, message, time.monotonic() - _ANNOUNCE_SECONDS, num_taken, sent))
+        self.to_host.send_object(DeviceWait(source, message, time.monotonic() - _ANNOUNCE_SECONDS, num_taken, sent))
         while not self.collect():
             self.exchange(None)
         self.to_host.send_object(None)

@@ -167,7 +167,7 @@ def _shard(one: Holdings, first: int) -> tuple[StoredShard, IntArray]:
     return shard, parts.local_sizes[parts.part] * dtypes.dtype(dtype).nbytes
 
 
-Operation: TypeAlias = Literal["gather", "export", "reshard", "refit"]
+SimulatedOperation: TypeAlias = Literal["gather", "export", "reshard", "refit"]
 
 _DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -176,7 +176,7 @@ _DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 class PlannedWork:
     """A planned and verified conversion that is not executed."""
 
-    operation: Operation
+    operation: SimulatedOperation
     path: str
     source: StoredModel
     plan: Plan
@@ -235,11 +235,11 @@ def plan_work(
 
 
 def _check(operation: str, to: str | os.PathLike[str] | None, num_ranks: int | None) -> None:
-    if operation not in get_args(Operation):
+    if operation not in get_args(SimulatedOperation):
         raise UsageError(
             f"{operation!r} cannot be simulated",
             got=repr(operation),
-            want=", ".join(get_args(Operation)),
+            want=", ".join(get_args(SimulatedOperation)),
             next_step=f"give one of them to {option('operation')}",
         )
     if (to is not None) != (operation in ("reshard", "refit")):
@@ -319,7 +319,7 @@ def _plan_layout(
 
 
 def _file_work(
-    operation: Operation,
+    operation: SimulatedOperation,
     path: str,
     source: StoredModel,
     plan: Plan,
