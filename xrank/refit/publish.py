@@ -151,6 +151,7 @@ def offer_weights(
             raise UsageError(
                 f"{option('on_engine_failure')} must be one of report, raise",
                 got=repr(on_engine_failure),
+                next_step="give one of these",
             )
         return ModelRequest(
             model,
