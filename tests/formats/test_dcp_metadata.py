@@ -317,7 +317,7 @@ def test_objects_of_other_classes_are_not_taken_for_chunks(tmp_path: Path) -> No
     assert data.count(b"\x07offsets") == data.count(b"\x14ChunkStorageMetadata") == 1
     with pytest.raises(CorruptError, match="not a tuple"):
         read(tmp_path, data.replace(b"\x07offsets", b"\x07offsetz"))
-    with pytest.raises(UnsafeError, match="no framework writes"):
+    with pytest.raises(CorruptError, match="a piece of another class"):
         read(tmp_path, data.replace(b"\x14ChunkStorageMetadata", b"\x14ChunkStorageMetadatb"))
 
 

@@ -181,6 +181,8 @@ class _Run(PickleRun):
         self.texts = array("q")
         """Numbers of the opcodes of the name and of the path of each entry."""
         self.count = 0
+        self.own: dict[bytes, str] = {}
+        """Text of each opcode of `gets` that gets a name or a path."""
 
 
 class _RunFinder:
@@ -355,7 +357,8 @@ class _MetadataReader(PickleReader):
         builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
         # A piece takes about 170 bytes, and objects of 2,700, most of them only for a moment.
         super().__init__(data, origin, builders, max_made_nbytes=_MIN_MADE_NBYTES + _MADE_NBYTES_A_BYTE * len(data))
-        self.calls = deque(maxlen=0)  # `call` has looked at them; a list would keep all records alive
+        self._steps[ord("R")] = self.reduce
+        self.calls = deque(maxlen=0)  # `reduce` has looked at them; a list would keep all records alive
         self.files: dict[str, int] = {}
         """Relative path -> number, in the order of first use."""
         self.pieces: dict[str, _Places] = {}
@@ -397,12 +400,16 @@ class _MetadataReader(PickleReader):
             type(one) is str for one in operands[9:]
         ):
             raise WrongRunError
-        if not run.is_entries:
-            return run
+        run.own = (
+            {raw: str(text) for raw, text in zip(run.gets[9:], operands[9:], strict=True)} if run.is_entries else {}
+        )
+        self.num_open_runs += run.is_entries
+        return run
+
+    def _add_entries(self, run: _Run) -> None:
         # Texts from the memo are the run's own; the others recur in the runs of other ranks.
         tables, files = self._tables, self._files
-        own = {raw: str(text) for raw, text in zip(run.gets[9:], operands[9:], strict=True)}
-        width, offsets, values = run.width, run.offsets, run.values
+        width, offsets, values, own = run.width, run.offsets, run.values, run.own
         for k in range(run.count):
             raw_name, raw_path = self._texts[run.texts[2 * k]], self._texts[run.texts[2 * k + 1]]
             table = tables.get(raw_name)
@@ -420,8 +427,6 @@ class _MetadataReader(PickleReader):
                 raise self.corrupt(table.name, "has pieces of different numbers of dimensions")
             table.offsets += offsets[k * width : (k + 1) * width]
             table.places.extend((file, values[2 * k], values[2 * k + 1]))
-        self.num_open_runs += 1
-        return run
 
     def _find_table(self, name: str, num_dims: int) -> _Places:
         table = self.pieces.get(name)
@@ -431,13 +436,13 @@ class _MetadataReader(PickleReader):
             raise self.corrupt(name, "has pieces of different numbers of dimensions")
         return table
 
-    def call(self, operands: tuple[object, object], kwargs: object = None) -> object:
+    def reduce(self, operands: tuple[object, object]) -> object:
         """Make the record of a call, of a class that is written there: the result may be discarded unseen."""
         target = operands[0]
         if isinstance(target, InertRecord) and not is_known((target.module, target.name)):
             name = quote(f"{target.module}.{target.name}")
             raise self.origin.unsafe(f"the pickle runs {name}, which no framework writes there", got=name)
-        return super().call(operands, kwargs)
+        return self.call(operands)
 
     def build(self, operands: tuple[object, object]) -> object:
         """Set a state; of a tensor, turn the pieces into arrays."""
@@ -451,15 +456,18 @@ class _MetadataReader(PickleReader):
         target, items = operands
         if any(type(item) is _Run for item in items):
             items = self._take_runs(target, items)
-        if (
-            any(isinstance(key, InertRecord) and key.name == "MetadataIndex" for key in items[::2])
-            and not len(items) % 2
-        ):
+        others = list(items)
+        if len(items) % 2 == 0 and any(_is_index(key) for key in items[::2]):
             self._set_stored(target)
+            self._take_pairs(others)
+        return super().set_items((target, tuple(others)))
+
+    def _take_pairs(self, items: list[object]) -> None:
+        """Take the entries of storage out of keys and values."""
+        if any(_is_index(key) for key in items[::2]):
             for index, info in zip(items[::2], items[1::2], strict=True):
                 self._take_entry(index, info)
-            return target
-        return super().set_items((target, items))
+            items.clear()
 
     def _take_runs(self, target: object, items: tuple[object, ...]) -> tuple[object, ...]:
         """Return the items without the runs of entries, each of which stands for whole pairs."""
@@ -467,6 +475,8 @@ class _MetadataReader(PickleReader):
         for item in items:
             if type(item) is _Run and item.is_entries and len(others) % 2 == 0:
                 self._set_stored(target)
+                self._take_pairs(others)
+                self._add_entries(item)
                 self.num_open_runs -= 1
             elif type(item) is _Run and (item.is_entries or item.count > 1):
                 raise self.origin.corrupt("entries of storage are in a wrong place")
@@ -665,6 +675,10 @@ def _sort_by_offset(offsets: IntArray) -> IntArray:
     if offsets.shape[1] == 0:
         return np.arange(len(offsets))
     return np.lexsort(offsets.T[::-1])
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, InertRecord) and value.name == "MetadataIndex"
 
 
 def _sort_chunks(chunks: IntArray) -> tuple[IntArray, IntArray]:
