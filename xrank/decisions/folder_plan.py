@@ -212,7 +212,8 @@ def _plan_output(
         if transform is not None:
             problem = "a transform of a model with an adapter is not possible"
             step = "give what module.merge_and_unload() returns, or leave transform= out"
-            raise UsageError(problem, got="transform=, and tensors of an adapter", next_step=step)
+            got, want = "transform=, and tensors of an adapter", "a model without an adapter, or no transform"
+            raise UsageError(problem, got=got, want=want, next_step=step)
         check_ties(adapted.updates or (), adapted.trained, selection.tied)
         # The adapter is merged into the model's files, or has a file of its own.
         own_outputs = [output for output in outputs if output.name in adapted.own]

@@ -207,7 +207,8 @@ class _Fitting:
         if flat_of(claim.layout) is not None:
             problem = f"{wanted.name}: its layout is a flat buffer, which is read and not filled"
             step = "give the members, which are views of the buffer, layouts of their own"
-            raise LayoutError(problem, tensor=wanted.name, got=str(claim), next_step=step)
+            want = "the layout of one tensor"
+            raise LayoutError(problem, tensor=wanted.name, got=str(claim), want=want, next_step=step)
         base = None
         if claim.companion is not None:
             assert self.layouts is not None  # a companion is not a DTensor

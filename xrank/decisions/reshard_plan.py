@@ -344,7 +344,9 @@ class _States:
             other = next(name for name, taken in self.own_names[rank].items() if taken == own)
             problem = f"{name}: rank {rank} is to know it as {own}, and {other}, too"
             step = "let the names with dims in the layout file differ from other names"
-            raise LayoutError(problem, tensor=name, rank=rank, got=f"two tensors {own}", next_step=step)
+            raise LayoutError(
+                problem, tensor=name, rank=rank, got=f"two tensors {own}", want="a name for each", next_step=step
+            )
         held[own] = record
         self.own_names.setdefault(rank, {})[name] = own
 
@@ -388,11 +390,12 @@ class _States:
             if flat is not None and any(member.name == first for member in flat.members):
                 problem = f"{first}: the layout file puts it into the flat buffer {rule}, and reshard writes none"
                 step = "give the buffer's members layouts of their own"
-                raise LayoutError(problem, tensor=first, got=str(layout), next_step=step)
+                raise LayoutError(problem, tensor=first, got=str(layout), want="a rule for each tensor", next_step=step)
         dims = ", ".join(f"d{i}" for i in range(len(_shape_of(self.source, first))))
         problem = f"{first}: no rule of the layout file says how it is cut{likewise_text(more)}"
         step = f'add a rule, such as "{first}" = "[{dims}]" for a tensor that every rank holds whole'
-        raise LayoutError(problem, tensor=first, got=f"{len(self.layouts)} rules", next_step=step)
+        got = f"{len(self.layouts)} rules"
+        raise LayoutError(problem, tensor=first, got=got, want="one for every tensor", next_step=step)
 
     @property
     def ranks(self) -> Sequence[int]:

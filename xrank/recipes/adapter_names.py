@@ -443,7 +443,14 @@ def parse_adapter_config(
             continue
         if is_completed and key == "trainable_token_indices":
             problem = f"{path}: says not which tokens' rows {tensors[0]} replaces"
-            raise UsageError(problem, tensor=tensors[0], file=path, got=f"no {key}", next_step=_WHOLE)
+            raise UsageError(
+                problem,
+                tensor=tensors[0],
+                file=path,
+                got=f"no {key}",
+                want=f"the {key} of the training",
+                next_step=_WHOLE,
+            )
         tensor = tensors[0] if tensors else names.pairs[0].a
         want = f"{'a value' if tensors else 'none'}, as there are {len(tensors)} tensors {kind}"
         problem = f"{path} and the adapter's tensors disagree about {key}"
@@ -581,5 +588,7 @@ def is_turned(module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool,
         )
         got = f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}"
         problem = f"{module}.weight: whether it is stored [in, out] or [out, in] is not known"
-        raise UsageError(problem, tensor=f"{module}.weight", file=config.path, got=got, next_step=step)
+        raise UsageError(
+            problem, tensor=f"{module}.weight", file=config.path, got=got, want="weights of one kind", next_step=step
+        )
     return says

@@ -315,7 +315,13 @@ def check_ties(
                 rest = ", ".join(one for one in names if one != name)
                 got = f"one tensor under the names {', '.join(names)}"
                 step = f"use {option('adapter', 'separate')}; or untie them in config.json, where both were saved"
-                raise UsageError(f"{name}: has an adapter, and is tied to {rest}", tensor=name, got=got, next_step=step)
+                raise UsageError(
+                    f"{name}: has an adapter, and is tied to {rest}",
+                    tensor=name,
+                    got=got,
+                    want="a tensor of its own to merge into",
+                    next_step=step,
+                )
 
 
 def describe_merges(plan: Plan) -> dict[str, str]:

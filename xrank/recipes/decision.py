@@ -185,7 +185,8 @@ def select(
             f"change {option('include')} or {option('exclude')}",
             needs("model_or_state_dict", "give a model with tensors"),
         )
-        raise UsageError("no tensor is left to write", got=f"{len(source.shards)} in the source", next_step=step)
+        got = f"{len(source.shards)} tensors in the source"
+        raise UsageError("no tensor is left to write", got=got, want="one or more to write", next_step=step)
     if untouched:
         notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
     if scales:
@@ -216,7 +217,9 @@ def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None)
     if missing:
         step = either("let the ranks write it", "correct the name's dims", f"leave it out with {option('exclude')}")
         got, problem = f"nothing of {list_text(missing, 4)}", f"{missing[0]}: no rank holds it, and the source names it"
-        raise IncompleteError(problem, tensor=missing[0], file=source.path, got=got, next_step=step)
+        raise IncompleteError(
+            problem, tensor=missing[0], file=source.path, got=got, want="a part on some rank", next_step=step
+        )
     kept = [shard for shard in source.shards if shard.name not in left_out]
     return kept, [name for name in names if name in left_out]
 
@@ -327,7 +330,9 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if matched is not None and adapted is not None:
         step = f"keep the names with {option('recipe', 'none')}"
         problem = f"{stored.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename"
-        raise UsageError(problem, file=stored.path, got="an adapter, and a recipe for its model", next_step=step)
+        raise UsageError(
+            problem, file=stored.path, got="an adapter, and a recipe", want="Hugging Face's names", next_step=step
+        )
     stored, options = apply_recipe(stored, matched, config, options)
     is_alone = adapted is not None and adapted.is_alone
     converted = None
@@ -416,7 +421,9 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
             step = "give the PeftModel itself; or what its merge_and_unload() returns, without adapter="
             got = f"{len(names.saved)} tensors of an adapter, and no PeftModel"
             problem = "nothing gives the rank and alpha of the model's adapter"
-            raise UsageError(problem, tensor=next(iter(names.saved)), got=got, next_step=step)
+            raise UsageError(
+                problem, tensor=next(iter(names.saved)), got=got, want="the PeftModel, which knows them", next_step=step
+            )
         shapes = {shard.name: shard.shape for shard in stored.shards}
         config = parse_adapter_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
     return adapt(stored, options, stored.path, known, names=names, config=config)

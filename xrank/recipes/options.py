@@ -130,7 +130,9 @@ class GatherOptions:
         elif self.attest:
             attest = option("attest", True)
             step = f"add {option('sign', metavar='KEY')}, or leave {attest} out"
-            raise UsageError(f"{attest} was given without {option('sign')}", got="no key", next_step=step)
+            raise UsageError(
+                f"{attest} was given without {option('sign')}", got="no key", want="a key that signs it", next_step=step
+            )
         fill("max_shard_nbytes", parse_size(self.max_shard_size, "max_shard_size"))
         fill("max_memory_nbytes", parse_size(self.max_memory, "max_memory"))
         if self.workers is not None and self.workers < 1:

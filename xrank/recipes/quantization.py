@@ -287,7 +287,14 @@ def check_quantization(
             return (("quantization-not-declared", text),)
         got, step = f"{plural(len(scaled), 'tensor')} with scales", _edit_config(found, "with its quantization_config")
         problem = f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read codes"
-        raise ContradictionError(problem, tensor=scaled[0], file=found.config_path, got=got, next_step=step)
+        raise ContradictionError(
+            problem,
+            tensor=scaled[0],
+            file=found.config_path,
+            got=got,
+            want="a config.json that declares it",
+            next_step=step,
+        )
     if bare and declared.method in _METHODS and any(len(each.shape) > 1 for each in payloads if each.name in bare):
         told = "save what the modules' state_dict() returns, which includes quant_state; or "
         step = (told if declared.is_four_bit else "") + "gather the adapter alone, if there is one: "

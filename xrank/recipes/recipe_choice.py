@@ -202,7 +202,9 @@ def check_repeated(matched: Match) -> None:
     ours, theirs = (f"{find_rule(recipe, at[0])}" for at in (first, second))
     got = f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}"
     step = f"write one rule for those of {ours} and {theirs}"
-    raise LayoutError(f"{theirs}: {name} has two rules", tensor=name, file=recipe.name, got=got, next_step=step)
+    raise LayoutError(
+        f"{theirs}: {name} has two rules", tensor=name, file=recipe.name, got=got, want="one rule", next_step=step
+    )
 
 
 def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:

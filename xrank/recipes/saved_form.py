@@ -165,7 +165,7 @@ def _config_error(source: StoredModel) -> UsageError:
     step = f"name the folder that has one with {option('base_model')}, or put it beside the checkpoint"
     got = f"{option('recipe', TABLE)}, and no config.json"
     problem = f"{source.path}: no config.json names the class of this model"
-    return UsageError(problem, file=source.path, got=got, next_step=step)
+    return UsageError(problem, file=source.path, got=got, want="the config.json of the model", next_step=step)
 
 
 def _describe(converted: Converted, config: Mapping[str, Any]) -> Converted:
