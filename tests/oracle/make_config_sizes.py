@@ -1,4 +1,4 @@
-"""Write xrank/decisions/config_sizes.json: lengths of tensors that follow from config.json, of all model types.
+"""Write xrank/recipes/config_sizes.json: lengths of tensors that follow from config.json, of all model types.
 
 Run it from the repository root with the environment of ``make oracle``, whenever that environment gets another
 transformers; review the difference as you would review code. A run that was cut short goes on if it is started again:

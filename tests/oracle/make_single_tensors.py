@@ -1,4 +1,4 @@
-"""Write xrank/decisions/single_tensors.json: the tensors that every model of a type has once.
+"""Write xrank/recipes/single_tensors.json: the tensors that every model of a type has once.
 
 Run it from the repository root with the environment of ``make oracle``, whenever that environment gets another
 transformers; review the difference as you would review code. A run that was cut short goes on if it is started again:
