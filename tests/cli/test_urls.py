@@ -48,7 +48,7 @@ def test_commands_exit_2_and_write_nothing(room: Path, name: str) -> None:
     ended = CliRunner().invoke(cli, COMMANDS[name])
     assert ended.exit_code == 2, ended.output
     assert sorted(os.listdir(room)) == before
-    assert URL in ended.output
+    assert "s3://bucket" in ended.output
 
 
 @pytest.mark.parametrize("url", ["abfs+s://b/x"])
@@ -67,7 +67,7 @@ def test_stores_that_are_not_written_to_are_named(room: Path, url: str) -> None:
         ("az://b/x", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "?"}, "InvalidAccessKey"),
         ("abfs://b@a/x", {"AZURE_STORAGE_ACCOUNT_KEY": "?"}, "InvalidAccessKey"),
         ("gs://b/x", {"GOOGLE_SERVICE_ACCOUNT": "absent.json"}, "OpenCredentials"),
-        ("s3://b/x", {"AWS_ACCESS_KEY_ID": "a"}, "MissingSecretAccessKey"),
+        ("s3://b/x", {"AWS_ACCESS_KEY_ID": "a"}, "PartialCredentialsError"),
     ],
 )
 def test_environments_that_open_no_store_are_told_what_to_set(
@@ -85,7 +85,7 @@ def test_calls_refuse_urls(room: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError, match="is a URL"):
         xrank.NFSWorkspace(URL, rank=0, world_size=1)
-    with pytest.raises(UsageError, match="without credentials"):
+    with pytest.raises(UsageError, match="cannot be opened with what the environment says"):
         xrank.export_model(model, URL)
     assert sorted(os.listdir(room)) == ["here", "layout.toml"]
 

@@ -221,7 +221,7 @@ def test_from_the_hugging_face_cache(bench: Bench) -> None:
 def test_no_name_of_a_model(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(bench.folder)
     leave(bench.workspace)
-    bench.refused("UsageError", "--base-model", name, says=["neither a folder nor a model's name", "organisation/name"])
+    bench.refused("UsageError", "--base-model", name, says=["neither a folder nor a model's name", "organization/name"])
 
 
 # ---- what a base model demands
