@@ -117,8 +117,13 @@ def check_alike(ranks: Sequence[int]) -> Callable[[object, Sequence[Mapping[str,
             for name, want in calls[0].items():
                 if (got := call.get(name)) != want:
                     verb = "calls" if name == "call" else f"has {name}"
-                    what, next_step = f"rank {rank} {verb} {got}, rank {ranks[0]} {want}", f"let all ranks {AGAIN}"
-                    raise UsageError(what, rank=rank, next_step=f"{next_step}, with the same options")
+                    raise UsageError(
+                        f"rank {rank} {verb} {got}, rank {ranks[0]} {want}",
+                        rank=rank,
+                        got=f"{name} {got} on rank {rank}",
+                        want=f"{name} {want}, as on rank {ranks[0]}",
+                        next_step=f"let all ranks {AGAIN}, with the same options",
+                    )
 
     return check
 
