@@ -59,7 +59,9 @@ class HeldTensor:
 
     def contradiction(self, name: str, problem: str, got: str, want: str, next_step: str) -> ContradictionError:
         """Return the error that this part contradicts other parts or its rank's own record."""
-        return self.origin.contradiction(f"{name}: {problem}", got, want, next_step, tensor=name)
+        return ContradictionError(
+            f"{name}: {problem}", tensor=name, rank=self.rank, file=self.file, got=got, want=want, next_step=next_step
+        )
 
 
 def replicate(held: HeldTensor, mesh: DeviceMesh) -> HeldTensor:

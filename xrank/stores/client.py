@@ -600,7 +600,12 @@ def open_store(url: str) -> tuple[Store, str]:
         store = _stores.get(identity)
         if store is None:
             settings = StoreSettings.from_environment(variables)
-            store = _stores[identity] = Store(place.root, _open_backend(place.scheme, place.root, settings), settings)
+            try:
+                backend = _open_backend(place.scheme, place.root, settings)
+            except UsageError as error:
+                error.rename(place.root, url)  # the path that the user gave
+                raise
+            store = _stores[identity] = Store(place.root, backend, settings)
     return store, place.key
 
 
