@@ -30,7 +30,6 @@ from xrank.recipes.found_source import BaseModel
 from xrank.recipes.options import default_workers, parse_size
 from xrank.stores import places
 from xrank.stores.url import is_url
-from xrank.system import peak_rss_nbytes
 from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME
 
@@ -135,7 +134,16 @@ def verify_model(
     except XrankError as found:
         fault = _find_replacement(text, found) or found
         fault.wording = Wording.of_function(verify_model)
-    return _report(text, time.monotonic() - started, verdict, fault)
+    return timed_report(
+        "verify",
+        started,
+        path=text,
+        source=SourceFacts(path=text) if verdict is None else verdict.source,
+        proof=ProofFacts() if verdict is None else verdict.proof,
+        plan=None if verdict is None else OutputFacts(**count_outputs(verdict.outputs)),
+        notes=() if verdict is None else verdict.notes,
+        fault=fault,
+    )
 
 
 def _find_replacement(path: str, fault: XrankError) -> IncompleteError | None:
@@ -219,19 +227,3 @@ def _plan_alone(path: str, base: BaseModel | None, choices: Mapping[str, Any]) -
             next_step=f"leave {option(surplus)} out",
         )
     return plan_manifest_check(path, base)
-
-
-def _report(path: str, seconds: float, verdict: Verdict | None, fault: XrankError | None) -> Report:
-    return Report(
-        command="verify",
-        path=path,
-        status="ok" if fault is None else "failed",
-        exit_code=0 if fault is None else fault.exit_code,
-        seconds=seconds,
-        peak_rss_nbytes=peak_rss_nbytes(),
-        source=SourceFacts(path=path) if verdict is None else verdict.source,
-        proof=ProofFacts() if verdict is None else verdict.proof,
-        plan=None if verdict is None else OutputFacts(**count_outputs(verdict.outputs)),
-        notes=() if verdict is None else verdict.notes,
-        fault=fault,
-    )
