@@ -366,6 +366,8 @@ class _MetadataReader(PickleReader):
         self.byte_items: dict[str, tuple[int, int, int]] = {}
         self._stored: object = None
         """The dict that the entries of storage were set in."""
+        self._has_first = False
+        """Whether the first entry of storage was seen."""
         self.num_open_runs = 0
         """Number of runs of entries that were set in no dict yet."""
 
@@ -463,11 +465,19 @@ class _MetadataReader(PickleReader):
         return super().set_items((target, tuple(others)))
 
     def _take_pairs(self, items: list[object]) -> None:
-        """Take the entries of storage out of keys and values."""
-        if any(_is_index(key) for key in items[::2]):
-            for index, info in zip(items[::2], items[1::2], strict=True):
+        """Take the entries of tensors' pieces out of keys and values; `make_metadata` takes the first of all.
+
+        Plans depend on the numbers of files, and an interrupted gather goes on only with the same plan: files of the
+        first entry, and of values that are not tensors, have always been numbered after the others.
+        """
+        left: list[object] = []
+        for index, info in zip(items[::2], items[1::2], strict=True):
+            if self._has_first and _is_index(index, of_piece=True):
                 self._take_entry(index, info)
-            items.clear()
+            else:
+                left += (index, info)
+            self._has_first |= _is_index(index)
+        items[:] = left
 
     def _take_runs(self, target: object, items: tuple[object, ...]) -> tuple[object, ...]:
         """Return the items without the runs of entries, each of which stands for whole pairs."""
@@ -677,8 +687,10 @@ def _sort_by_offset(offsets: IntArray) -> IntArray:
     return np.lexsort(offsets.T[::-1])
 
 
-def _is_index(value: object) -> bool:
-    return isinstance(value, InertRecord) and value.name == "MetadataIndex"
+def _is_index(value: object, *, of_piece: bool = False) -> bool:
+    if not isinstance(value, InertRecord) or value.name != "MetadataIndex":
+        return False
+    return not of_piece or (isinstance(value.state, dict) and value.state.get("offset") is not None)
 
 
 def _sort_chunks(chunks: IntArray) -> tuple[IntArray, IntArray]:
