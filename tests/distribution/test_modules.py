@@ -275,16 +275,57 @@ def test_parts_of_other_shapes_are_refused(rank):
     with pytest.raises(RuntimeError):
         model(torch.ones(3, 7))
     assert model(torch.ones(3, 8)).shape == (3, 4)
-    # torch runs no hook after Ctrl-C: the next call says so, and the one after it is right again.
-    hook = model.dense[0].register_forward_pre_hook(_interrupt)
-    with pytest.raises(KeyboardInterrupt):
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("called", ["the model", "a part of the model", "another model"])
+@pytest.mark.parametrize("is_first_call", [False, True])
+def test_a_call_after_ctrl_c_is_no_part_of_the_interrupted_call(called, is_first_call, rank):
+    distribution = model_parallel((2, 1), PERCEPTRON_RULES)
+    set_distribution(distribution)
+    model = Perceptron()
+    set_distribution(None)
+    other = distribution.distribute_module(Perceptron())
+    if not is_first_call:
+        model(torch.ones(3, 8))
+    module = {"the model": model, "a part of the model": model.dense[0], "another model": other}[called]
+    expected = torch.Generator().manual_seed(rank)
+    torch.manual_seed(rank)
+    hook = model.dense[1].register_forward_pre_hook(_interrupt)
+    # torch runs no hook after Ctrl-C. The frames of the call live on in the traceback, as in an interactive session.
+    with pytest.raises(KeyboardInterrupt) as caught:
         model(torch.ones(3, 8))
     hook.remove()
-    before = torch.get_rng_state()
-    with pytest.raises(UsageError, match="the last call of this Perceptron did not end"):
-        model(torch.ones(3, 8))
-    assert not torch.equal(torch.get_rng_state(), before)  # that of before the call is back
-    assert model(torch.ones(3, 8)).shape == (3, 4)
+    with pytest.raises(ContradictionError, match="have different shapes"):
+        module(torch.ones(3 + rank, 8))
+    output = module(
+        DTensor.from_local(torch.ones(3, 8), distribution.device_mesh.backend_mesh, [Shard(0), Replicate()])
+    )
+    assert isinstance(output, DTensor) and output.shape[0] == 6
+    # Each call draws one number.
+    for _ in range(3):
+        torch.randint(1 << 62, (), generator=expected)
+    assert torch.equal(torch.get_rng_state(), expected.get_state())
+    del caught
+
+
+class _CallsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        return self.layer(x) if depth == 0 else self(x, depth - 1)
+
+
+@pytest.mark.ranks(1)
+def test_a_model_that_calls_itself_is_refused():
+    model = model_parallel((1, 1), {"layer.weight": (None, "model")}).distribute_module(_CallsItself())
+    for _ in range(2):
+        with pytest.raises(UsageError, match="this _CallsItself calls itself") as caught:
+            model(torch.ones(3, 8))
+        assert caught.value.next_step == "call self.forward(...) in its forward instead"
+    assert model(torch.ones(3, 8), depth=0).shape == (3, 8)
 
 
 def _interrupt(module: nn.Module, args: object) -> None:

@@ -14,9 +14,11 @@ the call: ranks along a model axis draw the same numbers, and parts of the batch
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,12 +58,23 @@ class _Call(threading.local):
 
     module: nn.Module | None = None
     """The module that was called; None if no call runs."""
+    frame: FrameType | None = None
+    """torch's frame that runs the hooks and `forward` of the call."""
     contexts = ExitStack()
     has_dtensors = False
 
     def end(self) -> None:
-        self.module = None
+        self.module = self.frame = None
         self.contexts.close()
+
+    def end_if_interrupted(self) -> None:
+        """End a call whose frame no longer runs: torch runs no hook of a call that Ctrl-C stops."""
+        if self.frame is not None:
+            try:
+                self.frame.clear()
+            except RuntimeError:  # Python clears no frame that runs
+                return
+            self.end()
 
 
 _CALL = _Call()
@@ -90,14 +103,17 @@ class CallHooks:
             module.register_forward_hook(self.end, always_call=True)
             _HOOKS[module] = self
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers."""
+    def begin(self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType | None = None) -> Any:
+        """Begin a call from outside: check that all ranks' parts fit together, and agree on random numbers.
+
+        `frame` is torch's frame that runs the hooks of the call. Without it, it is the caller's.
+        """
+        _CALL.end_if_interrupted()
         if _CALL.module is module:
-            # torch runs no hook of a call that Ctrl-C stops. A call inside this one would look the same.
-            _CALL.end()
+            _CALL.end()  # the hook that ends a call could not tell the inner one from the outer one
             raise UsageError(
-                f"the last call of this {type(module).__name__} did not end: it was interrupted, or it calls itself",
-                next_step="call it again on all ranks; a module that calls itself calls self.forward instead",
+                f"this {type(module).__name__} calls itself",
+                next_step="call self.forward(...) in its forward instead",
             )
         if _CALL.module is not None:
             return None
@@ -114,7 +130,7 @@ class CallHooks:
                 part = self._mesh.get_local_rank(self._axis)
                 entered.enter_context(_seed_generators(seed, part, self._mesh.device_type))
             contexts = entered.pop_all()
-        _CALL.module, _CALL.contexts = module, contexts
+        _CALL.module, _CALL.frame, _CALL.contexts = module, frame or sys._getframe(1), contexts
         _CALL.has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors)
         return args, kwargs
 

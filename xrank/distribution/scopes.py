@@ -7,6 +7,7 @@ scope, or before the first use of one of them.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,7 +95,9 @@ class _FirstUse:
             construction.finish(is_last=not construction.is_scoped)
         # torch listed the hooks of this call earlier, so it does not run the new hook that begins it.
         hooks = find_hooks(module)
-        return None if construction is None or hooks is None else hooks.begin(module, args, kwargs)
+        if construction is None or hooks is None:
+            return None
+        return hooks.begin(module, args, kwargs, sys._getframe(1))
 
     def __deepcopy__(self, memo: Any) -> _FirstUse:
         construction, module = _PENDING.get(self._key), memo.get(self._key)
