@@ -62,12 +62,12 @@ test-all: $(VENV)/.ready
 	$(PYTEST) $(ARGS)
 
 soak: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest --soak -s tests/gather tests/conversion/test_shared_gather.py \
-	  tests/conversion/test_gather_killed.py tests/conversion/test_export_killed.py \
+	$(VENV)/bin/python -m pytest --soak -s tests/workspace tests/commands/test_shared_gather.py \
+	  tests/commands/test_gather_killed.py tests/commands/test_export_killed.py \
 	  tests/virtual/test_device_failures.py tests/gradients/test_dead_ranks.py tests/gradients/test_right_runs.py \
 	  tests/gradients/test_plan_mutants.py tests/distribution/test_model_kinds.py tests/distribution/test_every_module.py \
-	  tests/refit/test_struck.py tests/refit/test_pairs.py tests/stores/test_reading_faults.py \
-	  tests/stores/test_writing_faults.py tests/stores/test_replacing.py tests/stores/test_promises.py $(ARGS)
+	  tests/refit/test_struck.py tests/refit/test_pairs.py tests/storage/test_reading_faults.py \
+	  tests/storage/test_writing_faults.py tests/storage/test_replacing.py tests/storage/test_promises.py $(ARGS)
 
 faults: $(VENV)/.ready
 	$(VENV)/bin/python -m tests.faults $(ARGS)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from xrank.gather.parallel import get_tensors_parallel
+from xrank.workspace.parallel import get_tensors_parallel
 
 SIZES = {"1 KB": 1 << 10, "1 MB": 1 << 20, "64 MB": 1 << 26, "512 MB": 1 << 29}
 MANY = "10,000 x 1 KB"

@@ -39,9 +39,9 @@ import torch.multiprocessing as mp
 
 import xrank
 from benchmarks.fused_engine import FusedEngine, Sizes, whole_shapes
+from xrank.engine.executor import Budget
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.plan.executor import Budget
 from xrank.ranks.loans import MemoryOffer
 from xrank.ranks.peer_memory import PeerMemory
 from xrank.ranks.tensor_bytes import local_bytes

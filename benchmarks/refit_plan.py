@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from xrank import dtypes
+from xrank.engine.replicas import spread_copies
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.plan.replicas import spread_copies
 from xrank.readers.live.modules import local_model
 from xrank.recipes.own_config import OwnConfig
 from xrank.refit.directory import RankRegistration, read_trainer_model

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from xrank.conversion.export import export_model
+from xrank.commands.export import export_model
+from xrank.engine.holdings import compute_shapes
 from xrank.layout import LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.plan.holdings import compute_shapes
 from xrank.virtual.simulation.rates import Sample, fit_rates, predict
 from xrank.virtual.simulation.simulation import simulate
 

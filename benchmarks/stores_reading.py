@@ -24,12 +24,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import xrank
-from tests.stores.fault_proxy import FaultProxy
-from tests.stores.servers import Bucket, make_bucket, open_proxy
-from tests.stores.small_s3 import SmallS3
-from tests.stores.stored_objects import StoredObject
+from tests.storage.fault_proxy import FaultProxy
+from tests.storage.servers import Bucket, make_bucket, open_proxy
+from tests.storage.small_s3 import SmallS3
+from tests.storage.stored_objects import StoredObject
 from xrank.layout import LayoutMap
-from xrank.stores.client import open_store
+from xrank.storage.client import open_store
 
 LATENCY_SECONDS = 0.02
 CUTS = {

@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.stores.servers import Bucket, make_bucket
-from tests.stores.small_s3 import SmallS3
+from tests.storage.servers import Bucket, make_bucket
+from tests.storage.small_s3 import SmallS3
 
 RANKS = 8
 ROWS, COLUMNS = 4096, 4096

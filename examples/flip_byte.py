@@ -8,7 +8,7 @@ import shutil
 
 from xrank.formats.rank_state import WEIGHT
 from xrank.formats.torch_archive import read_archive
-from xrank.stores.places import state_file_name
+from xrank.storage.places import state_file_name
 
 
 def flip_byte(file: str, name: str) -> int:

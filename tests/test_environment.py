@@ -6,8 +6,9 @@ import pytest
 
 import xrank
 from xrank import environment
-from xrank.environment import Launch, hub_cache, read_launch, read_run_id, setting
+from xrank.environment import hub_cache, setting
 from xrank.errors import UsageError
+from xrank.ranks.launch import Launch, read_launch, read_run_id
 
 TORCHRUN = {
     "RANK": "5",

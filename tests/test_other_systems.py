@@ -16,7 +16,7 @@ import torch
 
 from tests.test_package import MODULES, bytes_of, leave_states, python, written
 from xrank import system
-from xrank.errors import UsageError
+from xrank.errors import UsageError, require_linux
 
 SYSTEMS = pytest.mark.parametrize("name", ["macOS", "Windows"])
 ROOT = Path(__file__).parent.parent
@@ -192,7 +192,7 @@ def test_anonymous_memory_is_writable():
 
 
 def test_linux_has_what_linux_needs():
-    system.require_linux("this")
+    require_linux("this")
     assert system.peak_rss_nbytes() > 1 << 20 and system.descriptor_limit() > 0 and system.free_nbytes("/") >= 0
     assert system.c_function("getpid")() == os.getpid() and system.c_function("no_such_function") is None
 
@@ -200,5 +200,5 @@ def test_linux_has_what_linux_needs():
 def test_the_missing_calls_are_named(monkeypatch):
     monkeypatch.delattr(os, "eventfd")
     with pytest.raises(UsageError, match=r"this needs Linux") as raised:
-        system.require_linux("this")
+        require_linux("this")
     assert raised.value.got == "a system without eventfd"

@@ -60,7 +60,7 @@ def test_a_plain_gather_imports_no_module_of_other_work(tmp_path):
     )
     code = "import sys, xrank; xrank.gather_checkpoint('workspace', 'out'); print(' '.join(sys.modules))"
     imported = python(code, cwd=tmp_path).split()
-    assert "xrank.conversion.gather" in imported
+    assert "xrank.commands.gather" in imported
     assert [name for name in unused if f"xrank.{name}" in imported] == []
 
 
@@ -134,7 +134,7 @@ def test_a_gather_needs_no_torch(tmp_path):
         + """
 import json
 import xrank
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.inspect import inspect_source
 
 report = inspect_source("workspace")
 assert report.details["problems"] == [], report.details["problems"]
@@ -223,7 +223,7 @@ with xrank.get_configs_parallel({"layers": {1}}, [0], None) as configs:
 
 PACKAGES_THAT_DEFER = [
     "xrank",
-    "xrank.conversion",
+    "xrank.commands",
     "xrank.distribution",
     "xrank.gradients",
     "xrank.testing",
@@ -424,12 +424,14 @@ def test_the_layers_hold(package_copy):
     ("file", "line", "contract"),
     [
         ("layout/nests.py", "import xrank.cli", "layers"),
-        ("layout/nests.py", "from xrank.plan import coverage", "layers"),
-        ("plan/tiles.py", "from xrank.formats.torch_archive import read_archive", "layers"),
-        ("readers/placement.py", "from xrank.writers.disk import allocate", "layers"),
+        ("layout/nests.py", "from xrank.engine import planner", "layers"),
+        ("storage/tiles.py", "from xrank.formats.torch_archive import read_archive", "layers"),
+        ("readers/placement.py", "from xrank.engine.planner import make_plan", "layers"),
         ("errors.py", "def late():\n    import xrank.environment", "layers"),
+        ("commands/gather.py", "import xrank.virtual.cluster", "layers"),
+        ("recipes/options.py", "def late():\n    import xrank.gradients", "layers"),
         ("utils.py", "", "layers"),
-        ("plan/executor.py", "import xrank.testing", "the library never imports xrank.testing"),
+        ("engine/executor.py", "import xrank.testing", "the library never imports xrank.testing"),
         (
             "cli/gather.py",
             "def late():\n    from xrank.testing import rank_pool",

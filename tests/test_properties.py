@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from tests.sampled import count_of
 from xrank import NFSWorkspace, gather_checkpoint, verify_model
+from xrank.engine import executor, windows
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.plan import executor, windows
 
 DTYPES = {
     torch.float64: "F64",

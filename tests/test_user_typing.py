@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from xrank import NFSWorkspace, export_model, gather_checkpoint, get_configs_parallel, get_tensors_parallel
 from xrank import iter_model, load_model, open_checkpoint, reshard_checkpoint, verify_model
-from xrank.conversion import check_layouts
+from xrank.commands import check_layouts
 from xrank.layout import DeviceMesh, LayoutMap
 
 

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
-    from xrank.conversion.checkpoint import open_checkpoint
-    from xrank.conversion.clean import clean
-    from xrank.conversion.export import export_model, save_model
-    from xrank.conversion.gather import gather_checkpoint
-    from xrank.conversion.inspect import inspect
-    from xrank.conversion.iterate import iter_model
-    from xrank.conversion.load import load_model
-    from xrank.conversion.reshard import reshard_checkpoint
-    from xrank.conversion.verify import verify_model
-    from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+    from xrank.commands.checkpoint import open_checkpoint
+    from xrank.commands.clean import clean
+    from xrank.commands.export import export_model, save_model
+    from xrank.commands.gather import gather_checkpoint
+    from xrank.commands.inspect import inspect
+    from xrank.commands.iterate import iter_model
+    from xrank.commands.load import load_model
+    from xrank.commands.reshard import reshard_checkpoint
+    from xrank.commands.verify import verify_model
     from xrank.recipes.quantization import Quantization
     from xrank.refit.publish import offer_weights
     from xrank.refit.receive import take_weights
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from xrank.virtual.simulation.simulation import simulate
     from xrank.workspace.nfs import NFSWorkspace
     from xrank.workspace.objects import ObjectWorkspace
+    from xrank.workspace.parallel import get_configs_parallel, get_tensors_parallel
     from xrank.workspace.shared_memory import SharedMemoryWorkspace
 
 __all__ = [
@@ -60,22 +60,22 @@ _HOMES = {
     "ObjectWorkspace": "workspace.objects",
     "Quantization": "recipes.quantization",
     "SharedMemoryWorkspace": "workspace.shared_memory",
-    "clean": "conversion.clean",
-    "export_model": "conversion.export",
-    "gather_checkpoint": "conversion.gather",
-    "get_configs_parallel": "gather.parallel",
-    "get_tensors_parallel": "gather.parallel",
-    "inspect": "conversion.inspect",
-    "iter_model": "conversion.iterate",
-    "load_model": "conversion.load",
+    "clean": "commands.clean",
+    "export_model": "commands.export",
+    "gather_checkpoint": "commands.gather",
+    "get_configs_parallel": "workspace.parallel",
+    "get_tensors_parallel": "workspace.parallel",
+    "inspect": "commands.inspect",
+    "iter_model": "commands.iterate",
+    "load_model": "commands.load",
     "offer_weights": "refit.publish",
-    "open_checkpoint": "conversion.checkpoint",
+    "open_checkpoint": "commands.checkpoint",
     "record_layouts": "refit.recording",
-    "reshard_checkpoint": "conversion.reshard",
-    "save_model": "conversion.export",
+    "reshard_checkpoint": "commands.reshard",
+    "save_model": "commands.export",
     "simulate": "virtual.simulation.simulation",
     "take_weights": "refit.receive",
-    "verify_model": "conversion.verify",
+    "verify_model": "commands.verify",
 }
 
 __getattr__, __dir__ = defer_imports(__name__, _HOMES)

@@ -546,3 +546,22 @@ def _require(what: str, module: str, want: str, extra: str) -> None:
             want=want,
             next_step=f"run pip install 'xrank[{extra}]'",
         )
+
+
+def require_linux(what: str) -> None:
+    """Check that this is Linux, whose memory files and process descriptors ranks need.
+
+    Args:
+        what: the call that needs them, for the error.
+
+    Raises:
+        UsageError: the system lacks them.
+    """
+    missing = [name for name in ("memfd_create", "pidfd_open", "eventfd") if not hasattr(os, name)]
+    if missing:
+        raise UsageError(
+            f"{what} needs Linux",
+            got=f"a system without {', '.join(missing)}",
+            want="Linux 5.4 or newer",
+            next_step="run it on Linux; here xrank gathers, checks and cuts checkpoints on disk",
+        )

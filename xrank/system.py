@@ -17,8 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from xrank.errors import UsageError
-
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 # Windows opens as text unless told otherwise, and lets children inherit in its own way.
 _ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
@@ -234,22 +232,3 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
         with suppress(OSError):  # the kernel may not support it
             memory.madvise(mmap.MADV_HUGEPAGE)  # huge pages fill two to three times as fast
     return memory
-
-
-def require_linux(what: str) -> None:
-    """Check that this is Linux, whose memory files and process descriptors ranks need.
-
-    Args:
-        what: the call that needs them, for the error.
-
-    Raises:
-        UsageError: the system lacks them.
-    """
-    missing = [name for name in ("memfd_create", "pidfd_open", "eventfd") if not hasattr(os, name)]
-    if missing:
-        raise UsageError(
-            f"{what} needs Linux",
-            got=f"a system without {', '.join(missing)}",
-            want="Linux 5.4 or newer",
-            next_step="run it on Linux; here xrank gathers, checks and cuts checkpoints on disk",
-        )

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from tests.conversion.made_workspaces import assert_holds
+from tests.commands.made_workspaces import assert_holds
 from xrank.cli.main import main
 
 # Written out here, though each class has it too: the number is a promise to schedulers.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.bench import refusal, run
-from xrank.conversion import doctor
+from xrank.commands import doctor
 
 
 def checks(folder: Path, **environ: str) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, refusal, run
-from tests.conversion.made_workspaces import LAYOUTS, leave, leave_plain
+from tests.commands.made_workspaces import LAYOUTS, leave, leave_plain
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.workspace.nfs import NFSWorkspace
 

@@ -16,7 +16,7 @@ import click
 import pytest
 
 from tests.cli.bench import Bench, run
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from xrank.cli.command import Output, error_text, following_progress, rows_text
 from xrank.errors import UsageError
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.bench import Bench, refusal, run
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from xrank.cli import command
-from xrank.conversion import verify
+from xrank.commands import verify
 from xrank.errors import Wording, XrankError
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.cli.bench import Bench, refusal, run
-from tests.conversion.made_workspaces import (
+from tests.commands.made_workspaces import (
     LAYOUTS,
     MESH,
     assert_holds,
@@ -30,11 +30,11 @@ from tests.conversion.made_workspaces import (
     record,
     state_of,
 )
-from xrank.conversion.reshard import reshard_checkpoint
+from xrank.commands.reshard import reshard_checkpoint
+from xrank.engine.buffers import FileSource
 from xrank.formats.rank_state import TensorRecord
 from xrank.layout import LayoutMap
-from xrank.plan.buffers import FileSource
-from xrank.writers import disk, output_place
+from xrank.storage import disk, output_place
 
 # ---- the output's name is taken
 

@@ -17,7 +17,7 @@ import torch
 
 import xrank
 from tests.cli.bench import Bench, Ended, refusal, run
-from tests.conversion.made_workspaces import RUN, STEP, assert_holds, leave, leave_plain, made_model, state_of
+from tests.commands.made_workspaces import RUN, STEP, assert_holds, leave, leave_plain, made_model, state_of
 from tests.sampled import sampled
 from xrank.cli.command import Output
 
@@ -354,7 +354,7 @@ def test_as_a_module(bench: Bench, tmp_path: Path) -> None:
 def test_a_gather_costs_no_torch(bench: Bench) -> None:
     leave(bench.workspace)
     code = (
-        "import sys; from xrank.conversion.gather import gather_checkpoint;"
+        "import sys; from xrank.commands.gather import gather_checkpoint;"
         f"gather_checkpoint({str(bench.workspace)!r}, {str(bench.out)!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, Ended, refusal, run
-from tests.conversion.made_workspaces import RUN, assert_holds, flip, leave, state_of
+from tests.commands.made_workspaces import RUN, assert_holds, flip, leave, state_of
 from xrank.readers.workspace import read_rank_state
 
 pytestmark = pytest.mark.quick
@@ -86,7 +86,7 @@ def _layouts() -> dict[str, str]:
 
 
 def _tied() -> dict[str, object]:
-    from tests.conversion.made_workspaces import made_model
+    from tests.commands.made_workspaces import made_model
 
     model = made_model()
     return {name: model[name] for name in _layouts()} | {"head.weight": model["embed.weight"]}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.cli.bench import Bench, made_bench
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from tests.sampled import sampled
 from xrank.layout import DeviceMesh
 
@@ -44,7 +44,7 @@ def large() -> Iterator[tuple[Bench, dict[str, str]]]:
 SIGNALLED = """
 import os, signal, sys, threading, time
 from xrank.cli.main import main
-from xrank.writers.folder_stage import FolderStage
+from xrank.storage.folder_stage import FolderStage
 
 count, pause, *numbers = sys.argv[1].split(",")
 finish_part, create_part, done = FolderStage.finish_part, FolderStage.create_part, []

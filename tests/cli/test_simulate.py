@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.bench import Bench, refusal, run
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from tests.pictures.test_picture import Page
 from tests.virtual.simulation.made_layouts import llama
 

@@ -1,6 +1,6 @@
 """A URL is refused where a path of this machine is wanted; as a path it would be a folder named s3: here.
 
-Sources may be URLs: tests/stores.
+Sources may be URLs: tests/storage.
 """
 
 from __future__ import annotations

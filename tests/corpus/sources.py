@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.conversion import made_workspaces
-from tests.conversion.adapted_models import adapter, base_model, leave_adapted, merged, saved_names, wrapped
-from tests.conversion.made_workspaces import flip, layout_of, leave, leave_plain, made_model, rewrite, state_of
-from tests.conversion.test_given_layouts import FILE as LAYOUT_FILE
+from tests.commands import made_workspaces
+from tests.commands.adapted_models import adapter, base_model, leave_adapted, merged, saved_names, wrapped
+from tests.commands.made_workspaces import flip, layout_of, leave, leave_plain, made_model, rewrite, state_of
+from tests.commands.test_given_layouts import FILE as LAYOUT_FILE
 from tests.readers import rank_checkpoints as ranks
 from tests.readers.dcp_checkpoints import saved as save_dcp
 from tests.readers.made_megatron import Run, whole_model, write_config, write_dist, write_legacy
@@ -292,8 +292,8 @@ def _places(folder: Path) -> None:
     for step in (9, 30):
         leave(base / "run" / f"step-{step}", step=step)
         write_zero(base / "marked", zero_model(step), Zero(step=step, stage=2))
-    from xrank.writers.folder_stage import encode_journal
-    from xrank.writers.output_place import JOURNAL_NAME
+    from xrank.storage.folder_stage import encode_journal
+    from xrank.storage.output_place import JOURNAL_NAME
 
     stage = base / "stages" / ".model.xrank-0123456789abcdef"
     stage.mkdir(parents=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_gradients.py")
 

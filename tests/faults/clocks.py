@@ -12,12 +12,12 @@ from pathlib import Path
 from threading import Event, Thread
 from unittest import mock
 
-from tests.conversion.forked_ranks import forked_ranks
+from tests.commands.forked_ranks import forked_ranks
 from tests.faults.findings import Findings
 from tests.faults.jobs import EXTRA, Job, make_jobs
 from tests.faults.rank_stops import Gathers
-from tests.writers.kill_points import in_child, kill_points
-from xrank.conversion.clean import clean
+from tests.storage.kill_points import in_child, kill_points
+from xrank.commands.clean import clean
 
 __all__ = ["jump_clocks"]
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from tests.faults.findings import Findings
 from tests.readers.made_megatron import Run, whole_model, write_config, write_dist, write_legacy
 from tests.readers.made_zero import Zero, made_model, write_universal, write_zero
 from tests.readers.orbax_checkpoints import save_tree
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.verify import verify_model
 from xrank.errors import XrankError
 
 __all__ = ["corrupt_sources"]

@@ -32,7 +32,7 @@ import xrank
 from tests.faults.findings import Findings
 from tests.faults.mutation import change_value, write_json
 from tests.faults.texts import Target, feed_targets
-from xrank.conversion.signature_check import check_signature
+from xrank.commands.signature_check import check_signature
 from xrank.errors import IncompleteError
 from xrank.formats import signature
 from xrank.formats.rank_state import RankRecord, TensorRecord
@@ -48,10 +48,10 @@ from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_mode
 from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, RankStatus
 from xrank.refit.relay import RelayedEngines
 from xrank.refit.trainer_ranks import EngineWatch
-from xrank.writers.bucket_stage import BucketPlace, BucketStage, read_journal, read_record
-from xrank.writers.commit import seal
-from xrank.writers.folder_stage import parse_journal
-from xrank.writers.manifest import read_manifest
+from xrank.storage.bucket_stage import BucketPlace, BucketStage, read_journal, read_record
+from xrank.storage.commit import seal
+from xrank.storage.folder_stage import parse_journal
+from xrank.storage.manifest import read_manifest
 
 __all__ = ["fuzz_documents"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.faults.findings import Findings
 from tests.faults.jobs import EXTRA, make_jobs
-from tests.writers.kill_points import kill_points
+from tests.storage.kill_points import kill_points
 
 __all__ = ["lose_images"]
 

@@ -13,16 +13,16 @@ from typing import Any
 from unittest import mock
 
 import xrank
-from tests.conversion.adapted_models import leave_adapted
-from tests.conversion.made_workspaces import CONFIG, LAYOUTS, MESH, cut, leave, made_model
+from tests.commands.adapted_models import leave_adapted
+from tests.commands.made_workspaces import CONFIG, LAYOUTS, MESH, cut, leave, made_model
 from tests.faults.findings import Findings
-from tests.writers.gathered import EXTRA
-from tests.writers.kill_points import in_child
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.reshard import reshard_checkpoint
+from tests.storage.gathered import EXTRA
+from tests.storage.kill_points import in_child
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.reshard import reshard_checkpoint
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.storage import disk as disk_calls
 from xrank.workspace.nfs import NFSWorkspace
-from xrank.writers import disk as disk_calls
 
 __all__ = ["EXTRA", "Job", "make_jobs"]
 

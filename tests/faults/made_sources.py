@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from tests.cli.bench import run
 from tests.cli.test_recipe import OWN, SHAPES
-from tests.conversion.adapted_models import ALPHA, RANK, P, adapter, base_model, leave_adapted
-from tests.conversion.made_workspaces import LAYOUTS, leave
+from tests.commands.adapted_models import ALPHA, RANK, P, adapter, base_model, leave_adapted
+from tests.commands.made_workspaces import LAYOUTS, leave
 from tests.readers.made_megatron import Run, write_config, write_legacy
 from tests.recipes.test_config_proof import CONFIG
 from tests.recipes.test_config_proof import made_model as mixed_model

@@ -46,7 +46,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.faults.corruptions import damage
 from tests.readers.made_zero import Zero, made_model, write_zero
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 
 _Call = Callable[[Path, Path], object]
 
@@ -363,7 +363,7 @@ def _run_zero(source: Path, out: Path) -> None:
     sys.modules["deepspeed.utils.zero_to_fp32"].convert_zero_checkpoint_to_fp32_state_dict(str(source), str(out))
 
 
-_XRANK = Tool("xrank gather", _run_xrank, "xrank.conversion.gather")
+_XRANK = Tool("xrank gather", _run_xrank, "xrank.commands.gather")
 SOURCES = (
     Source(
         "DCP",

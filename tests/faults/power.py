@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.faults.findings import Findings
 from tests.faults.jobs import Job, make_jobs
-from xrank.writers import disk
+from xrank.storage import disk
 
 __all__ = ["lose_power"]
 

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.conversion.forked_exports import forked_exports
-from tests.conversion.forked_ranks import ForkedRanks, forked_ranks
-from tests.conversion.made_workspaces import layout_of, leave, wide_model
-from tests.conversion.test_export_killed import NEW, OLD, Exports
+from tests.commands.forked_exports import forked_exports
+from tests.commands.forked_ranks import ForkedRanks, forked_ranks
+from tests.commands.made_workspaces import layout_of, leave, wide_model
+from tests.commands.test_export_killed import NEW, OLD, Exports
 from tests.faults.findings import Findings
 
 __all__ = ["Gathers", "stop_ranks"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.faults.findings import Findings
 from tests.faults.jobs import EXTRA, make_jobs
-from tests.writers.kill_points import error_points, kill_points
+from tests.storage.kill_points import error_points, kill_points
 from xrank.errors import XrankError
 
 __all__ = ["fail_jobs", "kill_jobs"]

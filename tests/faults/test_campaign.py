@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from tests.cli.bench import Bench, refusal, run
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from tests.recipes.families import FAMILIES
 from tests.recipes.test_there_and_back import model_of
-from xrank.conversion import gather as conversion
+from xrank.commands import gather as conversion
 from xrank.errors import ContradictionError, UsageError
 from xrank.layout.layout_map import write_whole
 from xrank.recipes.options import parse_size
@@ -30,7 +30,7 @@ from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
 from xrank.recipes.recipe_file import load_shipped_recipe
 from xrank.recipes.sizes import check_requirements
 from xrank.recipes.terms import evaluate, is_term
-from xrank.writers import disk as disk_calls
+from xrank.storage import disk as disk_calls
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -138,7 +138,7 @@ def test_a_small_file_is_synced_before_its_name(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_exception_of_no_input_is_one_line_and_a_report(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xrank.conversion import gather
+    from xrank.commands import gather
 
     leave(bench.workspace)
     monkeypatch.setattr(gather, "plan_gather", lambda *_, **__: 1 / 0)
@@ -253,7 +253,7 @@ def test_a_lack_of_memory_says_what_wanted_how_much(tmp_path: Path, added_nbytes
     """Under a limit of address space, as ulimit -v sets it, each was a Python error without a number."""
     torch.save({"w": torch.zeros(64 << 20, dtype=torch.uint8)}, tmp_path / "model.pt")
     program = (
-        "import resource, sys, xrank.cli.gather, xrank.conversion.gather, xrank.making.folder_filling\n"
+        "import resource, sys, xrank.cli.gather, xrank.commands.gather, xrank.commands.folder_filling\n"
         "from xrank.cli.main import main\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         "most = pages * resource.getpagesize() + int(sys.argv.pop(1))\n"

@@ -33,13 +33,10 @@ from tests.faults.made_sources import LAYOUT_FILE, LINK_FILE
 from tests.faults.mutation import Mutator
 from tests.recipes.test_config_proof import CONFIG
 from tests.recipes.test_config_proof import made_model as mixed_model
-from xrank.environment import read_launch
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import read_metadata
-from xrank.formats.entries import check_json_object
 from xrank.formats.pickles import read_pickle
 from xrank.formats.rank_state import RankRecord, TensorRecord
-from xrank.formats.regular_file import Origin
 from xrank.formats.safetensors_header import HeaderTensor, build_header, read_header
 from xrank.formats.torch_archive import read_archive
 from xrank.formats.zarr_array import parse_array
@@ -49,15 +46,17 @@ from xrank.layout.notation import render
 from xrank.layout.parser import parse
 from xrank.layout.tensor_name import parse_name
 from xrank.ranks.directory_messages import MessageReceipt
+from xrank.ranks.launch import read_launch
 from xrank.recipes.config_proof import find_misfit
 from xrank.recipes.missing_tensors import find_hole
 from xrank.recipes.options import parse_size
 from xrank.recipes.recipe_file import read_recipe
 from xrank.recipes.side import parse_side
 from xrank.recipes.terms import evaluate, is_term
-from xrank.writers.commit import JournalLine
-from xrank.writers.folder_stage import encode_journal, parse_journal
-from xrank.writers.manifest import (
+from xrank.storage.commit import JournalLine
+from xrank.storage.entries import check_json_object
+from xrank.storage.folder_stage import encode_journal, parse_journal
+from xrank.storage.manifest import (
     ManifestFile,
     ManifestSource,
     ManifestTensor,
@@ -65,6 +64,7 @@ from xrank.writers.manifest import (
     manifest_text,
     read_manifest,
 )
+from xrank.storage.regular_file import Origin
 
 __all__ = ["Target", "feed_targets", "fuzz_texts", "make_targets"]
 

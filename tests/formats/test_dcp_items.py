@@ -15,7 +15,7 @@ from isal import isal_zlib
 from xrank.errors import CorruptError, UnsafeError, XrankError
 from xrank.formats import dcp_items
 from xrank.formats.dcp_items import ItemReader
-from xrank.formats.regular_file import open_regular
+from xrank.storage.regular_file import open_regular
 from xrank.testing.reader_contract import whole
 
 

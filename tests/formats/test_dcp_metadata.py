@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, Wri
 from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
 from xrank.formats.dcp_metadata import DcpMetadata, _RunFinder, read_metadata
-from xrank.formats.regular_file import Origin
+from xrank.storage.regular_file import Origin
 
 
 def own(text: str) -> str:

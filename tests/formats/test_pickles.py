@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
 from xrank.formats.pickles import InertRecord, PickleReader, check_tree, read_pickle, refuse_inert
-from xrank.formats.regular_file import Origin
+from xrank.storage.regular_file import Origin
 
 pytestmark = pytest.mark.quick
 

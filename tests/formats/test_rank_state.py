@@ -14,7 +14,7 @@ import torch
 from xrank import NFSWorkspace
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.formats.rank_state import RankRecord, TensorRecord, read_saved_state, record_of
-from xrank.stores.places import rank_of, state_file_name
+from xrank.storage.places import rank_of, state_file_name
 
 pytestmark = pytest.mark.quick
 

@@ -20,8 +20,8 @@ from tests.open_files import open_files, opened_since
 from tests.sampled import count_of
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.formats.pickles import refuse_inert
-from xrank.formats.regular_file import open_regular
 from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in
+from xrank.storage.regular_file import open_regular
 
 pytestmark = pytest.mark.quick
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.formats.crafted_zip import Member, crafted_zip
 from xrank.errors import CorruptError, XrankError
-from xrank.formats.regular_file import open_regular
 from xrank.formats.zip_archive import open_item, read_members
+from xrank.storage.regular_file import open_regular
 
 pytestmark = pytest.mark.quick
 

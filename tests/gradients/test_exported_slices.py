@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.gradients.cut_modules import SHAPES, backward, cut_module, whole_tensors
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.reshard import reshard_checkpoint
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.reshard import reshard_checkpoint
 from xrank.errors import ContradictionError, GradientError, LayoutError, UsageError, XrankError
 from xrank.gradients import (
     DistributedDataParallel,

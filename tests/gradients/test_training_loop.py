@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from xrank.conversion.reshard import reshard_checkpoint
+from xrank.commands.reshard import reshard_checkpoint
 from xrank.errors import UsageError
 from xrank.gradients import (
     DistributedDataParallel,

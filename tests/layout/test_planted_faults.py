@@ -10,10 +10,10 @@ import pytest
 from tests.layout.plain_meaning import Made, places, whole
 from tests.sampled import count_of
 from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.coverage import find_fault
 from xrank.layout.local_part import local_part
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, restrict, size
-from xrank.plan.coverage import find_fault
 
 pytestmark = pytest.mark.quick
 

@@ -93,8 +93,8 @@ class Trainer:
         self._is_megatron = trainer.startswith("megatron")
         whole = make_model(kind, 0)
         if self._is_megatron:
-            from tests.gather.made_modules import mesh_of
             from tests.readers.made_megatron import Run
+            from tests.workspace.made_modules import mesh_of
 
             run = {"moe": Run(pp=2, ep=2, chunks=((1, 1),))}.get(kind, Run(tp=2, pp=2, chunks=((1, 1),)))
             run = type(run)(**{**vars(run), "dp": TRAINERS[trainer] // 4, "tied": kind == "tied"})
@@ -119,8 +119,8 @@ class Trainer:
     def _chunks(self, whole: Any, step: int) -> list[Any]:
         from safetensors.torch import load_file
 
-        from tests.gather.made_modules import chunks_of
         from tests.recipes.made_checkpoints import megatron_state
+        from tests.workspace.made_modules import chunks_of
 
         state = load_file(locate_trained(self._kind, step, self._root) / "model.safetensors")
         named = megatron_state(whole.config, state, vocab=256)

@@ -17,7 +17,7 @@ from tests.oracle.config_models import (
     read_shapes,
     shrink,
 )
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 from xrank.errors import ContradictionError, XrankError
 from xrank.recipes.config_proof import find_misfit
 from xrank.recipes.missing_tensors import find_absent, find_hole

@@ -19,7 +19,7 @@ from transformers import core_model_loading as loading
 from tests.oracle.make_conversion_table import describe_transform, find_classes, make_meta_model
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses, canonical
-from xrank.plan.source import RecordTable, StoredModel, StoredShard
+from xrank.layout.stored_model import RecordTable, StoredModel, StoredShard
 from xrank.recipes.conversions import (
     Conversion,
     Direction,

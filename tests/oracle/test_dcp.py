@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.readers.dcp_checkpoints import CUTS, expected, saved
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.readers.base import Hints
 from xrank.readers.dcp import DcpReader

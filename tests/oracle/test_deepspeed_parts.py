@@ -17,7 +17,7 @@ import torch
 
 from tests.oracle.test_deepspeed import assert_same, gathered, launched
 from tests.oracle.train_deepspeed_parts import EXPERTS, PIPELINES
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.inspect import inspect_source
 
 pytestmark = pytest.mark.timeout(300)
 TAG = "global_step2"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conversion.exported import assert_same_folder
+from tests.commands.exported import assert_same_folder
 
 # Two ranks import torch, transformers and DeepSpeed in each launch.
 pytestmark = pytest.mark.timeout(600)

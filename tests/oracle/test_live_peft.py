@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import xrank
-from tests.conversion.exported import llama
+from tests.commands.exported import llama
 from tests.oracle.test_peft import moe
 from xrank.recipes.options import AdapterChoice
 

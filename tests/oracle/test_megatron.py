@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.oracle.write_megatron import CASES, world_size
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
 from xrank.readers.base import Hints
 from xrank.readers.megatron.dist import MegatronDistReader
 from xrank.readers.megatron.legacy import MegatronLegacyReader
@@ -40,7 +40,7 @@ class Absent(MetaPathFinder):
         if full.partition(".")[0] in ("torch", "megatron"):
             raise ImportError(f"{full} must not be needed")
 sys.meta_path.insert(0, Absent())
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 gather_checkpoint(sys.argv[1], sys.argv[2], recipe="none")
 """
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conversion.made_workspaces import leave
-from tests.conversion.test_signing import flip, make_keys
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.verify import verify_model
+from tests.commands.made_workspaces import leave
+from tests.commands.test_signing import flip, make_keys
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.verify import verify_model
 
 pytest.importorskip("model_signing")
 

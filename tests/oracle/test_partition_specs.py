@@ -14,11 +14,11 @@ from math import prod
 
 import pytest
 
-from xrank.dialects import from_partition_spec, to_partition_spec
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import addresses
+from xrank.layout.terms import from_partition_spec, to_partition_spec
 
 CASES = 400
 SHAPES = ((8,), (2, 4), (4, 2), (8, 1), (2, 2, 2), (1, 4, 2))

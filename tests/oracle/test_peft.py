@@ -41,10 +41,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.conversion.made_workspaces import leave
-from xrank.conversion.export import export_model
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.verify import verify_model
+from tests.commands.made_workspaces import leave
+from xrank.commands.export import export_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.verify import verify_model
 from xrank.errors import UsageError
 
 TOKENS = torch.arange(24).reshape(2, 12) % 48

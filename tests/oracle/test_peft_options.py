@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 import xrank
 from tests.oracle.save_peft import ENGINES, KINDS, make_adapted, make_base
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.verify import verify_model
 from xrank.errors import UsageError, XrankError
 
 pytestmark = [

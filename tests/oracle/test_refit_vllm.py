@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.oracle.refit_trainer import KINDS, QUANTIZATIONS, TRAINERS, save_model
 from xrank import NFSWorkspace
-from xrank.conversion.reshard import reshard_checkpoint
+from xrank.commands.reshard import reshard_checkpoint
 from xrank.layout import LayoutMap
 
 PYTHON = os.environ.get("VLLM_PYTHON")

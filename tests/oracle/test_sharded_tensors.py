@@ -11,11 +11,11 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-from xrank.dialects import from_sharded_tensor, to_sharded_tensors
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import addresses
+from xrank.layout.terms import from_sharded_tensor, to_sharded_tensors
 
 CASES = 400
 FACTS = (

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 from xrank.errors import UsageError
 
 PYTHON = os.environ.get("VLLM_PYTHON")

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.oracle.save_wrapped import ENGINES, PATHS, make_base
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.verify import verify_model
 
 # Importing DeepSpeed and starting ranks takes most of it.
 pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]

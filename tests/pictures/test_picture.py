@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from xrank.engine.holdings import survey
+from xrank.engine.report import Report
 from xrank.errors import CorruptError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.pictures import layout_html, show
 from xrank.pictures.page import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, colour, report_page
 from xrank.pictures.text_picture import Band, find_bands
-from xrank.plan.holdings import survey
-from xrank.plan.report import Report
 from xrank.virtual.schedule import make_schedule
 
 VOID = {"meta", "input"}

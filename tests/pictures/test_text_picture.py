@@ -9,11 +9,11 @@ from itertools import product
 import numpy as np
 import pytest
 
+from xrank.engine.holdings import Holdings, Survey, apply_pieces, survey
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.nests import Nest, addresses
 from xrank.pictures import layout_html, layout_text, survey_text
 from xrank.pictures.text_picture import region_of
-from xrank.plan.holdings import Holdings, Survey, apply_pieces, survey
 
 DIMS = ("{n}", "{n}/~dp", "{n}/=tp", "{n}/~tp/~dp", "(2 {n}/~dp)", "({n}/~tp 2)", "(2 {n}/=dp 2)", "pad({n}, 4)/tp")
 

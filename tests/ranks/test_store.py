@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.free_port import free_port
-from xrank.environment import Launch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.ranks.launch import Launch
 from xrank.ranks.store import GroupStore, LocalStore, connect_launched_ranks, find_store
 
 

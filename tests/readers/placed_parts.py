@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.plan.source import StoredShard
+from xrank.layout.stored_model import StoredShard
 from xrank.readers.claims import HeldTensor
 
 

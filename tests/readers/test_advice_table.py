@@ -27,7 +27,7 @@ SAVED = "readers/test_next_steps.py::test_whatever_is_moved_away"
 """All ranks write again, into an empty folder and over the files that were refused."""
 FORM = "readers/test_save_advice.py::test_a_checkpoint_that_is_saved_as_advised"
 ANOTHER = "a checkpoint of another form, which its framework makes; the tests of its reader gather it"
-MEGATRON = "gather/test_megatron_refusals.py::test_ambiguous_or_missing_facts_are_refused"
+MEGATRON = "workspace/test_megatron_refusals.py::test_ambiguous_or_missing_facts_are_refused"
 NOTHING = "the user looks, and changes nothing"
 
 PART = "a text within another one"
@@ -120,30 +120,33 @@ FOLLOWED: Mapping[str, str] = {
     r"(redistribute|reduce) the tensor .*": "readers/test_fsdp_ranks.py::test_addends_of_a_sum_are_refused",
     # live models
     r"for other calls, make them within .*|give the module itself to .*": (
-        "conversion/test_export_refusals.py::test_what_zero_3_has_partitioned_is_refused_by_name"
+        "commands/test_export_refusals.py::test_what_zero_3_has_partitioned_is_refused_by_name"
     ),
-    r"give (mesh=|the mesh of the run).*": "gather/test_megatron_refusals.py::test_a_mesh_that_is_given_as_advised",
+    r"give (mesh=|the mesh of the run).*": "workspace/test_megatron_refusals.py::test_a_mesh_that_is_given_as_advised",
     r"none if Megatron's process groups are initialised": (
-        "gather/test_megatron_refusals.py::test_process_groups_of_other_ranks_are_refused"
+        "workspace/test_megatron_refusals.py::test_process_groups_of_other_ranks_are_refused"
     ),
     r"give all ranks the same process group": (
-        "gather/test_megatron_refusals.py::test_ranks_that_get_the_same_group_as_advised"
+        "workspace/test_megatron_refusals.py::test_ranks_that_get_the_same_group_as_advised"
     ),
-    r"give each chunk once, .*": "gather/test_megatron_refusals.py::test_a_chunk_given_twice_is_refused",
-    r"set num_local_experts .*|make it contiguous": "gather/test_megatron_refusals.py::test_advice_that_is_followed",
+    r"give each chunk once, .*": "workspace/test_megatron_refusals.py::test_a_chunk_given_twice_is_refused",
+    r"correct the layout map|give the LayoutMap a mesh": (
+        "workspace/test_nfs.py::test_a_layout_map_that_is_corrected_as_advised"
+    ),
+    r"set num_local_experts .*|make it contiguous": "workspace/test_megatron_refusals.py::test_advice_that_is_followed",
     r"let all ranks of the world take part|set (layer_number|the attributes that Megatron's).*": MEGATRON,
     r"without ep, where every rank holds all experts": MEGATRON,
     r"export the (chunks as Megatron makes them|part that has a decoder of its own, .*)": MEGATRON,
     r"give (layouts= with this tensor's rule.*|the axes of mesh= Megatron's names)|dp is for replicas": MEGATRON,
     r"materialise the module .*|on its final device": (
-        "conversion/test_load.py::test_modules_that_cannot_be_filled_are_refused"
+        "commands/test_load.py::test_modules_that_cannot_be_filled_are_refused"
     ),
     r"give a state dict of DTensors .*|make FSDP .*|export from a checkpoint .*": ANOTHER,
     r"give the folder with the weights|if this is where they belong, .*": (
         "readers/test_foreign_kinds.py::test_folder_without_weights_is_named"
     ),
     r"give all ranks the same version of xrank": NOTHING,
-    r"give the module|its state dict": "conversion/test_export_refusals.py::test_arguments_of_wrong_types_are_named",
+    r"give the module|its state dict": "commands/test_export_refusals.py::test_arguments_of_wrong_types_are_named",
     # looks
     r"check .*|do not use this .*|use a version of xrank that knows it|report it to the authors of .*": NOTHING,
     r"nothing was written|if all are there, {}": NOTHING,

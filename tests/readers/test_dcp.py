@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.readers.dcp_checkpoints import CUTS, expected, saved
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.commands.verify import verify_model
 from xrank.errors import (
     ContradictionError,
     CorruptError,
@@ -33,7 +33,7 @@ from xrank.errors import (
     UnsafeError,
     UsageError,
 )
-from xrank.plan.source import NO_CHECKSUM, StoredModel
+from xrank.layout.stored_model import NO_CHECKSUM, StoredModel
 from xrank.readers import dcp as dcp_reader
 from xrank.readers.base import Hints
 from xrank.readers.dcp import DcpReader

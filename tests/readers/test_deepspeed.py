@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from tests.readers.made_zero import MadeModel, Zero, made_model, write_universal, write_zero
 from tests.sampled import count_of
 from xrank.cli.main import cli
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
 from xrank.errors import (
     ContradictionError,
     CorruptError,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import xrank
-from tests.conversion.exported import tensors_of
+from tests.commands.exported import tensors_of
 from tests.sampled import sampled
 from xrank.errors import UsageError
 

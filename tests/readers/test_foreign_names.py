@@ -18,7 +18,7 @@ from tests.cli.bench import run
 from tests.readers.made_megatron import Run, whole_model, write_dist, write_legacy
 from tests.readers.made_zero import Zero, made_model, write_zero
 from tests.readers.test_model_parts import MODEL
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 from xrank.errors import UnsafeError
 
 

@@ -15,16 +15,16 @@ import torch
 
 from tests.readers.dcp_checkpoints import CUTS, expected
 from tests.readers.rank_checkpoints import accelerate, base_model, verl
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
-from xrank.conversion.layout import check_file, diff_layouts
-from xrank.decisions.layout_sources import file_text, layouts_at
-from xrank.decisions.sources import read_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.commands.layout import check_file, diff_layouts
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
 from xrank.readers.fsdp.reader import find_flat_pieces, flat_shards
+from xrank.recipes.layout_sources import file_text, layouts_at
+from xrank.recipes.sources import read_source
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 

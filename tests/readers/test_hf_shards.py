@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.cli.bench import run
-from tests.conversion.made_workspaces import leave_plain
+from tests.commands.made_workspaces import leave_plain
 from tests.readers.dcp_checkpoints import CUTS, built, expected
 from tests.readers.rank_checkpoints import base_model
 from xrank import NFSWorkspace
-from xrank.conversion.checkpoint import open_checkpoint
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
-from xrank.conversion.verify import verify_model
+from xrank.commands.checkpoint import open_checkpoint
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.commands.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.readers.base import Hints

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from tests.readers.made_megatron import Run, whole_model, write_legacy
 from tests.readers.test_next_steps import Case, model_of, wholes
 from tests.readers.test_vllm import CONFIG as VLLM_CONFIG

@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 
+from xrank.engine.hf_folder import lay_out
+from xrank.engine.planner import make_plan
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.plan.planner import make_plan
 from xrank.readers.live.modules import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.recipes.decision import select
 from xrank.recipes.options import GatherOptions
-from xrank.writers.hf_folder import lay_out
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 import xrank
 from tests.cli.bench import Ended, run
-from tests.conversion.forked_ranks import forked_ranks
+from tests.commands.forked_ranks import forked_ranks
 from tests.readers.made_megatron import Run, whole_model, write_config, write_dist
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.engine.report import Report
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.plan.report import Report
 from xrank.readers.base import Hints
 from xrank.readers.dcp import DcpReader
 from xrank.readers.discovery import find_source

@@ -13,11 +13,11 @@ import torch
 
 from tests.cli.bench import run
 from tests.readers.made_megatron import Run, whole_model, write_config, write_legacy
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.engine.report import Report
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.plan.report import Report
 from xrank.readers.base import Hints
 from xrank.readers.megatron.legacy import MegatronLegacyReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, read_model, whole

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim.swa_utils import AveragedModel
 
 from xrank import load_model, open_checkpoint
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
-from xrank.conversion.reshard import reshard_checkpoint
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.commands.reshard import reshard_checkpoint
+from xrank.commands.verify import verify_model
 from xrank.errors import COMMAND, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 

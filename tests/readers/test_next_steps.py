@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import xrank
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from tests.readers.made_megatron import Run, whole_model, write_legacy
 from tests.readers.made_zero import Zero, made_model, write_universal, write_zero
 from tests.readers.made_zero_parts import MadePipeline, made_experts, write_experts, write_pipeline
 from tests.test_error_texts import errors_made, texts, tree_of
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh
 from xrank.readers.records import ONE_SAVE

@@ -20,8 +20,8 @@ pytest.importorskip("zstandard", reason="pip install xrank[orbax]")
 
 from tests.readers.orbax_checkpoints import Keys, save_step, save_tree
 from tests.readers.orbax_claims import CLAIMS
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
 from xrank.readers.orbax import OrbaxReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model

@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from xrank.readers.discovery import OWN_READERS
 
 _PROGRAM = """
 import sys
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 gather_checkpoint(*sys.argv[1:])
 print(sorted(name for name in sys.modules if name.startswith("xrank.readers.")))
 """

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.conversion.made_workspaces import leave
-from xrank.plan.source import StoredModel
+from tests.commands.made_workspaces import leave
+from xrank.layout.stored_model import StoredModel
 from xrank.readers import discovery
 from xrank.readers.base import Hints, Reader
 from xrank.readers.hugging_face.folder import HfFolderReader

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-from tests.conversion.made_workspaces import leave
+from tests.commands.made_workspaces import leave
 from tests.readers.test_next_steps import Case, model_of, wholes
 from xrank.layout import DeviceMesh
 

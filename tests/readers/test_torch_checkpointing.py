@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tests.readers.dcp_checkpoints import CUTS, expected
 from tests.readers.rank_checkpoints import base_model
 from tests.readers.torch_checkpointing_folders import KINDS, layout, saved
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
 from xrank.errors import (
     ContradictionError,
     CorruptError,

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.bench import run
 from tests.readers.test_model_parts import EMA, MODEL, same
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.engine.report import Report
 from xrank.errors import COMMAND, IncompleteError, UnknownFormatError, UsageError, XrankError
-from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
 from xrank.readers.torch_save import TorchSaveReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, whole

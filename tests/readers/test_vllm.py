@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.commands.verify import verify_model
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
 from xrank.readers.vllm import VllmReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, whole

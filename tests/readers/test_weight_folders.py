@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from xrank.cli.main import cli
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.verify import verify_model
+from xrank.engine.report import Report
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
-from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
 from xrank.readers.hugging_face.folder import HfFolderReader
 from xrank.readers.torch_save import BinFolderReader

@@ -19,9 +19,9 @@ from tests.cli.bench import run
 from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
 from tests.recipes.made_checkpoints import config_of, saved, tiny, tiny_of
 from xrank import NFSWorkspace
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
-from xrank.conversion.verify import verify_model
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.commands.verify import verify_model
 from xrank.errors import ContradictionError, IncompleteError
 
 Model = dict[str, torch.Tensor]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import xrank
 from tests.cli.bench import run
-from tests.conversion.made_workspaces import model_in
+from tests.commands.made_workspaces import model_in
 from tests.recipes.made_checkpoints import tiny_of
 from xrank.recipes.missing_tensors import find_hole
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from xrank.errors import CorruptError
-from xrank.formats.entries import Entry
 from xrank.recipes.own_config import OwnConfig, choose_config
+from xrank.storage.entries import Entry
 
 pytestmark = pytest.mark.quick
 

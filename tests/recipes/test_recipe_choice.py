@@ -12,7 +12,7 @@ import torch
 
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
 from xrank.errors import ContradictionError, LayoutError, UsageError
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.recipe import match

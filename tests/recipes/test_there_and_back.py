@@ -15,7 +15,7 @@ from tests.sampled import count_of
 from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
-from xrank.plan.source import RecordTable, StoredModel, StoredShard
+from xrank.layout.stored_model import RecordTable, StoredModel, StoredShard
 from xrank.recipes.recipe import Recipe, active_rules, match, settle
 from xrank.recipes.recipe_file import load_shipped_recipes
 from xrank.recipes.rewriting import rewrite_model

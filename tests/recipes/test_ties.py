@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from tests.cli.bench import run
 from xrank import export_model
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 from xrank.recipes.ties import declares_ties, embedding_of, find_class_ties, find_config_ties
 
 WHISPER = {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.fused_engine import FusedEngine
-from tests.conversion.forker import Forker, answer_jobs, fork_answer, forker, read_answer
+from tests.commands.forker import Forker, answer_jobs, fork_answer, forker, read_answer
 from tests.refit.jobs import SIZES, engine_of, same, shard, trainer_layouts, wait_for_file
 from xrank.ranks import loans
 

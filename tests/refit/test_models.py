@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import xrank
-from tests.conversion.exported import llama, shard
-from tests.conversion.loaded_modules import assert_loaded, cut, weights
+from tests.commands.exported import llama, shard
+from tests.commands.loaded_modules import assert_loaded, cut, weights
 from tests.refit.jobs import serve_fused, train, wait_for_file
 
 pytestmark = pytest.mark.timeout(300)
@@ -118,7 +118,7 @@ def serve_llama(folder: str) -> None:
 @pytest.mark.slow  # it imports transformers
 def test_experts_of_a_moe_become_the_fused_experts_of_a_module(tmp_path: Path) -> None:
     """One process on each side: names and forms are decided as for a folder and a load."""
-    from tests.conversion.exported import qwen3_moe
+    from tests.commands.exported import qwen3_moe
 
     trained, served = qwen3_moe(), qwen3_moe()
     with torch.no_grad():

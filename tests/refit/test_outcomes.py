@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import xrank
-from tests.gather.forked_ranks import attempt, kill_self, run_many
 from tests.refit.jobs import wait_for_file
+from tests.workspace.forked_ranks import attempt, kill_self, run_many
 from xrank.errors import UsageError
 from xrank.refit.publish import PublishReport
 

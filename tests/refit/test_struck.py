@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conversion.forker import Forker
+from tests.commands.forker import Forker
 from tests.refit.forked_jobs import RELAYED_SIDES, SIDES, forked_jobs
 from tests.sampled import sampled
 

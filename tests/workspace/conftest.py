@@ -37,3 +37,9 @@ def writer(messages):
 @pytest.fixture
 def reader(messages):
     return messages[1]
+
+
+@pytest.fixture
+def num_repeats(soak: bool, in_full: bool) -> int:
+    """How much of the long tests is done: a small part, by `make test-all` a part, by `make soak` all."""
+    return 2000 if soak else 300 if in_full else 100

@@ -9,13 +9,21 @@ import zipfile
 import pytest
 import torch
 
-from xrank import environment
-from xrank.errors import ContradictionError, CorruptError, NoSpaceError, UnsafeError, UsageError, XrankError
+from xrank import environment, gather_checkpoint
+from xrank.errors import (
+    ContradictionError,
+    CorruptError,
+    LayoutError,
+    NoSpaceError,
+    UnsafeError,
+    UsageError,
+    XrankError,
+)
 from xrank.formats.rank_state import RankRecord
 from xrank.formats.torch_archive import read_archive
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh
-from xrank.stores.places import state_file_name
+from xrank.storage.places import state_file_name
 from xrank.testing.workspace_contract import WorkspaceContract
 from xrank.workspace import nfs, states
 from xrank.workspace.nfs import NFSWorkspace
@@ -400,3 +408,32 @@ def test_a_tensor_whose_storage_was_freed_is_refused_by_name(tmp_path):
     with pytest.raises(UsageError, match="w has no memory: its storage was freed"):
         workspace.write_configs_and_weights({}, {"w": freed})
     assert not list(tmp_path.glob("rank_*"))
+
+
+def test_a_layout_map_that_is_corrected_as_advised(tmp_path):
+    parts = {"w": torch.arange(4.0).view(1, 4)}
+    wrong = LayoutMap(DeviceMesh((2,), ("tp",)))
+    wrong["w"] = "[r/tp]"
+    bare = LayoutMap()
+    bare["part.{2/tp}.w"] = "[c]"
+    for layouts, tensors, next_step in (
+        (wrong, parts, "correct the layout map"),
+        (bare, {"part.0.w": parts["w"][0]}, "give the LayoutMap a mesh"),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            workspace = NFSWorkspace(tmp_path / "ws", rank=0, world_size=2)
+            workspace.write_configs_and_weights({}, tensors, layouts=layouts)
+        assert caught.value.next_step == next_step
+    named = LayoutMap(DeviceMesh((2,), ("tp",)))
+    named["part.{2/tp}.w"] = "[c]"
+    with pytest.raises(LayoutError, match=r"^part\.1\.w: the index 1 is beyond"):
+        workspace.write_configs_and_weights({}, {"part.1.w": parts["w"][0]}, layouts=named)
+    corrected = LayoutMap(DeviceMesh((2,), ("tp",)))
+    corrected["w"] = "[r/tp, c]"
+    for folder, layouts, name in (("cut", corrected, "w"), ("named", named, "part.0.w")):
+        for rank in range(2):
+            tensor = rank + torch.arange(4.0)
+            workspace = NFSWorkspace(str(tmp_path / folder), rank=rank, world_size=2, run_id="a")
+            tensors = {name: tensor.view(1, 4) if name == "w" else tensor}
+            workspace.write_configs_and_weights({"model_type": "x"}, tensors, layouts=layouts)
+        assert gather_checkpoint(tmp_path / folder, tmp_path / f"{folder}-out").ok

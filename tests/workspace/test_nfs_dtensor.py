@@ -10,7 +10,7 @@ from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
 from xrank.layout.tensor_layout import TensorLayout
-from xrank.stores.places import state_file_name
+from xrank.storage.places import state_file_name
 from xrank.workspace.nfs import NFSWorkspace
 
 

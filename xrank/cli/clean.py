@@ -24,7 +24,7 @@ def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None
     PATH may be the URL of an output in a store: abandoned uploads are aborted.
     Only what xrank made is removed; its shared memory has no name and ends with its last process.
     """
-    from xrank.conversion.clean import clean
+    from xrank.commands.clean import clean
 
     report = clean(paths, dry_run=dry_run)
     details = report.details

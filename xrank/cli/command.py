@@ -26,7 +26,7 @@ from xrank.errors import COMMAND, NoSpaceError, Text, UsageError, Wording, Xrank
 from xrank.words import clip, one_line, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import Report
+    from xrank.engine.report import Report
 
 
 _FEWEST_COLUMNS = 20
@@ -222,7 +222,7 @@ class Output:
 
     def failure_report(self, error: XrankError, exit_code: int | None = None) -> Report:
         """Return the report of a command that an error ended; its exit code is the error's unless another is given."""
-        from xrank.plan.report import Report
+        from xrank.engine.report import Report
         from xrank.system import peak_rss_nbytes
 
         seconds, peak = monotonic() - self._started, peak_rss_nbytes()
@@ -367,7 +367,7 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _explain(error: OSError | MemoryError) -> XrankError:
-    from xrank.writers.disk import explain
+    from xrank.storage.disk import explain
 
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return explain(error, error.filename)
@@ -581,7 +581,7 @@ class ReportFile:
         Raises:
             UsageError: the file cannot be written.
         """
-        from xrank.conversion.layout import write_page
+        from xrank.commands.layout import write_page
         from xrank.pictures.page import report_page
 
         write_page(report, report_page(report, self._samples), self._path)

@@ -23,7 +23,7 @@ def doctor_command(output: Output, path: str) -> None:
     Each thing is tried. Small files are made in PATH and removed. The exit status is 0 whatever is missing: xrank does
     without it. Put the output into a report of a problem.
     """
-    from xrank.conversion.doctor import examine_machine
+    from xrank.commands.doctor import examine_machine
 
     report = examine_machine(path)
     rows, subject = [], ""

@@ -16,7 +16,7 @@ from xrank.errors import UsageError
 from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import OutputFacts, Report
+    from xrank.engine.report import OutputFacts, Report
 
 
 @click.command(
@@ -97,7 +97,7 @@ def gather_command(
 
     Ranks that torchrun, srun or mpirun started share the work; rank 0 reports.
     """
-    from xrank.conversion.gather import gather_checkpoint
+    from xrank.commands.gather import gather_checkpoint
 
     context = click.get_current_context()
     by_option = context.get_parameter_source("workspace") == click.core.ParameterSource.COMMANDLINE
@@ -184,7 +184,7 @@ def _rows(report: Report, *, is_verbose: bool, is_signed: bool) -> list[tuple[st
     companions += "; no config.json: see the note" if "no-config" in dict(report.notes) else ""
     companions += "; a tensor may be missing: see the note" if "missing-tensor" in dict(report.notes) else ""
     if is_signed:
-        from xrank.writers.output_place import SIGNATURE_NAME  # slow to import for a command's help
+        from xrank.storage.output_place import SIGNATURE_NAME  # slow to import for a command's help
 
         rows.append(("signed", f"{report.path}/{SIGNATURE_NAME}, every file"))
     memory = size_text(report.peak_rss_nbytes)

@@ -16,7 +16,7 @@ from xrank.errors import Wording
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import Report
+    from xrank.engine.report import Report
 
 _MAX_FACTS = 4
 """Entries of a table in a format's facts that a row shows."""
@@ -53,7 +53,7 @@ def inspect_command(
     The exit status is 0 even with problems. Each problem has the exit status of the gather; with --json they are
     listed under "problems".
     """
-    from xrank.conversion.inspect import inspect_source
+    from xrank.commands.inspect import inspect_source
 
     report = inspect_source(
         path, layouts=layout, base_model=base_model, format=format_name, part=part, world_size=world_size

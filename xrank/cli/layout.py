@@ -16,8 +16,8 @@ from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
+    from xrank.engine.report import Report
     from xrank.layout.layout_map import LayoutChange, LayoutDiff
-    from xrank.plan.report import Report
 
 
 @click.group(cls=CommandGroup, short_help="Show, compare and prove layouts.", examples=["layout show demo/workspace"])
@@ -39,7 +39,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 
     PATH is a workspace or a model folder. FILE is a layout file; only tensors with sizes in FILE are drawn.
     """
-    from xrank.conversion.layout import show_layouts, write_page
+    from xrank.commands.layout import show_layouts, write_page
 
     report, found, text = show_layouts(path, tensor=tensor, toml=toml)
     if html is not None:
@@ -66,7 +66,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 @reporting
 def diff(output: Output, a: str, b: str, exit_code: bool) -> None:
     """List the differences of the layouts at A and B, which are layout files or sources with recorded layouts."""
-    from xrank.conversion.layout import diff_layouts
+    from xrank.commands.layout import diff_layouts
     from xrank.errors import ContradictionError
 
     report, found = diff_layouts(a, b)
@@ -89,7 +89,7 @@ def check(output: Output, file: str, path: str | None, base_model: str | None) -
 
     PATH, a workspace or a model folder, gives names and shapes. Without it, only tensors with sizes in FILE are proven.
     """
-    from xrank.conversion.layout import check_file
+    from xrank.commands.layout import check_file
 
     report, error = check_file(file, path, base_model=base_model, started=time.monotonic())
     if error is not None:
@@ -113,7 +113,7 @@ def record(output: Output, engine: str, model: str, out: str, tp: int, pp: int, 
 
     The engine must be installed; no device and no weights are needed.
     """
-    from xrank.integrations.engine_layouts import record_engine_layout
+    from xrank.commands.layout import record_engine_layout
 
     report = record_engine_layout(engine, model, out, tp=tp, pp=pp, ep=ep)
     ranks = plural(report.source["world_size"], "rank")

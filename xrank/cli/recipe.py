@@ -13,7 +13,7 @@ from xrank.cli.options import PATH
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:
-    from xrank.plan.report import Report
+    from xrank.engine.report import Report
 
 
 @click.group(cls=CommandGroup, short_help="List, print and check recipes.", examples=["recipe list"])
@@ -25,7 +25,7 @@ def recipe_command() -> None:
 @reporting
 def list_(output: Output) -> None:
     """List the recipes that come with xrank."""
-    from xrank.conversion.recipe import list_recipes
+    from xrank.commands.recipe import list_recipes
 
     report = list_recipes()
     rows = [
@@ -43,7 +43,7 @@ def list_(output: Output) -> None:
 @reporting
 def show(output: Output, name: str, merged: bool) -> None:
     """Print the recipe NAME, to start your own from. `xrank recipe list` shows the names."""
-    from xrank.conversion.recipe import show_recipe
+    from xrank.commands.recipe import show_recipe
 
     report = show_recipe(name, is_merged=merged)
     output.picture(report, report.details["toml"])
@@ -63,7 +63,7 @@ def check(output: Output, file: str, path: str, base_model: str | None, tensors:
     Lists rules that do not fit, names that no rule has, with the nearest rule, and targets that nothing becomes. The
     exit status is 2 if there are any.
     """
-    from xrank.conversion.recipe import check_recipe
+    from xrank.commands.recipe import check_recipe
 
     report = check_recipe(file, path, base_model=base_model)
     if report.fault is None or not output.as_json:

@@ -15,7 +15,7 @@ from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import Report
+    from xrank.engine.report import Report
 
 
 @click.command(
@@ -46,7 +46,7 @@ def reshard_command(
     After an interruption the same command resumes. Ranks that torchrun, srun or mpirun started share
     the work; rank 0 reports.
     """
-    from xrank.conversion.reshard import reshard_checkpoint
+    from xrank.commands.reshard import reshard_checkpoint
 
     convert = partial(reshard_checkpoint, source, layouts, arguments.pop("out"), **arguments)
     report_shared(output, convert, _rows, timeout=timeout, distributed=distributed)

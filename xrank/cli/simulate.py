@@ -64,7 +64,7 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
     found = simulate(path, operation, **arguments)
     report = simulation_report(found)
     if html is not None:
-        from xrank.conversion.layout import write_page
+        from xrank.commands.layout import write_page
 
         report = write_page(report, simulation_html(found), html)
         output.report(report, [*simulation_rows(found), ("wrote", str(report.path))])

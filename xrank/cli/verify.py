@@ -14,7 +14,7 @@ from xrank.cli.options import PATH
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import Report
+    from xrank.engine.report import Report
 
 
 @click.command(
@@ -53,7 +53,7 @@ def verify_command(
 
     Ranks that torchrun, srun or mpirun started share the reading; rank 0 reports.
     """
-    from xrank.conversion.verify import verify_model
+    from xrank.commands.verify import verify_model
 
     def convert(**shared: Any) -> Report:
         report = verify_model(path, against=against, layouts=layout, **arguments, **shared)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from xrank import environment
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh
+from xrank.ranks.launch import read_keras_jobs, read_launch
 
 
 class AbsentDeviceError(UsageError, RuntimeError):
@@ -86,11 +87,11 @@ def start_group(
     environ: Mapping[str, str], job_addresses: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
     """Run `initialize` with an environment."""
-    keras_jobs = environment.read_keras_jobs(environ)
+    keras_jobs = read_keras_jobs(environ)
     addresses = keras_jobs.addresses if job_addresses is None else job_addresses
     count = keras_jobs.num_processes if num_processes is None else num_processes
     place = keras_jobs.process_id if process_id is None else process_id
-    launch = environment.read_launch(environ)
+    launch = read_launch(environ)
     if addresses and "," in addresses:
         jobs = addresses.split(",")
         if count is not None and count != len(jobs):
@@ -124,7 +125,7 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
     All ranks of the group call this together.
     """
     if not dist.is_initialized():
-        launch = environment.read_launch(environment.environ())
+        launch = read_launch(environment.environ())
         if launch is not None and launch.world_size > 1 and mesh.size > 1:
             raise UsageError(
                 f"this process is rank {launch.rank} of {launch.world_size}, and there is no process group: each would "

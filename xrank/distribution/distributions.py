@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor
 
-from xrank.dialects.tensors import describe_mesh, from_placements
 from xrank.distribution import keras_forms
 from xrank.distribution.calls import CallHooks
 from xrank.distribution.datasets import shard_dataset
@@ -31,6 +30,7 @@ from xrank.distribution.placing import (
 from xrank.distribution.scopes import scope_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.terms.tensors import describe_mesh, from_placements
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -115,8 +115,8 @@ class TensorLayout(frozen.TensorLayout):
     @property
     def backend_layout(self) -> Any:
         """The torch mesh and the placements of a tensor of these dims; None without a process group."""
-        from xrank.dialects.tensors import to_placements
         from xrank.distribution.devices import live_mesh
+        from xrank.layout.terms.tensors import to_placements
 
         if self.device_mesh is None:
             raise LayoutError("Cannot create sharding when device mesh is not set for TensorLayout.", got=repr(self))

@@ -15,11 +15,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from xrank.dialects.tensors import to_placements
 from xrank.distribution.devices import live_mesh
 from xrank.distribution.parameters import NAMES
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.terms.tensors import to_placements
 
 
 def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:

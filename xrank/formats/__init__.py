@@ -1,4 +1,4 @@
 """The bytes of file formats: parsing and building of headers, archives and pickles, without torch.
 
-Readers of sources are in `xrank.readers`, outputs in `xrank.writers`.
+Readers of sources are in `xrank.readers`, outputs in `xrank.storage`.
 """

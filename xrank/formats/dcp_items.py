@@ -6,18 +6,20 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from xrank.errors import XrankError
-from xrank.formats.entries import Entry
 from xrank.formats.pickles import inert_error
-from xrank.formats.regular_file import Origin, RegularFile, quote, refuse_pointer
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
 from xrank.formats.zip_archive import open_item, read_members
-from xrank.layout.nest_table import IntArray
+from xrank.storage.entries import Entry
+from xrank.storage.regular_file import Origin, RegularFile, quote, refuse_pointer
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
 _KEY = "DCP_SHARDING_INFO"
 
 

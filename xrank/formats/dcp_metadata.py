@@ -21,6 +21,7 @@ from types import MappingProxyType
 import numpy as np
 
 from xrank.errors import XrankError
+from xrank.formats.dcp_items import IntArray
 from xrank.formats.pickles import (
     OPCODE_LENGTHS,
     PLAIN_BUILDERS,
@@ -35,9 +36,8 @@ from xrank.formats.pickles import (
     is_known,
     measure_opcode,
 )
-from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
-from xrank.layout.nest_table import IntArray
-from xrank.stores.client import ObjectStatus
+from xrank.storage.client import ObjectStatus
+from xrank.storage.regular_file import Origin, open_regular, quote, refuse_pointer
 
 MAX_METADATA_NBYTES = 1 << 32
 """Largest ``.metadata`` that is read, in bytes; a piece of a tensor takes about 200."""

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xrank.errors import XrankError
-from xrank.formats.regular_file import Origin, quote
+from xrank.storage.entries import MAX_INTEGER_NBYTES
+from xrank.storage.regular_file import Origin, quote
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 
@@ -442,8 +443,6 @@ MAX_PICKLE_NBYTES = 1 << 29
 """Largest pickle that is read, in bytes; a tensor takes about 150."""
 MAX_MADE_NBYTES = 1 << 28
 """Largest memory of the objects that a pickle makes, in bytes; a tensor takes about 1,000."""
-MAX_INTEGER_NBYTES = 256
-"""Larger integers could not be printed (``sys.int_info.default_max_str_digits``)."""
 PROTOCOL, STOP = b"\x80", ord(".")
 RUN = 0
 """Opcode of a `PickleRun`; no pickle has it."""

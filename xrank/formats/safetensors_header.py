@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from xrank.dtypes import DTYPES, dtype, unsupported
 from xrank.errors import UsageError, XrankError
-from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
-from xrank.stores.client import ObjectStatus
+from xrank.storage.client import ObjectStatus
+from xrank.storage.regular_file import Origin, open_regular, quote, refuse_pointer
 
 MAX_HEADER_NBYTES = 100_000_000
 """``safetensors/src/tensor.rs: MAX_HEADER_SIZE``."""

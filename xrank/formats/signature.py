@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import CorruptError, IncompleteError, UsageError, option, require_cryptography
-from xrank.formats.entries import Entry
-from xrank.formats.regular_file import open_regular
+from xrank.storage.entries import Entry
+from xrank.storage.regular_file import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey

@@ -20,9 +20,9 @@ from xrank.formats.pickles import (
     build_nested_class,
     read_pickle,
 )
-from xrank.formats.regular_file import Origin, RegularFile, open_regular, quote, refuse_pointer
 from xrank.formats.zip_archive import ItemBytes, ZipMember, open_item, read_members
-from xrank.stores.client import ObjectStatus
+from xrank.storage.client import ObjectStatus
+from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote, refuse_pointer
 
 NAMES = "save the names with the tensors: torch.save(model.state_dict(), file); then gather that"
 """The next step for a file without a state dict."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from xrank import dtypes
 from xrank.errors import UnsafeError, UsageError
-from xrank.formats.entries import Entry
-from xrank.formats.regular_file import Origin, open_regular, quote
+from xrank.storage.entries import Entry
+from xrank.storage.regular_file import Origin, open_regular, quote
 
 _POLYNOMIAL = 0x82F63B78
 """RFC 3720, appendix B.4, with its bits reversed."""

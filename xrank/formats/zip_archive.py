@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from isal import isal_zlib
 
-from xrank.formats.regular_file import RegularFile, quote
+from xrank.storage.regular_file import RegularFile, quote
 
 _TAIL_NBYTES = 1 << 16
 _MAX_DIRECTORY_NBYTES = 1 << 29

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from xxhash import xxh128_hexdigest
 
-from xrank.dialects.tensors import describe_mesh, from_placements
 from xrank.errors import GradientError
 from xrank.gradients.mesh_places import EXPERT_DATA_AXES, MeshPlace
 from xrank.gradients.nonfinite import first_nonfinite
@@ -20,6 +19,7 @@ from xrank.gradients.plan import GradientPlan, PlannedParameter, list_later
 from xrank.gradients.roles import local_of
 from xrank.gradients.wire import GradientWire
 from xrank.layout.local_part import local_part
+from xrank.layout.terms.tensors import describe_mesh, from_placements
 from xrank.ranks.memory import row_major_bytes
 from xrank.words import first_lines, join_words, ranks_text
 

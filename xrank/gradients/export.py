@@ -140,7 +140,7 @@ def _layout_from_placements(name: str, parameter: Any, one: OwnedSlice) -> tuple
     """Return the cut of a DTensor. Along axes with partial sums, finalize has made all ranks equal."""
     from torch.distributed.tensor import Replicate
 
-    from xrank.dialects.tensors import describe_mesh, from_placements
+    from xrank.layout.terms.tensors import describe_mesh, from_placements
 
     own = describe_mesh(parameter.device_mesh)
     axes_by_dim = one.planned.placement_axes

@@ -166,7 +166,7 @@ def _read_mesh(mesh: Any) -> MeshViews:
             f"the mesh is a {type(mesh).__name__}, and not a DeviceMesh of xrank or torch, or MeshViews",
             _SEE_VIEWS,
         )
-    from xrank.dialects.tensors import describe_mesh
+    from xrank.layout.terms.tensors import describe_mesh
 
     return MeshViews(describe_mesh(mesh))
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from xrank.dialects.tensors import describe_mesh
 from xrank.errors import UsageError
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.faults import At
 from xrank.gradients.mesh_places import AXIS_ALIASES, MeshPlace, ranks_along
 from xrank.layout import DeviceMesh
+from xrank.layout.terms.tensors import describe_mesh
 
 if TYPE_CHECKING:
     import torch

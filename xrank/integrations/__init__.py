@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from xrank.plan.report import Report
+    from xrank.engine.report import Report
 
 
 class Saves:
@@ -30,7 +30,7 @@ class Saves:
         Raises:
             XrankError: as `xrank.export_model`; also the failure of the earlier export, on all ranks.
         """
-        from xrank.conversion.export import export_model
+        from xrank.commands.export import export_model
 
         made: Report | Future[Report] = export_model(model, out, **self._options)
         self._last = made if isinstance(made, Future) else None

@@ -16,9 +16,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload.layerwise import is_deferred_attention_layer
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from xrank.decisions.sources import open_base_model
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.recipes.sources import open_base_model
 from xrank.refit.recording import EngineRank, record_layouts
 
 

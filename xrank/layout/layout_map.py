@@ -18,7 +18,7 @@ from xrank.layout.companion import Companion, is_companion, parse_companion
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name, mesh_from_order
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound, flat_of
 from xrank.layout.tensor_name import TensorName, compile_pattern, has_groups, parse_name
-from xrank.stores import places
+from xrank.storage import places
 
 _MAX_PARTS = 64
 _MAX_BRACKETS = 200

@@ -208,3 +208,20 @@ def _trim(loops: IntArray) -> IntArray:
     while depth and (loops[:, depth - 1, 0] == 1).all():
         depth -= 1
     return loops[:, :depth]
+
+
+def count_runs(nests: NestTable) -> IntArray:
+    """Return the number of runs of each nest, before they are joined."""
+    return nests.sizes // np.maximum(1, run_lengths(nests)[1])
+
+
+def run_lengths(nests: NestTable) -> tuple[IntArray, IntArray]:
+    """Return the number of loops outside each nest's runs, and the elements of a run."""
+    depth = (nests.loops[:, :, 0] != 1).sum(axis=1)
+    lengths = np.ones(len(nests), np.int64)
+    if nests.loops.shape[1]:
+        inner = nests.loops[np.arange(len(nests)), np.maximum(depth - 1, 0)]
+        is_run = (depth > 0) & (inner[:, 1] == 1) & (inner[:, 2] == 1)
+        lengths = np.where(is_run, inner[:, 0], 1)
+        depth = depth - is_run
+    return depth, lengths

@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from itertools import pairwise
 
-from xrank.plan.report import OutputFacts, Report, report_rows
+from xrank.engine.report import OutputFacts, Report, report_rows
 from xrank.words import one_line, plural, size_text
 
 ACCENT = "#0072b2"

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import Any
 
-from xrank.dialects.tensors import describe_mesh, from_placements
 from xrank.dtypes import DTYPES, by_torch_name
+from xrank.engine.holdings import Holdings, Share, Survey, apply_layout, sum_held_nbytes, survey
+from xrank.engine.report import Report
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_map import write_whole
 from xrank.layout.nests import Nest
+from xrank.layout.terms.tensors import describe_mesh, from_placements
 from xrank.pictures.page import colour, draw_facts, draw_report, fragment, page, page_text, swatch
 from xrank.pictures.text_picture import (
     Band,
@@ -28,8 +30,6 @@ from xrank.pictures.text_picture import (
     share_words,
     survey_text,
 )
-from xrank.plan.holdings import Holdings, Share, Survey, apply_layout, sum_held_nbytes, survey
-from xrank.plan.report import Report
 from xrank.words import amount_text, join_words, plural, ranks_text, size_text
 
 _MAX_BOXES = 2048

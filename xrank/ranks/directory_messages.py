@@ -20,11 +20,11 @@ import xxhash
 
 from xrank import system
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
-from xrank.formats.entries import Entry
 from xrank.ranks.failure import damage_error
 from xrank.ranks.memory import explain_no_space, row_major_bytes
 from xrank.ranks.memory_messages import new_buffer
 from xrank.ranks.processes import process_space
+from xrank.storage.entries import Entry
 from xrank.system import after_fork_in_child, process_state, user_id
 
 if TYPE_CHECKING:

@@ -14,15 +14,14 @@ from operator import index
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from xrank.errors import RankFailedError, UsageError
+from xrank.errors import RankFailedError, UsageError, require_linux
 from xrank.ranks.exchange import Call, GatherExchange
 from xrank.ranks.failure import Deadline, FailureRecord
 from xrank.ranks.group import RankGroup
 from xrank.ranks.sessions import GroupGathers, Session, find_group, find_world, open_gathers, report_at_large
 from xrank.ranks.store import LaunchedRanks
 from xrank.ranks.values import check_sendable, is_plain, pack, unpack
-from xrank.stores.url import clean_path, is_url
-from xrank.system import require_linux
+from xrank.storage.url import clean_path, is_url
 from xrank.words import repr_text
 
 Parameters = ParamSpec("Parameters")
@@ -108,7 +107,7 @@ def find_place() -> tuple[str, int]:
 class Gather(AbstractContextManager[list[Any]]):
     """Gathers the values of all ranks, in their order, on the first of them; an empty list elsewhere.
 
-    Arguments and errors are those of `xrank.gather.parallel`.
+    Arguments and errors are those of `xrank.workspace.parallel`.
 
     Args:
         function: name of the function that the user called.

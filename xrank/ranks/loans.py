@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from xrank.errors import AGAIN, ContradictionError, CorruptError, RankFailedError, RankTimeoutError, XrankError
-from xrank.formats.entries import Entry
 from xrank.ranks.byte_service import (
     AnswerKind,
     PeerConnection,
@@ -37,6 +36,7 @@ from xrank.ranks.peer_memory import (
 )
 from xrank.ranks.processes import Peer, is_readable, process_space
 from xrank.ranks.tensor_bytes import LocalBytes, TensorBytes
+from xrank.storage.entries import Entry
 from xrank.system import keep_descriptors_free
 
 

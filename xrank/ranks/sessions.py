@@ -17,6 +17,7 @@ from xrank.ranks.directory_messages import DirectoryMessages
 from xrank.ranks.exchange import Call, GatherExchange
 from xrank.ranks.failure import Deadline, FailureRecord, failure_of
 from xrank.ranks.group import RankGroup
+from xrank.ranks.launch import read_launch
 from xrank.ranks.meeting import CALL, Meeting, RanksApartError, meet, meet_across_hosts
 from xrank.ranks.memory_messages import MemoryMessages
 from xrank.ranks.registration import has_joined
@@ -269,7 +270,7 @@ class World(NamedTuple):
             if known is None or known[0] != os.getpid():
                 environ, is_one_host = environment.environ(), False
                 with suppress(UsageError):  # contradicting variables
-                    launch = environment.read_launch(environ)
+                    launch = read_launch(environ)
                     # Only torchrun proves that all ranks are on one host.
                     is_one_host = (
                         launch is not None
@@ -501,7 +502,7 @@ def find_world(group: Any) -> World:
         if _last_place[0]() is not owner:  # torch's methods take longer than this look
             _last_place[:] = ref(owner), owner.rank(), owner.size()
         return World(owner, *_last_place[1:])
-    launch = environment.read_launch(environment.environ())
+    launch = read_launch(environment.environ())
     owner = group if isinstance(group, LaunchedRanks) else None
     return World(owner, 0, 1) if launch is None else World(owner, launch.rank, launch.world_size)
 

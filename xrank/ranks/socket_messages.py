@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from xrank.errors import CorruptError, IncompleteError
-from xrank.formats.entries import Entry
 from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, PeerService, connect, derive_token
 from xrank.ranks.directory_messages import make_receipt_error
 from xrank.ranks.memory import make_no_memory_error, row_major_bytes
 from xrank.ranks.memory_messages import ALIGNMENT, new_buffer
+from xrank.storage.entries import Entry
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,10 @@ from itertools import count
 from time import sleep
 from typing import Any, Protocol
 
-from xrank.environment import Launch, silent_torch
+from xrank.environment import silent_torch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.failure import Deadline
+from xrank.ranks.launch import Launch
 
 _PREFIX = "xrank/"
 _PAUSE_SECONDS = 0.001

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from xrank import environment
-from xrank.environment import Launch
 from xrank.errors import AGAIN, ContradictionError, UsageError, XrankError, option
+from xrank.ranks.launch import Launch, read_launch
 from xrank.ranks.store import group_place
-from xrank.stores.url import is_url
+from xrank.storage.url import is_url
 from xrank.system import after_fork_in_child
 
 Made = TypeVar("Made")
@@ -178,7 +178,7 @@ def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launc
     variables are wrong, or missing although `distributed` is set.
     """
     try:
-        launch = environment.read_launch(environ)
+        launch = read_launch(environ)
     except UsageError:
         if distributed or not environ.keys().isdisjoint(_MARKS):
             raise

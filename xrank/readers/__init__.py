@@ -4,12 +4,12 @@ To add a format, write a class with the methods of `xrank.readers.base.Reader`, 
 (another package names it under the entry point ``xrank.readers``), and subclass `xrank.testing.ReaderContract`.
 `xrank.readers.placement` places the parts of formats that have a file per rank. Lists that may need an entry:
 `discovery` (formats of whole models, markers of steps), `records` (a trainer's markers), and
-`xrank.writers.companions` (suffixes of weight files).
+`xrank.engine.companions` (suffixes of weight files).
 
 This package exports the names that a reader of your own needs.
 """
 
-from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.layout.stored_model import RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints, Reader
 
 __all__ = ["Hints", "Reader", "RecordTable", "SourceFile", "StoredModel", "StoredShard"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from xrank.layout import LayoutMap
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, TypeAlias
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
-from xrank.formats.regular_file import Origin
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion, inline_base, is_companion, parse_companion
 from xrank.layout.companion_parts import base_layout
 from xrank.layout.local_part import LocalPart, holds
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, intersect, row_major
+from xrank.layout.stored_model import StoredShard
 from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_name
-from xrank.plan.source import StoredShard
+from xrank.storage.regular_file import Origin
 from xrank.words import ranks_text
 
 if TYPE_CHECKING:

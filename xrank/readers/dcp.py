@@ -29,15 +29,15 @@ from xrank.errors import (
 )
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.names import ModelPart, SavedTree, is_of_lightning, part_details, part_notes, select_model
 from xrank.readers.records import note_bare_files, note_foreign_names
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.words import list_text, plural
 
 

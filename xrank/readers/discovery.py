@@ -12,12 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError, XrankError, option
-from xrank.formats.regular_file import LFS_MAGIC, Origin, open_regular, quote
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints, Reader
 from xrank.readers.records import ENGINE_PART, EXPORT_FOLDER
-from xrank.stores import places
-from xrank.stores.url import is_url
+from xrank.storage import places
+from xrank.storage.regular_file import LFS_MAGIC, Origin, open_regular, quote
+from xrank.storage.url import is_url
 from xrank.words import list_text, one_line
 
 if TYPE_CHECKING:

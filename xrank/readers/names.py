@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from xrank.errors import UsageError, either, option
 from xrank.formats.pickles import is_extra_state
-from xrank.formats.regular_file import Origin, quote
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
+from xrank.storage.regular_file import Origin, quote
 from xrank.words import list_text, plural, size_text
 
 MODELS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state", "params"})

@@ -11,7 +11,6 @@ from typing import TypeAlias
 import numpy as np
 
 from xrank.errors import ContradictionError, LayoutError, either, option
-from xrank.formats.regular_file import open_regular
 from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import companion_shape
 from xrank.layout.companion_parts import base_shapes, companion_part
@@ -21,8 +20,8 @@ from xrank.layout.mesh_parts import FlatPart, flat_part
 from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest, row_major
 from xrank.layout.notation import LayoutTree
+from xrank.layout.stored_model import NO_CHECKSUM, StatedLayout, StoredModel, StoredShard
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
-from xrank.plan.source import NO_CHECKSUM, StatedLayout, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.claims import (
     Claim,
@@ -39,6 +38,7 @@ from xrank.readers.claims import (
     row_slice,
     whole,
 )
+from xrank.storage.regular_file import open_regular
 from xrank.words import likewise_text, list_text, ranks_text
 
 _BLOCK_NBYTES = 4096

@@ -14,15 +14,15 @@ from isal import isal_zlib
 
 from xrank.dtypes import dtype
 from xrank.errors import UnsafeError, XrankError, option
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
-from xrank.stores import places
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import plural
 
 if TYPE_CHECKING:
-    from xrank.formats.regular_file import RegularFile
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
+    from xrank.storage.regular_file import RegularFile
 
 
 ENGINE_PART = re.compile(r"model-(.*-)?(rank|tp)-\d+-part-\d+\.safetensors|rank\d+\.safetensors")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xrank.dialects.tensors import from_placements
 from xrank.errors import (
     AGAIN,
     ContradictionError,
@@ -20,14 +19,13 @@ from xrank.errors import (
     either,
     option,
 )
-from xrank.formats.entries import Entry
 from xrank.formats.pickles import MAX_PICKLE_NBYTES, read_pickle
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import read_header
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
+from xrank.layout.terms.tensors import from_placements
 from xrank.readers.base import Hints
 from xrank.readers.fsdp.rank_files import (
     DTensorPart,
@@ -40,7 +38,9 @@ from xrank.readers.fsdp.rank_files import (
 )
 from xrank.readers.fsdp.reader import RankFiles, describe_rank_files
 from xrank.readers.records import ONE_SAVE
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.entries import Entry
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text, plural, ranks_text
 
 METADATA = "metadata.pkl"

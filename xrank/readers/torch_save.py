@@ -15,9 +15,8 @@ from typing import TypeAlias
 from xrank.dtypes import dtype
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.formats.pickles import InertRecord, is_extra_state, refuse_inert
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, is_archive, read_archive
-from xrank.plan.source import RecordedHash, StoredModel
+from xrank.layout.stored_model import RecordedHash, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, pieces_of, whole
 from xrank.readers.hugging_face.folder import (
@@ -38,7 +37,8 @@ from xrank.readers.names import (
     select_model,
 )
 from xrank.readers.records import Records
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text, plural
 
 _Path: TypeAlias = tuple[str | int, ...]

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
-from xrank.formats.regular_file import Origin, open_regular
 from xrank.formats.safetensors_header import HeaderTensor, read_header
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor
 from xrank.readers.placement import place_all
 from xrank.readers.records import ONE_SAVE, Records
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, open_regular
 from xrank.words import list_text, numbers_text, plural, ranks_text
 
 # vllm/model_executor/model_loader/sharded_state_loader.py: TP_ONLY_PATTERN, PP_AND_TP_PATTERN.

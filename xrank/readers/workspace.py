@@ -11,18 +11,18 @@ from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
 from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord, read_saved_state
-from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import check_one_owner
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
-from xrank.stores import places
-from xrank.stores.places import rank_of, state_file_name
-from xrank.stores.url import is_url
+from xrank.storage import places
+from xrank.storage.places import rank_of, state_file_name
+from xrank.storage.regular_file import Origin
+from xrank.storage.url import is_url
 from xrank.words import ranks_text, repr_text, runs_text
 
 

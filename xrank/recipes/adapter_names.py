@@ -41,7 +41,7 @@ from xrank.errors import (
 from xrank.layout.tensor_name import compile_pattern
 from xrank.readers.records import find_checkpoint_folders
 from xrank.recipes.found_source import read_config
-from xrank.stores import places
+from xrank.storage import places
 
 CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."

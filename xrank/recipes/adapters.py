@@ -11,12 +11,12 @@ from math import prod
 from typing import Any
 
 from xrank import dtypes
+from xrank.engine.low_rank import LowRank
+from xrank.engine.planner import Plan
 from xrank.errors import ContradictionError, Text, UsageError, either, needs, option
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
-from xrank.plan.low_rank import LowRank
-from xrank.plan.planner import Plan
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.adapter_names import (
     CONFIG_NAME,
     PREFIX,
@@ -33,7 +33,7 @@ from xrank.recipes.adapter_names import (
 from xrank.recipes.conversions import Converted
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.ties import find_class_ties, is_head
-from xrank.stores import places
+from xrank.storage import places
 from xrank.words import list_text
 
 

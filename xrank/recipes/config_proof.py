@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, option
-from xrank.plan.output import OutputTensor
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.output_files import OutputTensor
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.conversions import is_known_size, is_known_type
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.missing_tensors import find_absent, find_hole

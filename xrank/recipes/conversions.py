@@ -21,7 +21,7 @@ from typing import Any
 
 from xrank.errors import LayoutError, option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
 
 _PATH = Path(__file__).parent / "transformers.json"
 

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 
 from xrank import dtypes
+from xrank.engine.companions import CompanionFile, check_companions
+from xrank.engine.hf_folder import find_weights_stem
 from xrank.errors import (
     AGAIN,
     ContradictionError,
@@ -23,8 +25,8 @@ from xrank.errors import (
     needs,
     option,
 )
-from xrank.plan.output import OutputTensor
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.output_files import OutputTensor, Selection
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.adapter_names import find_adapter, parse_adapter_config
 from xrank.recipes.adapters import Adapted, adapt, convert_adapted, drop_tied
 from xrank.recipes.conversions import Converted
@@ -37,10 +39,8 @@ from xrank.recipes.recipe import Match
 from xrank.recipes.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
 from xrank.recipes.saved_form import TABLE, convert_states, convert_to_files, convert_to_module, keep_routers
 from xrank.recipes.ties import declare_ties, find_ties
-from xrank.stores import places
+from xrank.storage import places
 from xrank.words import list_text, plural
-from xrank.writers.companions import CompanionFile, check_companions
-from xrank.writers.hf_folder import find_weights_stem
 
 _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -112,19 +112,6 @@ _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters, and halves of characters that no file can contain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The source's tensors that are written, tied, cast or left out."""
-
-    outputs: tuple[OutputTensor, ...]
-    tied: Mapping[str, tuple[str, ...]]
-    """Written name -> names that must hold the same values and are not written."""
-    excluded: tuple[str, ...]
-    cast: Mapping[str, str]
-    """Name -> its cast, as in ``"F32 -> BF16"``."""
-    notes: tuple[tuple[str, str], ...]
 
 
 def select(

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from xrank.engine.companions import CompanionFile
 from xrank.errors import CorruptError
-from xrank.formats.regular_file import open_regular
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.recipes.own_config import OwnConfig
-from xrank.writers.companions import CompanionFile
+from xrank.storage.regular_file import open_regular
 
 _MAX_CONFIG_NBYTES = 4 << 20
 """As Python's objects up to 160 MB. The largest known have some hundred KB, lists of modules left unquantized."""

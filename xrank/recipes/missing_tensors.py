@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from xrank.errors import ContradictionError, either, needs, option
-from xrank.plan.output import OutputTensor
-from xrank.plan.source import StoredModel
+from xrank.layout.output_files import OutputTensor
+from xrank.layout.stored_model import StoredModel
 from xrank.recipes.adapter_names import find_adapter
 from xrank.recipes.found_source import BaseModel
 from xrank.recipes.ties import embedding_of

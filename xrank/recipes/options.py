@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from xrank.dialects.tensors import describe_mesh
+from xrank.engine.executor import Budget
+from xrank.engine.replicas import ReplicaChoice
 from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap, MeshViews
 from xrank.layout.tensor_name import compile_pattern
-from xrank.plan.executor import Budget
+from xrank.layout.terms.tensors import describe_mesh
+from xrank.storage.entries import plain_config
 from xrank.system import count_cores
 from xrank.words import clip, repr_text
-from xrank.workspace.states import plain_config
 
 DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
-ReplicaChoice: TypeAlias = Literal["verify", "pick"]
 AdapterChoice: TypeAlias = Literal["separate", "merge"]
 
 _UNITS = {

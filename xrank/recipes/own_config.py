@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
-from xrank.formats.entries import Entry
-from xrank.workspace.states import plain_config
+from xrank.storage.entries import Entry, plain_config
 
 if TYPE_CHECKING:
     import torch

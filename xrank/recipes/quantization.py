@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xrank import dtypes
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
-from xrank.plan.output import OutputTensor
-from xrank.plan.source import StoredShard
+from xrank.layout.output_files import OutputTensor
+from xrank.layout.stored_model import StoredShard
 from xrank.recipes.conversions import is_known_type
 from xrank.recipes.found_source import FoundSource
 from xrank.words import plural

@@ -11,7 +11,7 @@ from typing import Any
 
 from xrank.errors import LayoutError, UsageError, XrankError, option
 from xrank.layout.binding import names_of_dim
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.recipe import Match, Recipe, active_rules, match, source_sides, target_sides
 from xrank.recipes.recipe_file import (
@@ -32,7 +32,7 @@ from xrank.recipes.sizes import (
     place_names,
     solve_sizes,
 )
-from xrank.stores import places
+from xrank.storage import places
 from xrank.words import list_text
 
 

@@ -10,13 +10,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from xrank.engine.planner import compose
 from xrank.errors import ContradictionError, LayoutError
 from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.nest_table import join_rows
 from xrank.layout.nests import Nest, swap
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.tensor_name import TensorName
-from xrank.plan.planner import compose
-from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.recipe import Match, Recipe, Rule, active_rules, raised_flags, source_sides
 from xrank.recipes.recipe_file import find_rule
 from xrank.recipes.side import Pairing, Side, branches_of, pair, reverse_pairing, single_tensors

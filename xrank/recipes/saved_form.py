@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError, option
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.recipes.conversions import (
     Conversion,
     Converted,

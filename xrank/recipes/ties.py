@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xrank.errors import LayoutError
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.recipes.found_source import BaseModel
 from xrank.words import list_text
 

@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
-from xrank.decisions.sources import find_live_source
 from xrank.errors import CorruptError, UsageError
-from xrank.formats.entries import Entry
-from xrank.plan.source import StoredModel
+from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import list_names, make_directory
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.found_source import FoundSource
 from xrank.recipes.own_config import OwnConfig, choose_config
+from xrank.recipes.sources import find_live_source
+from xrank.storage.entries import Entry
 from xrank.system import NEW, NO_LINK, READ, user_id
 from xrank.system import replace as replace_file
 

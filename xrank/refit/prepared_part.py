@@ -21,18 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from xrank import dtypes
+from xrank.engine.executor import Budget
+from xrank.engine.planner import Copies, TensorPlan
+from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
+from xrank.engine.whole_tensors import WholeTensors
 from xrank.errors import UsageError
 from xrank.layout.nest_table import IntArray, NestTable
-from xrank.lending.lent_model import LentModel
-from xrank.making.whole_tensors import WholeTensors
-from xrank.plan.executor import Budget
-from xrank.plan.planner import Copies, TensorPlan
 from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.team import Team
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
+from xrank.recipes.lent_model import LentModel
 from xrank.recipes.options import default_workers
 from xrank.recipes.quantization import BlockGrid, Quantization
-from xrank.recipes.transforms import TransformedTensor, Transforms, apply_transform
 from xrank.refit.directory import MADE
 from xrank.refit.peers import GRACE_SECONDS, SILENT_SECONDS
 

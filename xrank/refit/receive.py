@@ -13,6 +13,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from xrank.engine.executor import Budget
 from xrank.errors import (
     ContradictionError,
     IncompleteError,
@@ -22,9 +23,9 @@ from xrank.errors import (
     XrankError,
     names_own_arguments,
     option,
+    require_linux,
     require_torch,
 )
-from xrank.plan.executor import Budget
 from xrank.ranks.failure import Deadline
 from xrank.ranks.loans import MemoryOffer, add_token
 from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, is_mooncake
@@ -36,7 +37,6 @@ from xrank.refit.peers import EngineRanks, PeerRank, Phase, StatusBlock
 from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngines
 from xrank.refit.targets import Loader, LoaderTarget, ModuleTarget, TargetPlan, Transfer
 from xrank.refit.trainer_link import LOOK_SECONDS, TrainerLink, connect_trainer
-from xrank.system import require_linux
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -24,16 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from xrank import dtypes
-from xrank.dialects.tensors import Box, box_nests, layout_of_boxes, layout_of_shards
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import bind
+from xrank.layout.coverage import find_fault, range_text
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.notation import LayoutTree
+from xrank.layout.output_files import OutputTensor, TensorPart
 from xrank.layout.tensor_layout import axis_lengths
-from xrank.plan.coverage import find_fault, range_text
-from xrank.plan.output import OutputTensor, TensorPart
+from xrank.layout.terms.tensors import Box, box_nests, layout_of_boxes, layout_of_shards
 from xrank.words import list_text
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ import numpy as np
 import xxhash
 
 from xrank import dtypes
+from xrank.engine.executor import Budget
+from xrank.engine.planner import Plan, TensorPlan
+from xrank.engine.replicas import spread_copies
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError
-from xrank.formats.entries import Entry
 from xrank.layout.nest_table import NestTable, int_array, join_rows
 from xrank.layout.nests import Nest, canonical, row_major
-from xrank.plan.executor import Budget
-from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.replicas import spread_copies
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
@@ -29,6 +28,7 @@ from xrank.recipes.options import default_workers
 from xrank.refit.directory import Address, RankRegistration, TrainerModel
 from xrank.refit.peers import GRACE_SECONDS, SILENT_SECONDS, PeerRank, Phase, RankStatus
 from xrank.refit.targets import ModuleTarget, TargetPlan, Transfer, make_transfer
+from xrank.storage.entries import Entry
 
 _DIGEST_NBYTES = 16
 _CHUNK_NBYTES = 1 << 20

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from xrank import dtypes
-from xrank.decisions.load_plan import plan_load
+from xrank.engine.executor import Budget, execute
+from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
+from xrank.engine.tensor_target import TensorTarget, check_fillable
+from xrank.engine.windows import share_all
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
-from xrank.layout.nest_table import IntArray, NestTable, int_array
-from xrank.lending.tensor_target import TensorTarget, check_fillable
-from xrank.plan.executor import Budget, execute
-from xrank.plan.output import OutputFile, OutputTensor
-from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
-from xrank.plan.windows import share_all
+from xrank.layout.nest_table import IntArray, NestTable, count_runs, int_array, run_lengths
+from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.ranks.loans import PeerSource, SpanMemory
 from xrank.ranks.peer_memory import MAX_SPANS, SpanArray
 from xrank.ranks.tensor_bytes import locate_elements
 from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, list_tensors, local_model
+from xrank.recipes.load_plan import plan_load
 from xrank.refit.directory import TrainerModel
 from xrank.words import list_text
 
@@ -242,11 +242,6 @@ class SpanCall:
     nbytes: int
 
 
-def count_runs(nests: NestTable) -> IntArray:
-    """Return the number of runs of each nest, before they are joined."""
-    return nests.sizes // np.maximum(1, _run_lengths(nests)[1])
-
-
 def find_runs(nests: NestTable, width: int) -> Runs:
     """Return the runs of nests from one record (x) to one tensor (y), as byte offsets.
 
@@ -254,7 +249,7 @@ def find_runs(nests: NestTable, width: int) -> Runs:
         nests: canonical; addresses in elements.
         width: bytes of an element.
     """
-    depth, lengths = _run_lengths(nests)
+    depth, lengths = run_lengths(nests)
     nest, there, here = np.arange(len(nests)), nests.x, nests.y
     for level in range(int(depth.max(initial=0))):
         n, xs, ys = nests.loops[nest, level].T
@@ -263,18 +258,6 @@ def find_runs(nests: NestTable, width: int) -> Runs:
         step = np.arange(len(each)) - (np.cumsum(n) - n)[each]
         nest, there, here = nest[each], there[each] + step * xs[each], here[each] + step * ys[each]
     return Runs(there * width, here * width, lengths[nest] * width)
-
-
-def _run_lengths(nests: NestTable) -> tuple[IntArray, IntArray]:
-    """Return the number of loops outside each nest's runs, and the elements of a run."""
-    depth = (nests.loops[:, :, 0] != 1).sum(axis=1)
-    lengths = np.ones(len(nests), np.int64)
-    if nests.loops.shape[1]:
-        inner = nests.loops[np.arange(len(nests)), np.maximum(depth - 1, 0)]
-        is_run = (depth > 0) & (inner[:, 1] == 1) & (inner[:, 2] == 1)
-        lengths = np.where(is_run, inner[:, 0], 1)
-        depth = depth - is_run
-    return depth, lengths
 
 
 def join_runs(parts: Sequence[Runs]) -> Runs:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
+from xrank.engine.executor import Budget
+from xrank.engine.replicas import spread_copies
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError, option
-from xrank.plan.executor import Budget
-from xrank.plan.replicas import spread_copies
 from xrank.ranks.loans import MemoryOffer, PeerSource
 from xrank.ranks.peer_memory import MooncakeEngine
 from xrank.ranks.tensor_bytes import locate_elements

@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from xrank.errors import RankFailedError, RankTimeoutError, UsageError, require_torch
-from xrank.system import require_linux
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError, require_linux, require_torch
 from xrank.testing.rank_starter import RankStarter
 from xrank.testing.rank_worker import Failure, Task
 from xrank.virtual.processes import StackRequest, collect_stacks

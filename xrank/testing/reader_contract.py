@@ -25,13 +25,13 @@ from typing import Any, ClassVar, TypeAlias
 
 import pytest
 
-from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.inspect import inspect_source
+from xrank.commands.gather import gather_checkpoint
+from xrank.commands.inspect import inspect_source
+from xrank.engine.companions import list_source_companions
 from xrank.errors import CorruptError, UnsafeError, XrankError
 from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import find_source
 from xrank.recipes.proofs import prove_shapes
-from xrank.writers.companions import list_source_companions
 
 _Ranges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
 """Real path of a file -> (first byte, end) of the bytes that hold tensors."""
@@ -558,7 +558,7 @@ class Absent(MetaPathFinder):
         if full.partition(".")[0] in frameworks:
             raise ImportError(f"{full} must not be needed")
 sys.meta_path.insert(0, Absent())
-from xrank.conversion.gather import gather_checkpoint
+from xrank.commands.gather import gather_checkpoint
 gather_checkpoint(source, out, format=name, base_model=base_model or None, recipe=recipe or None)
 assert not set(frameworks) & set(sys.modules)
 """

@@ -10,9 +10,8 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from xrank.errors import UsageError
+from xrank.errors import UsageError, require_linux
 from xrank.layout.mesh import DeviceMesh
-from xrank.system import require_linux
 from xrank.virtual.arrays import Array, concatenate, nbytes_of, spec_of, split_evenly
 from xrank.virtual.channels import HOST, ChannelStatistics, Links
 from xrank.virtual.collectives import DeviceStatistics, Statistics, check_algorithm

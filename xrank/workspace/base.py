@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from xrank import environment
 from xrank.errors import UsageError
+from xrank.ranks.launch import read_launch, read_run_id
 from xrank.ranks.store import group_place
 from xrank.ranks.wire import MessageWorkspace as MessageWorkspace
 
@@ -124,7 +125,7 @@ def make_place_error(workspace: IdentifiedWorkspace) -> UsageError:
 
 def find_identity(rank: int | None, world_size: int | None, run_id: str | None) -> WorkspaceIdentity:
     """Return the identity; arguments that are None are found as `xrank.workspace.nfs.NFSWorkspace` describes."""
-    launch = environment.read_launch(environment.environ())
+    launch = read_launch(environment.environ())
     found_rank, found_world_size = group_place() or (launch and (launch.rank, launch.world_size)) or (0, 1)
     return WorkspaceIdentity(
         rank=found_rank if rank is None else rank,
@@ -144,7 +145,7 @@ def check_rank(target_rank: object) -> int:
 
 
 def _find_run_id() -> str | None:
-    return environment.read_run_id(environment.environ()) or _group_run_id()
+    return read_run_id(environment.environ()) or _group_run_id()
 
 
 def _group_run_id() -> str | None:

@@ -14,7 +14,7 @@ from xrank import system
 from xrank.errors import UsageError, check_no_url
 from xrank.ranks.directory_messages import DirectoryMessages, check_state_owner, list_names, make_directory
 from xrank.ranks.memory import explain_no_space
-from xrank.stores.places import state_file_name
+from xrank.storage.places import state_file_name
 from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error
 from xrank.workspace.states import StateArchive, make_state_archive, read_run_id, read_state
 

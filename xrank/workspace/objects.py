@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError, XrankError
-from xrank.stores.client import Store, open_store
-from xrank.stores.places import state_file_name
-from xrank.stores.uploads import WRITABLE, Uploads, open_uploads, upload_object
-from xrank.stores.url import clean_path, is_url, split_url
+from xrank.storage.client import Store, open_store
+from xrank.storage.places import state_file_name
+from xrank.storage.uploads import WRITABLE, Uploads, open_uploads, upload_object
+from xrank.storage.url import clean_path, is_url, split_url
 from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error
 from xrank.workspace.states import make_state_archive, read_run_id, read_state
 

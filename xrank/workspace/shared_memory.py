@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xrank import environment
-from xrank.errors import IncompleteError, UsageError, XrankError
+from xrank.errors import IncompleteError, UsageError, XrankError, require_linux
 from xrank.ranks.memory import NO_MEMORY, make_no_memory_error
 from xrank.ranks.memory_messages import MemoryFile, MemoryMessages, MemoryPlace, open_place
 from xrank.ranks.store import LocalStore, Store, find_store, group_place
-from xrank.system import after_fork_in_child, require_linux
+from xrank.system import after_fork_in_child
 from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity
 from xrank.workspace.states import make_state_archive, read_run_id, read_state
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from xrank.errors import (
     XrankError,
     require_torch,
 )
-from xrank.formats.pickles import MAX_INTEGER_NBYTES
 from xrank.formats.rank_state import (
     CONFIG,
     RECORD,
@@ -37,83 +35,17 @@ from xrank.formats.rank_state import (
 )
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 from xrank.formats.zip_archive import ALIGNMENT
-from xrank.stores import places
-from xrank.stores.client import ObjectStatus, open_store
-from xrank.stores.url import is_url
-from xrank.words import repr_text
+from xrank.readers.live.tensor_places import locate_tensors, view_key
+from xrank.storage import places
+from xrank.storage.client import ObjectStatus, open_store
+from xrank.storage.entries import plain_config
+from xrank.storage.url import is_url
 from xrank.workspace.base import WorkspaceIdentity
-from xrank.workspace.tensor_places import locate_tensors, view_key
 
 if TYPE_CHECKING:
     import torch
 
     from xrank.layout.layout_map import LayoutMap
-
-
-def plain_config(config: object, what: str = "config") -> dict[str, Any]:
-    """Return a config as JSON would give it back: a copy of plain dicts, lists, texts and numbers.
-
-    UsageError names the place of a part that JSON cannot represent; `what` is the config's name in it.
-    """
-    if not isinstance(config, Mapping):
-        raise _unfit(f"the {what}", config, "a dict, such as config.to_dict()")
-    try:
-        plain: dict[str, Any] = _plain_value(dict(config), what)
-    except RecursionError:
-        shape = "contains itself, or is nested too deep for JSON"
-        raise UsageError(f"the {what} {shape}", want=f"a {what} that is a tree, and nested less deep") from None
-    return plain
-
-
-def _unfit(where: str, value: object, want: str) -> UsageError:
-    return UsageError(
-        f"{where} is a {type(value).__name__}, which JSON cannot hold", got=type(value).__name__, want=want
-    )
-
-
-def _plain_value(value: object, where: str) -> Any:
-    # Subclasses (a text Enum, numpy's float64) would be pickled as classes that strict readers refuse.
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        _check_integer(value, where)
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, list | tuple):
-        return [_plain_value(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        plain: dict[str, Any] = {}
-        for key, item in value.items():
-            text = _key_text(key, where)
-            if text in plain:
-                fault = f"{where} has two keys that JSON writes as {repr_text(text)}"
-                raise UsageError(fault, next_step=f"rename one of the two keys {repr_text(text)}")
-            plain[text] = _plain_value(item, f"{where}[{repr_text(key)}]")
-        return plain
-    raise _unfit(where, value, "dict, list, str, int, float, bool or None, and tensors among the weights")
-
-
-def _key_text(key: object, where: str) -> str:
-    """Return a key as `json.dumps` writes it: transformers' ``config.to_dict()`` has numbers for keys (id2label)."""
-    if isinstance(key, str):
-        return str.__str__(key)
-    if key is None or isinstance(key, bool | int | float):
-        if isinstance(key, int):
-            _check_integer(key, f"a key of {where}")
-        return json.dumps(key)
-    raise UsageError(
-        f"{where} has the key {repr_text(key)}, a {type(key).__name__}",
-        want="texts, numbers, booleans or None for keys",
-    )
-
-
-def _check_integer(value: int, where: str) -> None:
-    if value.bit_length() >= 8 * MAX_INTEGER_NBYTES:
-        want = f"fewer than {8 * MAX_INTEGER_NBYTES:,} bits, or its digits as a text, for all readers of JSON"
-        raise UsageError(f"{where} is an integer of {value.bit_length():,} bits", want=want)
 
 
 def _plain_tensors(held: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -384,7 +316,7 @@ def _read_file(archive: TorchArchive, records: Sequence[ArchiveRecord], rank: in
 
 
 def _read_object(archive: TorchArchive, records: Sequence[ArchiveRecord], rank: int) -> list[torch.Tensor]:
-    from xrank.stores.client import read_ranges
+    from xrank.storage.client import read_ranges
 
     assert isinstance(archive.status, ObjectStatus)
     store, key = open_store(archive.path)

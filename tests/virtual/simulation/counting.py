@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
-from xrank.plan.buffers import FileSource, FileTarget
+from xrank.engine.buffers import FileSource, FileTarget
 from xrank.ranks.loans import PeerSource
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.virtual.simulation.made_layouts import llama
+from xrank.engine.casts import cut_tiles
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
-from xrank.plan.casts import cut_tiles
 from xrank.virtual.simulation.simulation import compute_traffic
 from xrank.virtual.simulation.traffic import compute_read_overhead, elements_below
 from xrank.virtual.simulation.work import plan_work

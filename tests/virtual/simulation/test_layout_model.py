@@ -9,9 +9,9 @@ import pytest
 
 from tests.virtual.simulation.made_layouts import llama
 from tests.virtual.simulation.test_planned_bytes import left, written
-from xrank.decisions.sources import read_source
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.recipes.sources import read_source
 from xrank.virtual.simulation.work import build_layout_model, read_layouts_on, survey_layouts
 
 

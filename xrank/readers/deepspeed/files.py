@@ -17,11 +17,11 @@ import numpy as np
 
 from xrank.errors import UnsafeError, UsageError
 from xrank.formats.pickles import InertRecord, inert_error, is_extra_state
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.names import LIGHTNING_VERSION
 from xrank.readers.records import ONE_SAVE, is_telling
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
 
 

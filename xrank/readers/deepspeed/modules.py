@@ -8,13 +8,13 @@ from math import prod
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError
-from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
-from xrank.plan.source import StoredShard
+from xrank.layout.stored_model import StoredShard
 from xrank.readers.claims import HeldTensor, pieces_of, whole
 from xrank.readers.deepspeed.files import Agreement, ModelState, Shape, Shapes, read_model_state
 from xrank.readers.deepspeed.partitions import FlatRows, locate_interleaved, piece_numel
 from xrank.readers.records import CopiedValues, Records
+from xrank.storage.regular_file import Origin
 
 
 @dataclass(frozen=True, slots=True)

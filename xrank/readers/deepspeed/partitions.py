@@ -11,13 +11,13 @@ from math import prod
 import numpy as np
 
 from xrank.errors import ContradictionError, IncompleteError
-from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray, NestTable
-from xrank.plan.source import StoredShard
+from xrank.layout.stored_model import StoredShard
 from xrank.readers.deepspeed.files import Agreement, Partition, Shape, Shapes, read_partition
 from xrank.readers.records import CopiedValues, Records
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, quote
 from xrank.words import ranks_text
 
 

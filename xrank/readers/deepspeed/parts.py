@@ -10,10 +10,9 @@ from math import prod
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, IncompleteError
-from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.layout.nest_table import int_array
-from xrank.plan.source import StoredShard
+from xrank.layout.stored_model import StoredShard
 from xrank.readers.deepspeed.files import (
     EXPERT_NAME,
     EXPERTS_LAST,
@@ -39,6 +38,7 @@ from xrank.readers.deepspeed.partitions import (
     shapes_of_slices,
 )
 from xrank.readers.records import ONE_SAVE, Records, is_telling
+from xrank.storage.regular_file import Origin, quote
 from xrank.words import list_text, numbers_text, plural
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
-from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
 from xrank.layout.nests import Nest
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, pieces_of, whole
 from xrank.readers.deepspeed.files import (
@@ -47,7 +46,8 @@ from xrank.readers.deepspeed.partitions import (
 from xrank.readers.deepspeed.parts import locate_experts, locate_trained_experts, read_experts, read_pipeline
 from xrank.readers.names import LIGHTNING_VERSION
 from xrank.readers.records import ONE_SAVE, Records, nbytes_below
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, quote
 
 
 def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:

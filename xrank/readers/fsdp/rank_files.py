@@ -12,15 +12,15 @@ from typing import Any, TypeGuard
 import numpy as np
 from isal import isal_zlib
 
-from xrank.dialects.tensors import Box, box_text, from_placements
 from xrank.dtypes import by_torch_name
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.formats.pickles import InertRecord, inert_error, is_extra_state, refuse_inert
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, read_archive
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import MAX_RANKS, is_name
+from xrank.layout.terms.tensors import Box, box_text, from_placements
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
 
 _PACKAGE = "torch.distributed."
@@ -329,7 +329,7 @@ class Meshes:
 def make_mesh(shape: tuple[int, ...], names: object, ranks: Sequence[int]) -> DeviceMesh:
     """Return the mesh that a file describes; invalid names, and a wrong number of them, are replaced."""
     if not _are_names(names, len(shape)):
-        names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.dialects.tensors.describe_mesh
+        names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.layout.terms.tensors.describe_mesh
     return _mesh(shape, names, tuple(ranks))
 
 

@@ -11,21 +11,21 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeAlias
 
-from xrank.dialects.tensors import box_nests
 from xrank.dtypes import dtype
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import Nest
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
+from xrank.layout.terms.tensors import box_nests
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, pieces_of, replicate
 from xrank.readers.fsdp.rank_files import FsdpRankFile, ShardedPart, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import likewise_text, list_text, ranks_text
 
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: save_checkpoint; SkyRL uses the same names.

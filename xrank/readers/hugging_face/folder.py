@@ -11,17 +11,17 @@ from typing import Any
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError, XrankError, option
-from xrank.formats.entries import parse_json
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
-from xrank.plan.output import OutputFile, OutputTensor
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.output_files import OutputFile, OutputTensor
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.shards import is_shard_name
 from xrank.readers.records import ENGINE_PART, Records
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.entries import parse_json
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import likewise_text, list_text, plural
 
 # torchtune/training/checkpointing/_checkpointer.py put the epoch behind: model-00001-of-00002_0.safetensors.

@@ -12,16 +12,16 @@ from math import prod
 
 import numpy as np
 
-from xrank.dialects.tensors import Box, box_nests, box_text, boxes_overlap, volume
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, option
 from xrank.formats.dcp_items import read_saved_offsets
-from xrank.formats.regular_file import Origin
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
+from xrank.layout.terms.tensors import Box, box_nests, box_text, boxes_overlap, volume
 from xrank.readers.base import Hints
 from xrank.readers.records import ONE_SAVE, Records
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin
 from xrank.words import list_text, ranks_text
 
 _NAME = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")

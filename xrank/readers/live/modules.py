@@ -15,8 +15,8 @@ from xrank.errors import LayoutError, UsageError
 from xrank.formats.pickles import is_extra_state
 from xrank.formats.rank_state import RankRecord
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.readers.live.tensor_places import LocatedTensors, locate_tensors, view_key
 from xrank.readers.names import plain_names
-from xrank.workspace.tensor_places import LocatedTensors, locate_tensors, view_key
 
 if TYPE_CHECKING:
     import torch

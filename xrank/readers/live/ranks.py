@@ -15,15 +15,15 @@ import numpy as np
 
 from xrank.dtypes import by_torch_name
 from xrank.errors import ContradictionError, CorruptError
-from xrank.formats.entries import Entry
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.layout.nests import row_major
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, replicate
 from xrank.readers.placement import place_all
+from xrank.storage.entries import Entry
 
 _UNKNOWN = TensorRecord()
 

@@ -16,11 +16,9 @@ from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, UnsafeError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.entries import parse_json
 from xrank.formats.pickles import inert_error
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import read_archive
-from xrank.plan.source import RecordedHash, StoredModel
+from xrank.layout.stored_model import RecordedHash, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.dcp import DcpPieces, file_notes, find_other_files, locate, rank_of_file, read_backend
 from xrank.readers.megatron.layouts import DECODER, LAYER
@@ -34,7 +32,9 @@ from xrank.readers.megatron.run import (
     sibling_iterations,
 )
 from xrank.readers.records import note_bare_files, note_foreign_names
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.entries import parse_json
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text, plural, size_text
 
 _CONFIG, _COMMON, _METADATA, _INTEGRITY = "metadata.json", "common.pt", ".metadata", "integrity.json"

@@ -13,11 +13,10 @@ from typing import Any
 
 from xrank.errors import ContradictionError, LayoutError, XrankError, option
 from xrank.formats.pickles import inert_error
-from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import infer_shape, local_part
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, pieces_of
 from xrank.readers.megatron.layouts import (
@@ -54,7 +53,8 @@ from xrank.readers.megatron.run import (
     sibling_iterations,
 )
 from xrank.readers.records import CopiedValues, Records, nbytes_below
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text
 
 EXTRA_STATE = "_extra_state"

@@ -13,6 +13,7 @@ from xrank.errors import LayoutError
 from xrank.formats.pickles import is_extra_state
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, MeshViews, TensorLayout
+from xrank.readers.live.tensor_places import LocatedTensors, locate_tensors
 from xrank.readers.megatron.layouts import (
     LAYER,
     count_experts,
@@ -26,7 +27,6 @@ from xrank.readers.megatron.layouts import (
     stack_of,
     whole_name,
 )
-from xrank.workspace.tensor_places import LocatedTensors, locate_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def megatron_mesh(mesh: Any, rank: int, world_size: int) -> MegatronMesh | None:
 def _as_device_mesh(mesh: Any) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
-    from xrank.dialects.tensors import describe_mesh
+    from xrank.layout.terms.tensors import describe_mesh
 
     return describe_mesh(mesh)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.megatron.layouts import LAYER
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
 
 _MAX_DEPTH = 8

@@ -15,13 +15,11 @@ from math import prod
 import numpy as np
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, option
-from xrank.formats.entries import Entry
-from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.zarr_array import MANIFEST, ZarrArray
+from xrank.formats.zstd_frame import import_zstandard, open_frame
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
-from xrank.plan.decoding import import_zstandard, open_frame
-from xrank.plan.source import NO_CHECKSUM, PLAIN, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.layout.stored_model import NO_CHECKSUM, PLAIN, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.names import ModelPart, SavedTree, is_left_out, part_details, part_notes, select_model
 from xrank.readers.orbax.stores import (
@@ -35,7 +33,9 @@ from xrank.readers.orbax.stores import (
     open_store,
     read_array,
 )
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.entries import Entry
+from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text, plural
 
 TREE = "_METADATA"

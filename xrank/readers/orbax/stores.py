@@ -17,7 +17,6 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.errors import AGAIN, CorruptError, IncompleteError
-from xrank.formats.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.formats.zarr_array import (
     ARRAY_FILES,
     MANIFEST,
@@ -27,10 +26,11 @@ from xrank.formats.zarr_array import (
     read_ocdbt,
     read_shard_index,
 )
+from xrank.formats.zstd_frame import Readable, import_zstandard, open_frame
+from xrank.layout.coverage import range_text
 from xrank.layout.nests import row_major
-from xrank.plan.coverage import range_text
-from xrank.plan.decoding import Readable, import_zstandard, open_frame
-from xrank.stores import places
+from xrank.storage import places
+from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
 
 _RANK = re.compile(r"ocdbt\.process_(\d{1,9})/")
 _MAX_METADATA_NBYTES = 1 << 20

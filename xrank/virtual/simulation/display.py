@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from xrank.conversion.report import source_facts
+from xrank.engine.report import OutputFacts, ProofFacts, Report, SimulationDetails, source_facts
 from xrank.pictures.page import Bar, draw_stacked_bars, page, page_text
-from xrank.plan.report import OutputFacts, ProofFacts, Report, SimulationDetails
 from xrank.system import peak_rss_nbytes
 from xrank.virtual.simulation.rates import ASSUMED, PARTS
 from xrank.virtual.simulation.simulation import Simulation

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xrank.engine.division import divide
+from xrank.engine.executor import Budget
 from xrank.errors import names_own_arguments
 from xrank.layout.nest_table import IntArray
-from xrank.plan.division import divide
-from xrank.plan.executor import Budget
 from xrank.recipes.options import GatherOptions
 from xrank.virtual.simulation.rates import Prediction, Rates, predict, read_rates
 from xrank.virtual.simulation.traffic import ConversionTraffic, count_compared_nbytes, count_rounds
@@ -42,7 +42,7 @@ class Simulation:
 
     def __str__(self) -> str:
         """Return what `xrank simulate` prints."""
-        from xrank.plan.report import align_rows
+        from xrank.engine.report import align_rows
         from xrank.virtual.simulation.display import simulation_rows, simulation_table
 
         return f"{align_rows(simulation_rows(self))}\n\n{simulation_table(self)}"

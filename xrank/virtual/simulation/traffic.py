@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from xrank import dtypes
+from xrank.engine.casts import SMALLEST_DENSITY
+from xrank.engine.division import Division, Round
+from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
+from xrank.engine.replicas import find_twins
+from xrank.engine.windows import WINDOW_NBYTES
 from xrank.layout.nest_table import IntArray, NestTable
-from xrank.plan.casts import SMALLEST_DENSITY
-from xrank.plan.division import Division, Round
-from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
-from xrank.plan.replicas import find_twins
-from xrank.plan.source import NO_CHECKSUM
-from xrank.plan.windows import WINDOW_NBYTES
+from xrank.layout.stored_model import NO_CHECKSUM
 
 FROM_FILES = -1
 """Value of `Flow.giver` for reads from files instead of a rank's memory."""
@@ -206,7 +206,7 @@ def elements_below(nests: NestTable, rows: IntArray, address: IntArray) -> IntAr
 
 
 def compute_read_overhead(nests: NestTable, staging_elements: int) -> npt.NDArray[np.float64]:
-    """Return, for each nest, the elements read per wanted element, by the rule of `xrank.plan.casts`."""
+    """Return, for each nest, the elements read per wanted element, by the rule of `xrank.engine.casts`."""
     loops = nests.loops[:, :, :2]
     order = np.argsort(np.where(loops[:, :, 0] > 1, loops[:, :, 1], 0), axis=1, kind="stable")  # inner loops first
     loops = np.take_along_axis(loops, order[:, :, None], axis=1)

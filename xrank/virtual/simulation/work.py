@@ -12,24 +12,22 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from xrank import dtypes
-from xrank.conversion.report import check_survey
-from xrank.decisions.folder_plan import FolderPlan, plan_export, plan_gather, read_layouts
-from xrank.decisions.layout_sources import is_layout_file, read_layout_source
-from xrank.decisions.reshard_plan import Reshard, plan_reshard, plan_reshard_of
+from xrank.engine.holdings import Holdings, Survey, compute_shapes, find_problem, survey
+from xrank.engine.planner import FilePlan, Plan, make_plan
+from xrank.engine.replicas import spread_copies
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.nest_table import IntArray, NestTable, int_array, rows_of
+from xrank.layout.nest_table import IntArray, NestTable, count_runs, int_array, rows_of
 from xrank.layout.nests import Nest, restrict, swap
+from xrank.layout.output_files import OutputFile, OutputTensor
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.layout.tensor_name import has_groups, parse_name
-from xrank.plan.holdings import Holdings, Survey, compute_shapes, survey
-from xrank.plan.output import OutputFile, OutputTensor
-from xrank.plan.planner import FilePlan, Plan, make_plan
-from xrank.plan.replicas import spread_copies
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.recipes.folder_plan import FolderPlan, plan_export, plan_gather, read_layouts
 from xrank.recipes.found_source import FoundSource
+from xrank.recipes.layout_sources import is_layout_file, read_layout_source
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.own_config import OwnConfig
-from xrank.refit.targets import count_runs
+from xrank.recipes.reshard_plan import Reshard, plan_reshard, plan_reshard_of
 from xrank.virtual.simulation.traffic import ConversionTraffic, Flow, build_round
 
 
@@ -97,9 +95,9 @@ def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, t
             next_step=f"write numbers in place of the names in {file}, or define them in its [sizes]",
         )
     found = survey(layouts, shapes, dtypes=dict.fromkeys(shapes, dtype))
-    _, problem = check_survey(found)
-    if problem is not None:
-        raise problem
+    for one in found.tensors:
+        if (problem := find_problem(one)) is not None:
+            raise problem
     for one in found.tensors:
         if one.sums:
             raise LayoutError(

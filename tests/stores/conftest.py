@@ -1,7 +1,0 @@
-"""Servers for all tests of stores."""
-
-from tests.stores.azure_servers import azurite_server, small_azure
-from tests.stores.google_servers import small_google
-from tests.stores.servers import bucket, moto_server, small_bucket, small_server
-
-__all__ = ["azurite_server", "bucket", "moto_server", "small_azure", "small_bucket", "small_google", "small_server"]

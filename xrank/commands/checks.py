@@ -1,0 +1,240 @@
+"""Checks by one process or a team: a model with its manifest, or a checkpoint as a gather would prove it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xrank.engine.checksums import digest_text
+from xrank.engine.decoding import open_source
+from xrank.engine.executor import Budget, Outcome
+from xrank.engine.file_writing import FileDigests, digests_of, hash_beside, read_through
+from xrank.engine.hf_folder import lay_out
+from xrank.engine.planner import Plan, make_plan
+from xrank.engine.report import ProofFacts, SourceFacts
+from xrank.engine.rounds import Work
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
+from xrank.formats.safetensors_header import SafetensorsHeader, read_header
+from xrank.layout import LayoutMap
+from xrank.layout.output_files import OutputTensor
+from xrank.ranks.team import Team
+from xrank.readers.hugging_face.folder import read_headers
+from xrank.recipes.config_proof import prove_config
+from xrank.recipes.decision import Purpose, Request, decide
+from xrank.recipes.found_source import BaseModel
+from xrank.recipes.missing_tensors import check_against, check_source, describe_skipped_check
+from xrank.recipes.sources import read_source
+from xrank.storage import places
+from xrank.storage.manifest import MANIFEST_NAME, read_manifest
+from xrank.storage.places import digest_plain_file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """Facts of a check that passed."""
+
+    source: SourceFacts
+    proof: ProofFacts
+    outputs: Sequence[OutputTensor]
+    """The tensors that were checked."""
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """A check that was planned from metadata and has not read the data yet."""
+
+    plan: Plan
+    judge: Callable[[Outcome], Verdict]
+    """Returns the facts of a sound outcome, or raises an error about it."""
+    explain: Callable[[XrankError], XrankError] = lambda error: error
+    """Returns an error of the reading in the words of this check."""
+
+
+def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
+    """Run a check, and return its verdict on the first rank, which judges; return None on the others.
+
+    Args:
+        check: the same check on all ranks of a team.
+        budget: threads and buffers.
+        progress: called, on the first rank, with (bytes assembled so far, bytes in all).
+        team: the ranks that share the reading.
+
+    Raises:
+        XrankError: the data is wrong.
+        RankFailedError: another rank found an error, or failed.
+    """
+    try:
+        with hash_beside(check.plan.source.hashes, team) as finish_hashes:
+            if team.size == 1:
+                outcome = read_through(check.plan, budget, progress)
+            else:
+                outcome = _read_together(check.plan, budget, progress, team)
+            finish_hashes()
+    except XrankError as error:
+        raise check.explain(error) from error
+    return check.judge(outcome) if team.is_first else None
+
+
+def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
+    from xrank.engine.rounds import NoOutputs, make_in_rounds  # one process does not need this module
+
+    show = progress or (lambda done, total: None)
+    with closing(open_source(plan.source)) as source:
+        return make_in_rounds(
+            team,
+            Work(plan, source, budget),
+            range(len(plan.files)),
+            NoOutputs(),
+            what="what is verified",
+            progress=lambda done: show(done, plan.nbytes),
+        )
+
+
+def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
+    """Return the check of a folder against its manifest: files, tensors, digests. Companions are read immediately."""
+    manifest = read_manifest(os.path.join(path, MANIFEST_NAME))
+    listed = {file["name"]: file for file in manifest["files"]}
+    surplus = sorted(name for name in places.list_names(path) if name.endswith(".safetensors") and name not in listed)
+    if surplus:
+        raise ContradictionError(
+            f"{surplus[0]} is in {path} and not in its manifest",
+            file=os.path.join(path, surplus[0]),
+            got=surplus[0],
+            want=f"only {', '.join(sorted(listed))}",
+            next_step="move the file to another folder, or gather the model again",
+        )
+    # The manifest alone lists files in a folder within, such as an adapter's.
+    apart = [name for name in listed if name.endswith(".safetensors") and "/" in name]
+    headers = [*read_headers(path), *(read_header(os.path.join(path, *name.split("/"))) for name in apart)]
+    found = [os.path.relpath(header.path, path).replace(os.sep, "/") for header in headers]
+    _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
+    plan = plan_of_headers(headers)
+
+    def judge(outcome: Outcome) -> Verdict:
+        for name, read in zip(found, digests_of(plan, outcome), strict=True):
+            _check_digests(path, manifest, listed, replace(read, name=name))
+        checked = [OutputTensor(t.name, t.dtype, t.shape) for h in headers for t in h.tensors]
+        proof = ProofFacts(manifest=os.path.join(path, MANIFEST_NAME), num_digests=len(manifest["tensors"]))
+        notes = []
+        if base is not None:
+            # The base model's names and shapes precede a transform.
+            made = manifest.get("transformed", {})
+            own = [o for o in checked if o.name not in made and manifest["tensors"][o.name]["file"] not in apart]
+            absent = {*manifest["excluded"], *made.values()}
+            proof = proof.extended(base_model=check_against(base, own, absent, set(manifest["tied"])))
+            if proof.base_model is None:
+                notes.append(describe_skipped_check(base, path))
+            elif made:
+                notes.append(("base-model", f"of {len(made)} tensors that a transform made, no shape was compared"))
+        return Verdict(SourceFacts(path=path, format="safetensors"), proof, checked, tuple(notes))
+
+    return Check(plan, judge)
+
+
+def _check_digests(
+    path: str, manifest: Mapping[str, Any], listed: Mapping[str, Mapping[str, Any]], digests: FileDigests
+) -> None:
+    """Compare the digests of a file that was read with the manifest."""
+    names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
+    if names != set(digests.tensors):
+        name = sorted(names ^ set(digests.tensors))[0]
+        raise ContradictionError(
+            f"{name}: {digests.name} and the manifest disagree about where it is",
+            tensor=name,
+            file=os.path.join(path, digests.name),
+            got="in the file alone" if name in digests.tensors else "in the manifest alone",
+            want="in both",
+            next_step="gather the model again, or copy the file again from a good copy",
+        )
+    for name, digest in digests.tensors.items():
+        if digest_text(digest) != manifest["tensors"][name]["digest"]:
+            raise _damage_error(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
+    if digest_text(digests.digest) != listed[digests.name]["digest"]:
+        raise _damage_error(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
+
+
+def _damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
+    return CorruptError(
+        f"{tensor or file}: its bytes are not those that were gathered" + (f" ({file})" if tensor else ""),
+        tensor=tensor,
+        file=os.path.join(path, file),
+        got=got,
+        want=f"{want}, as in {MANIFEST_NAME}",
+        next_step="gather the model again, or copy the file again from a good copy",
+    )
+
+
+def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
+    for file in files:
+        name = os.path.join(path, file["name"])
+        try:
+            digest = digest_plain_file(name)
+        except FileNotFoundError:
+            raise IncompleteError(
+                f"{file['name']} is in the manifest and not in {path}",
+                file=name,
+                next_step="gather the model again, or copy the file again from a good copy",
+            ) from None
+        except OSError as error:
+            raise CorruptError(
+                f"{name} cannot be read: {error.strerror}",
+                file=name,
+                got=error.strerror,
+                want="the file that was gathered",
+                next_step="gather the model again, or copy the file again from a good copy",
+            ) from None
+        if digest != file["digest"].rpartition(":")[2]:
+            raise _damage_error(path, file["name"], None, digest, file["digest"])
+
+
+def plan_proof(
+    path: str, base: BaseModel | None, layouts: LayoutMap | None, part: str | None = None, world_size: int | None = None
+) -> Check:
+    """Return the check that proves a checkpoint as a gather would, and discards the bytes."""
+    found = read_source(path, base=base, layouts=layouts, part=part, world_size=world_size)
+    try:
+        model = decide(found, Request(Purpose.PROOF), base).source
+    except UsageError:  # a user who gathers it has to choose first; the proof does not need Hugging Face names
+        model = found.model
+    if model.format == "safetensors":
+        raise UsageError(
+            f"{path} has no {MANIFEST_NAME} to verify it by",
+            file=path,
+            next_step=f"give {option('against')} a copy to compare with; a gather writes a manifest",
+        )
+    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
+    checked = check_source(base, model, found.config) if base is not None else None
+    holes = prove_config(found, model, base=base)
+    notes = [*(model.notes if base is not None or layouts is not None else ()), *holes]
+    if base is not None and checked is None:
+        notes.append(describe_skipped_check(base, path))
+    plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
+
+    def judge(outcome: Outcome) -> Verdict:
+        proof = ProofFacts(
+            coverage="proven",
+            num_checksums=outcome.num_checksums,
+            num_replicas_compared=sum(len(tensor.replicas) for tensor in plan.tensors),
+        )
+        return Verdict(
+            SourceFacts(
+                path=path, format=model.format, recipe=model.recipe, world_size=model.world_size, step=model.step
+            ),
+            proof if base is None else proof.extended(base_model=checked),
+            outputs,
+            tuple(notes),
+        )
+
+    return Check(plan, judge)
+
+
+def plan_of_headers(headers: Sequence[SafetensorsHeader]) -> Plan:
+    """Return a plan that reads files as they are, from their headers; each is one file of the plan."""
+    from xrank.readers.hugging_face.folder import describe_files, output_file_of
+
+    model = describe_files(os.path.dirname(headers[0].path) if headers else "", headers, as_bytes=True)
+    return make_plan(model, [output_file_of(header) for header in headers])

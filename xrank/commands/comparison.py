@@ -1,0 +1,760 @@
+"""Compare two models, or a model with its source, value by value."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from xrank import dtypes
+from xrank.commands.checks import Check, Verdict
+from xrank.engine.decoding import open_source
+from xrank.engine.executor import Budget, Outcome, execute
+from xrank.engine.faults import Differences
+from xrank.engine.hf_folder import lay_out
+from xrank.engine.low_rank import LowRank
+from xrank.engine.planner import Plan, TensorPlan, make_plan, select_tensors
+from xrank.engine.report import ProofFacts, SourceFacts
+from xrank.engine.windows import WINDOW_NBYTES
+from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
+from xrank.layout import LayoutMap
+from xrank.layout.coverage import range_text
+from xrank.layout.output_files import OutputTensor
+from xrank.layout.stored_model import StoredModel, StoredShard, merge_models
+from xrank.readers.discovery import find_source
+from xrank.recipes.adapter_names import PREFIX, AdapterNames, find_adapter, find_config
+from xrank.recipes.adapters import (
+    FOLDER,
+    WEIGHTS_NAME,
+    Adapted,
+    adapt,
+    adapter_beside,
+    convert_adapted,
+    describe_merges,
+)
+from xrank.recipes.decision import Purpose, Request, decide
+from xrank.recipes.found_source import BaseModel, FoundSource
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.recipe import match
+from xrank.recipes.recipe_choice import load_recipe
+from xrank.recipes.saved_form import TABLE, convert_to_files
+from xrank.recipes.sources import complete_adapter, read_source
+from xrank.recipes.ties import find_config_ties
+from xrank.storage import places
+from xrank.storage.manifest import MANIFEST_NAME, read_manifest
+from xrank.words import list_text
+
+_STRETCH = 4
+"""Number of windows of each copy that are in memory at a time."""
+
+
+class _Stretch:
+    """A target that holds the same part of two files."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.rooms = [memoryview(bytearray(_STRETCH * WINDOW_NBYTES)) for _ in range(2)]
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Copy bytes to `offset` of a file, inside the part."""
+        at = offset - self.start
+        self.rooms[file][at : at + len(data)] = data
+
+
+def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: Budget) -> Differences:
+    """Return the differences of two tensors of a plan, of one element type and shape."""
+    plan = select_tensors(plan, (ours, theirs))
+    dtype, nbytes = ours.output.dtype, ours.output.nbytes
+    target, found = _Stretch(), Differences(dtype)
+    source = open_source(plan.source)
+    try:
+        for start in range(0, nbytes, _STRETCH * WINDOW_NBYTES):
+            stop = min(start + _STRETCH * WINDOW_NBYTES, nbytes)
+            windows = range(start // WINDOW_NBYTES, -(-stop // WINDOW_NBYTES))
+            target.start = start
+            execute(plan, source, target, budget=budget, shares={0: (windows,), 1: (windows,)})
+            mine, other = (room[: stop - start] for room in target.rooms)
+            found.add(start // dtypes.dtype(dtype).nbytes, mine, other)
+    finally:
+        source.close()
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComparedPair:
+    """The two models under the same names."""
+
+    ours: Compared
+    """The side that has the adapter, where one has."""
+    theirs: Compared
+    factors: tuple[StoredShard, ...] = ()
+    updates: Mapping[str, LowRank] = field(default_factory=dict)
+    """Name -> the update that is added to it before the comparison."""
+    proof: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+def pair_plain(ours: ComparedSide, theirs: ComparedSide, recipe: str | os.PathLike[str] | None) -> ComparedPair:
+    """Return both as they are, or under Hugging Face's names where those differ."""
+    models = [side.source.model for side in (ours, theirs)]
+    if ours.shapes.keys() != theirs.shapes.keys() or recipe is not None:
+        # A side under training names gets Hugging Face's; the config of one side serves both.
+        sides = [ours.source, theirs.source]
+        chosen = [recipe if recipe is not None and _fits(side.model, recipe) else None for side in sides]
+        if chosen == [None, None]:
+            chosen[0] = recipe  # its error names what does not fit
+        models = [_name_model(sides[0], sides[1], chosen[0]), _name_model(sides[1], sides[0], chosen[1])]
+    return ComparedPair(_make_compared(ours, models[0]), _make_compared(theirs, models[1]))
+
+
+def _fits(model: StoredModel, recipe: str | os.PathLike[str]) -> bool:
+    return recipe in ("none", TABLE) or match(load_recipe(os.fspath(recipe)), [one.name for one in model.shards]).fits
+
+
+def _name_model(source: FoundSource, other: FoundSource, recipe: str | os.PathLike[str] | None) -> StoredModel:
+    """Return a side's model under Hugging Face's names; the other side's config serves where it has none."""
+    known = source if source.config else replace(source, config=other.config)
+    names = [shard.name for shard in other.model.shards]
+    return decide(known, Request(Purpose.PROOF, recipe=recipe, file_names=names)).source
+
+
+def _make_compared(side: ComparedSide, model: StoredModel) -> Compared:
+    return Compared(side.path, side.with_tied(model), side.manifest, side.source.config)
+
+
+def pair_adapters(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None) -> ComparedPair:
+    """Return both with their adapter's tensors apart."""
+    assert ours.names is not None and theirs.names is not None
+    our_model, our_notes = _drop_base(ours, theirs)
+    their_model, their_notes = _drop_base(theirs, ours)
+    num_saved = len(ours.names.saved)
+    notes = [("adapter", f"{num_saved:,} of the tensors compared are an adapter's"), *our_notes, *their_notes]
+    return ComparedPair(
+        Compared(ours.path, our_model, ours.manifest, ours.source.config),
+        Compared(theirs.path, their_model, theirs.manifest, theirs.source.config),
+        proof={"num_adapter_tensors": num_saved},
+        notes=(*notes, *_check_scales(ours, theirs, given)),
+    )
+
+
+def _drop_base(side: ComparedSide, other: ComparedSide) -> tuple[StoredModel, list[tuple[str, str]]]:
+    """Return a side with its adapter apart; drop its base tensors that the other side, an adapter alone, lacks."""
+    assert side.names is not None and other.names is not None
+    model = side.name_adapter_apart(other)
+    if side.names.is_alone or not other.names.is_alone:
+        return model, []
+    wanted = {shard.name for shard in other.name_adapter_apart(side).shards}.union(side.names.saved.values())
+    kept = tuple(shard for shard in model.shards if shard.name in wanted)
+    text = f"{len(model.shards) - len(kept):,} tensors of {side.path} were not compared: {other.path} has no base model"
+    return replace(model, shards=kept, aliases={}), [("adapter-alone", text)]
+
+
+def _check_scales(
+    ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None
+) -> list[tuple[str, str]]:
+    """Check that both sides multiply the same B @ A by the same number; return notes on the unchecked ones."""
+    configs = []
+    for side in (ours, theirs):
+        assert side.names is not None
+        # A PEFT folder has its own configuration; the given one belongs to an adapter among a checkpoint's tensors.
+        is_given = given is not None and side.names.adapter is not None
+        try:
+            configs.append(find_config(given if is_given else None, side.adapter_place, side.names, side.shapes))
+        except UsageError as error:
+            if is_given:
+                raise
+            return [("adapter-config", f"rank and alpha were not compared: {error.message}")]
+    for pair in ours.names.pairs if ours.names is not None else ():
+        scales = [config.scale_of(pair.module) for config in configs]
+        if scales[0] != scales[1]:
+            raise ContradictionError(
+                f"{pair.module}: its adapter is scaled otherwise in {ours.path} than in {theirs.path}",
+                tensor=pair.a,
+                file=configs[0].path,
+                got=f"{scales[0]:g}, as {configs[0].path} says",
+                want=f"{scales[1]:g}, as {configs[1].path} says",
+                next_step=OR_CONFIG,
+            )
+    return []
+
+
+def _merge(side: ComparedSide, other: ComparedSide, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
+    """Return a side with its adapter merged, an adapter alone into the base model, in the form of the other side."""
+    model, names = side.source.model, side.names
+    if base is not None and names is not None and names.is_alone:
+        model, names = complete_adapter(model, base, options.adapter_config, side.adapter_place), None
+    adapted = adapt(model, options, side.adapter_place, {}, names=names)
+    config = next((one for one in (side.source.config, other.source.config) if one), None)
+    files = [shard.name for shard in other.source.model.shards]
+    if adapted is None or {shard.name for shard in adapted.source.shards} == set(files):
+        return adapted
+    convert = partial(convert_to_files, config=config, base_names=files)
+    converted = convert(adapted.source)
+    return adapted if converted is None else convert_adapted(adapted, converted, convert) or adapted
+
+
+def pair_merged(
+    side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None, base: BaseModel | None
+) -> ComparedPair:
+    """Return the first side as a merge would write it, and the other as it is."""
+    options = GatherOptions(adapter="merge", adapter_config=given)
+    try:
+        adapted = _merge(side, other, options, base)
+    except UsageError as error:
+        error.about(f"the merge of the adapter in {side.path} cannot be computed")
+        error.advise(
+            f"give the adapter's own configuration as {option('adapter_config')} if that is wrong or missing, or the "
+            f"model that it was trained on as {option('base_model')} if it lies alone; else "
+            f"compare {other.path} with a model into which the adapter was merged the same way"
+        )
+        raise
+    assert adapted is not None and adapted.updates is not None
+    notes = [(code, f"{side.path}, compared as merged: {text}") for code, text in adapted.notes]
+    return ComparedPair(
+        _make_compared(side, adapted.source),
+        _make_compared(other, other.source.model),
+        adapted.factors,
+        adapted.updates,
+        {"num_merged": len(adapted.updates)},
+        tuple(notes),
+    )
+
+
+_APART = FOLDER + WEIGHTS_NAME
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComparedSide:
+    """One of the two sides of a comparison."""
+
+    path: str
+    """Path of the side as the user named it."""
+    source: FoundSource
+    """The side under its own names; an adapter in a folder within is part of its model."""
+    names: AdapterNames | None
+    """Names of the adapter's tensors; None without an adapter."""
+    adapter_place: str
+    """Where the adapter's configuration is looked for."""
+    manifest: Mapping[str, Any]
+    """The side's manifest; empty without one."""
+    notes: tuple[tuple[str, str], ...]
+    """Notes on the parts of the side that are not compared."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
+        return {shard.name: shard.shape for shard in self.source.model.shards}
+
+    def name_adapter_apart(self, other: ComparedSide) -> StoredModel:
+        """Return the model with the adapter's tensors under PEFT's names and the base model's under its own names.
+
+        In a folder that PEFT saved, a tensor trained whole has the base model's name, and trained biases of a whole
+        model have two names. The other side shows which they are.
+        """
+        assert self.names is not None and other.names is not None
+        theirs = set(other.names.saved.values())
+        trained = {name: name for name in self.names.base if self.names.is_alone and name in theirs}
+        renamed = {**self.names.base, **self.names.saved, **trained}
+        copies = {} if self.names.is_alone else self.names.biases_of("all")
+        model = self.source.model
+        aliases = {renamed[name]: renamed[target] for name, target in model.aliases.items()}
+        rows = [self.names.saved[name] for name in self.names.tokens.values()]
+        kept = [name for name in rows if name in theirs]
+        aliases |= {name: kept[0] for name in rows if len(kept) == 1 and name not in theirs}
+        shards = [replace(shard, name=renamed[shard.name]) for shard in model.shards]
+        shards += [replace(one, name=copies[one.name]) for one in model.shards if copies.get(one.name) in theirs]
+        return self.with_tied(replace(model, shards=tuple(shards), aliases=aliases))
+
+    def with_tied(self, model: StoredModel) -> StoredModel:
+        """Return a model of this side with the names that its manifest records as tied and not written."""
+        shards = {shard.name: shard for shard in model.shards}
+        told = self.manifest.get("tied", {})
+        tied = {name: target for name, target in told.items() if target in shards and name not in shards}
+        aliases = (replace(shards[target], name=name) for name, target in tied.items())
+        return replace(model, shards=(*model.shards, *aliases), aliases={**model.aliases, **tied})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FoundSide:
+    """A side before the contents of the other one are known."""
+
+    path: str
+    place: str
+    source: FoundSource
+    manifest: Mapping[str, Any]
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return [shard.name for shard in self.source.model.shards]
+
+    @property
+    def lists_adapter(self) -> bool:
+        """Whether the manifest lists the adapter in the folder within."""
+        return any(file["name"] == _APART for file in self.manifest.get("files", ()))
+
+    @property
+    def has_adapter_apart(self) -> bool:
+        return places.is_folder(self.place) and places.is_file(os.path.join(self.place, _APART))
+
+
+def read_sides(
+    path: str,
+    other_path: str,
+    *,
+    base: BaseModel | None = None,
+    layouts: LayoutMap | None = None,
+    part: str | None = None,
+    world_size: int | None = None,
+) -> tuple[ComparedSide, ComparedSide]:
+    """Read both sides. An adapter in a folder within counts where a manifest lists it or the other side has one, too.
+
+    Args:
+        path: path of the first side.
+        other_path: path of the other side.
+        base: supplies metadata that either side does not record, as for `read_source`.
+        layouts: supplies layouts that either side does not record.
+        part: keys of the part of the first side to read.
+        world_size: number of ranks that wrote the first side, where it records none.
+
+    Raises:
+        IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
+            lists is missing, or has tensors with names of the model.
+    """
+    wheres = [(each, find_source(each)) for each in (path, other_path)]
+    manifests = [_manifest(where.path) for _, where in wheres]
+    # Tensors that the other's manifest records as left out need no place.
+    found = [
+        _FoundSide(
+            each,
+            where.path,
+            read_source(
+                each,
+                where,
+                base=base,
+                layouts=layouts,
+                part=chosen,
+                world_size=ranks,
+                is_left_out=_make_exclusion(other),
+            ),
+            own,
+        )
+        for (each, where), own, other, chosen, ranks in zip(
+            wheres, manifests, reversed(manifests), (part, None), (world_size, None), strict=True
+        )
+    ]
+    shared = frozenset(found[0].tensor_names).intersection(found[1].tensor_names)
+    has_one = [
+        side.has_adapter_apart or find_adapter(side.tensor_names, side.source.model.path, shared) is not None
+        for side in found
+    ]
+    sides = [_side(side, shared, other_has_one=has_one[1 - i]) for i, side in enumerate(found)]
+    return sides[0], sides[1]
+
+
+def _manifest(place: str) -> Mapping[str, Any]:
+    path = os.path.join(place, MANIFEST_NAME)
+    return read_manifest(path) if places.exists(path) else {}
+
+
+def _make_exclusion(manifest: Mapping[str, Any]) -> Callable[[str], bool]:
+    return frozenset(manifest.get("excluded", ())).__contains__
+
+
+def _side(found: _FoundSide, own: Collection[str], *, other_has_one: bool) -> ComparedSide:
+    source, place = found.source, found.place
+    names: AdapterNames | None
+    if found.lists_adapter or (found.has_adapter_apart and other_has_one):
+        model, names = _with_adapter(found)
+        source, place = replace(source, model=model), os.path.join(place, FOLDER)
+    else:
+        names = find_adapter(found.tensor_names, source.model.path, own)
+    read = {os.path.relpath(file.path, found.place) for file in source.model.files}
+    notes = tuple((code, f"{found.path}: {text}") for code, text in adapter_beside(found.place, read))
+    return ComparedSide(found.path, source, names, place, found.manifest, notes)
+
+
+def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
+    """Return a model together with the adapter in the folder within, and the names of each."""
+    path = os.path.join(found.place, *_APART.split("/"))
+    if not found.has_adapter_apart:
+        raise IncompleteError(
+            f"{_APART} is in the manifest and not in {found.place}",
+            file=path,
+            next_step="gather the model again, or copy the file again from a good copy",
+        )
+    adapter = read_source(path).model
+    base = {name: name for name in found.tensor_names}
+    saved = {shard.name: shard.name for shard in adapter.shards}
+    for name in saved:
+        if name in base:
+            raise ContradictionError(
+                f"{name} is in {found.path} and in {_APART} within",
+                tensor=name,
+                file=path,
+                got="two tensors of this name",
+                want="one",
+                next_step="check that the files are those of one model",
+            )
+    marked = find_adapter(list(saved), path)
+    marked = marked or AdapterNames(None, (), {}, {})
+    # PEFT saves a tensor trained whole under the name of the tensor that it replaces.
+    trained = {name.removeprefix(PREFIX): name for name in saved if name not in marked.saved}
+    names = AdapterNames(None, marked.pairs, saved, base, trained, marked.tokens)
+    return merge_models(found.source.model, adapter, ""), names
+
+
+NOT_COPIES = "find out which of the two is the right one"
+OR_CONFIG = f"{NOT_COPIES}; if the gather was given {option('adapter_config')}, give the same here"
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """One of two models in a comparison."""
+
+    path: str
+    """Path of the model as the user named it."""
+    model: StoredModel
+    """The model under the names of the comparison, with a shard and an alias for each name that its manifest ties."""
+    manifest: Mapping[str, Any]
+    """The model's manifest; empty without one."""
+    config: Mapping[str, Any] | None
+
+    @cached_property
+    def shards(self) -> dict[str, StoredShard]:
+        """Shards by name."""
+        return {shard.name: shard for shard in self.model.shards}
+
+
+@dataclass(frozen=True, slots=True)
+class TiedName:
+    """A name on one side alone, whose tensor must equal `target`, which both sides have."""
+
+    side: int
+    name: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Correspondence:
+    """How the tensors of two models belong together."""
+
+    names: tuple[str, ...]
+    """Names on both sides whose tensors are compared: one is the other's copy."""
+    cast: Mapping[str, str]
+    """Name -> the element type in which both are compared, where a manifest records that one was cast to it."""
+    tied: tuple[TiedName, ...]
+    aliases: frozenset[str]
+    """Those of `names` that are, on some side, another name of one of `names`."""
+    notes: tuple[tuple[str, str], ...]
+
+
+def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) -> Correspondence:
+    """Match the tensors of two models.
+
+    A name on one side alone is not a difference where it is tied, by that side's storage, a manifest or a
+    config.json, to a tensor that both have; nor where the other side's manifest records that it was left out as asked.
+
+    Args:
+        sides: the two models.
+        updates: names to which the first side's adapter is added before the comparison.
+
+    Raises:
+        ContradictionError: a tensor is on one side alone, or has another element type or shape there.
+    """
+    ties = _ties(sides)
+    left_out: tuple[list[str], list[str]] = ([], [])
+    tied = []
+    for name in sorted(set(sides[0].shards) ^ set(sides[1].shards)):
+        side = 0 if name in sides[0].shards else 1
+        if name in sides[1 - side].manifest.get("excluded", ()):
+            left_out[1 - side].append(name)
+            continue
+        # No record decides whether a merge into one of two tied tensors should also change the other.
+        may_be = [to for to in ties.get(name, ()) if _is_on_both(to, sides) and (side == 1 or to not in updates)]
+        if not may_be:
+            raise ContradictionError(
+                f"{name} is in {sides[side].path} alone",
+                tensor=name,
+                got=f"{len(sides[0].shards)} tensors against {len(sides[1].shards)}",
+                want="the same names",
+                next_step=NOT_COPIES,
+            )
+        tied.append(TiedName(side, name, may_be[0]))
+    names = _drop_repeats([name for name in sides[0].shards if _is_on_both(name, sides)], sides, ties, updates)
+    casts = {name: found for name in names if (found := _cast(name, sides, ties)) is not None}
+    notes = [
+        (
+            "tied",
+            f"{one.name} is in {sides[one.side].path} alone, and is {one.target} there, with which it was compared",
+        )
+        for one in tied
+    ]
+    for side in (0, 1):
+        made = Counter(text for number, text in casts.values() if number == side)
+        notes += [
+            ("cast", f"{count} tensors were compared after the cast {text} that {_read_manifest_of(sides[side])} says")
+            for text, count in made.items()
+        ]
+        if left_out[side]:
+            notes.append(
+                (
+                    "excluded",
+                    f"not compared, as {_read_manifest_of(sides[side])} says left out: {list_text(left_out[side])}",
+                )
+            )
+    aliases = {name for name in names if any(side.model.aliases.get(name) in names for side in sides)}
+    # One storage under both names cannot differ.
+    tied = [one for one in tied if not _is_one(*(sides[one.side].shards[name] for name in (one.name, one.target)))]
+    dtypes = {name: sides[side].shards[name].dtype for name, (side, _) in casts.items()}
+    return Correspondence(tuple(names), dtypes, tuple(tied), frozenset(aliases), tuple(notes))
+
+
+def _is_on_both(name: str, sides: Sequence[Compared]) -> bool:
+    return all(name in side.shards for side in sides)
+
+
+def _read_manifest_of(side: Compared) -> str:
+    return f"{side.path}/{MANIFEST_NAME}"
+
+
+def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
+    """Return name -> the other names of the same tensor, as either side records them."""
+    pairs = [pair for side in sides for pair in side.model.aliases.items()]
+    for side in sides:
+        pairs += find_config_ties({name: None for each in sides for name in each.shards}, side.config).items()
+    groups: dict[str, list[str]] = {}
+    for name, target in pairs:
+        joined = list(dict.fromkeys([*groups.get(target, [target]), *groups.get(name, [name])]))
+        groups.update(dict.fromkeys(joined, joined))
+    return {name: [other for other in group if other != name] for name, group in groups.items()}
+
+
+def _drop_repeats(
+    names: Sequence[str], sides: Sequence[Compared], ties: Mapping[str, Sequence[str]], updates: Collection[str]
+) -> list[str]:
+    """Return the names without those that are on both sides only another name of a tensor among them."""
+    aliases = {alias for side in sides for alias in side.model.aliases}
+    kept: set[str] = set()
+    for name in sorted(names, key=aliases.__contains__):
+        others = [other for other in ties.get(name, ()) if other in kept and other not in updates]
+        if not any(all(_is_one(side.shards[name], side.shards[other]) for side in sides) for other in others):
+            kept.add(name)
+    return [name for name in names if name in kept]
+
+
+def _is_one(a: StoredShard, b: StoredShard) -> bool:
+    """Return whether two tensors are the same bytes."""
+    arrays = [(shard.record, shard.nests.x, shard.nests.y, shard.nests.loops) for shard in (a, b)]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(map(np.array_equal, *arrays))
+
+
+def _cast(name: str, sides: Sequence[Compared], ties: Mapping[str, Sequence[str]]) -> tuple[int, str] | None:
+    """Return which side is a cast of the other, and "from -> to"; None where both have the same element type.
+
+    Raises:
+        ContradictionError: the types differ, and no manifest records a cast between them.
+    """
+    shards = [side.shards[name] for side in sides]
+    if (shards[0].dtype, shards[0].shape) == (shards[1].dtype, shards[1].shape):
+        return None
+    for side in (0, 1):
+        text = f"{shards[1 - side].dtype} -> {shards[side].dtype}"
+        told = sides[side].manifest.get("cast", {})
+        # A tied name that was not written was cast with the tensor that stands for it.
+        casts = [told[known] for known in (name, *ties.get(name, ())) if known in told]
+        if casts[:1] == [text] and shards[0].shape == shards[1].shape:
+            return side, text
+    raise ContradictionError(
+        f"{name} differs in kind",
+        tensor=name,
+        got=f"{shards[0].dtype} {list(shards[0].shape)} in {sides[0].path}",
+        want=f"{shards[1].dtype} {list(shards[1].shape)}, as in {sides[1].path}",
+        next_step=NOT_COPIES,
+    )
+
+
+_OTHER = "\0other/"  # no tensor that a gather accepts has such a name
+
+
+def plan_comparison(
+    path: str,
+    other_path: str,
+    budget: Budget,
+    adapter_config: str | os.PathLike[str] | None = None,
+    *,
+    base: BaseModel | None = None,
+    layouts: LayoutMap | None = None,
+    recipe: str | os.PathLike[str] | None = None,
+    part: str | None = None,
+    world_size: int | None = None,
+) -> Check:
+    """Return the check that compares the tensors of two models or checkpoints value by value.
+
+    Where both have an adapter, in a folder of its own or among the tensors, its tensors are compared, too. Where one
+    has, the other must be the result of a gather that merges it, bit for bit. The check raises ContradictionError
+    when it runs, if they differ.
+
+    Args:
+        path: path of the first model.
+        other_path: path of the other model.
+        budget: threads and buffers, to locate differences.
+        adapter_config: configuration of the adapter among the tensors, in place of the one beside them.
+        base: supplies metadata that either side does not record: whole shapes, the config.
+        layouts: supplies the layouts that either side does not record.
+        recipe: names the tensors of each side that it fits; the other side's names, and those without one, are known.
+        part: keys of the part of `path` to read.
+        world_size: number of ranks that wrote `path`, where it records none.
+
+    Raises:
+        ContradictionError: their metadata shows that they differ.
+        UsageError: the merge of the adapter cannot be computed.
+        XrankError: one of them cannot be read.
+    """
+    sides = read_sides(path, other_path, base=base, layouts=layouts, part=part, world_size=world_size)
+    adapted = [side for side in sides if side.names is not None]
+    if adapter_config is not None and not adapted:
+        raise UsageError(
+            f"neither {path} nor {other_path} holds an adapter to configure",
+            got=option("adapter_config", os.fspath(adapter_config)),
+            next_step=f"leave {option('adapter_config')} out",
+        )
+    if len(adapted) == 2:
+        pair = pair_adapters(*sides, adapter_config)
+    elif adapted:
+        pair = pair_merged(adapted[0], next(side for side in sides if side.names is None), adapter_config, base)
+    else:
+        pair = pair_plain(*sides, recipe)
+    found = correspond((pair.ours, pair.theirs), pair.updates)
+    outputs = _outputs(pair, found)
+    made = [output for output in outputs if output.name in pair.updates or output.name in found.cast]
+    try:
+        plan = _plan(pair, found, outputs, made)
+    except XrankError as error:
+        raise _rename_error(error, pair, found) from error
+
+    def judge(outcome: Outcome) -> Verdict:
+        if made:
+            _check_digests(pair, made, plan, outcome, budget)
+        return Verdict(
+            SourceFacts(path=path, format=sides[0].source.model.format),
+            ProofFacts(against=other_path, **pair.proof, num_checksums=outcome.num_checksums),
+            [output for output in outputs if output.name not in found.aliases],
+            (*pair.notes, *found.notes, *sides[0].notes, *sides[1].notes),
+        )
+
+    return Check(plan, judge, lambda error: _rename_error(error, pair, found))
+
+
+def _outputs(pair: ComparedPair, found: Correspondence) -> list[OutputTensor]:
+    """Return the compared tensors in the form in which they are compared."""
+    shards = (pair.ours.shards[name] for name in found.names)
+    return [OutputTensor(shard.name, found.cast.get(shard.name, shard.dtype), shard.shape) for shard in shards]
+
+
+def _plan(
+    pair: ComparedPair, found: Correspondence, outputs: Sequence[OutputTensor], made: Sequence[OutputTensor]
+) -> Plan:
+    """Return the plan that compares every value.
+
+    The tensors that are the same on both sides are copies of one another: theirs count as replicas of ours. Merged
+    tensors and tensors of which one was cast are `made` on both sides, so that their digests can be compared.
+    """
+    is_made = {output.name for output in made}
+    same = [output for output in outputs if output.name not in is_made]
+    groups = (same, made, [replace(output, name=_OTHER + output.name) for output in made])
+    ours = replace(pair.ours.model, shards=(*pair.ours.model.shards, *pair.factors))
+    tied: dict[str, tuple[str, ...]] = {output.name: (_OTHER + output.name,) for output in same}
+    for one in found.tied:
+        prefix = _OTHER if one.side else ""
+        target = prefix * (one.target in is_made) + one.target
+        tied[target] = (*tied.get(target, ()), prefix + one.name)
+    return make_plan(
+        merge_models(ours, pair.theirs.model, _OTHER),
+        [file for group in groups if group for file in lay_out(group, 1 << 62)],
+        tied=tied,
+        updates=pair.updates,
+    )
+
+
+def _rename_error(error: XrankError, pair: ComparedPair, found: Correspondence) -> XrankError:
+    """Return an error in the names of the two sides, as a difference between them where it is one."""
+    text, is_within = error.message, (error.tensor or "").startswith(_OTHER)
+    error.rename(_OTHER, "")
+    if not isinstance(error, ContradictionError):
+        return error
+    for one in found.tied:
+        if text.startswith(f"{_OTHER * one.side}{one.name} is tied to "):
+            return _tie_error(error, pair, one)
+    is_difference = error.index_range is not None and not is_within
+    if not is_difference or error.file not in {file.path for file in pair.theirs.model.files}:
+        return error
+    return ContradictionError(
+        f"{error.tensor} differs between {pair.ours.path} and {pair.theirs.path}",
+        tensor=error.tensor,
+        file=error.file,
+        index_range=error.index_range,
+        got=error.got,
+        want="equal values",
+        next_step=NOT_COPIES,
+    )
+
+
+def _tie_error(error: ContradictionError, pair: ComparedPair, one: TiedName) -> ContradictionError:
+    path, other_path = (pair.theirs.path, pair.ours.path) if one.side else (pair.ours.path, pair.theirs.path)
+    return ContradictionError(
+        f"{one.name} is in {path} alone, and is not {one.target} there",
+        tensor=one.name,
+        file=error.file,
+        index_range=error.index_range,
+        got=error.got,
+        want=f"{one.target}: the two are tied, and {other_path} has one of them",
+        next_step=NOT_COPIES,
+    )
+
+
+def _check_digests(
+    pair: ComparedPair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget
+) -> None:
+    """Check that merged or cast tensors are the same on both sides."""
+    found = {
+        tensor.output.name: (tensor, digest)
+        for index, file in enumerate(plan.files)
+        for tensor, digest in zip(file.tensors, outcome.files[index].tensor_digests, strict=True)
+    }
+    formulas = describe_merges(plan)
+    for name in (output.name for output in made):
+        (mine, digest), (other, other_digest) = found[name], found[_OTHER + name]
+        if digest == other_digest:
+            continue
+        differences = find_differences(plan, mine, other, budget)
+        where = range_text(mine.output.shape, differences.first, differences.first)
+        got = differences.describe(mine.output.num_elements, where)
+        record = int(plan.source.records.file[other.copies.record[0]])
+        if name not in formulas:
+            made_of = pair.ours.shards[name].dtype, pair.theirs.shards[name].dtype
+            raise ContradictionError(
+                f"{name} differs between {pair.ours.path} and {pair.theirs.path}",
+                tensor=name,
+                file=pair.theirs.model.files[record - len(pair.ours.model.files)].path,
+                index_range=where,
+                got=got,
+                want=f"equal values in {mine.output.dtype}, of {made_of[0]} and {made_of[1]}",
+                next_step=NOT_COPIES,
+            )
+        told = pair.theirs.manifest
+        formula = told.get("merged", {}).get(name, "nothing of a merge") if told else None
+        says = f"; {MANIFEST_NAME} says {formula}" if formula not in (None, formulas[name]) else ""
+        raise ContradictionError(
+            f"{name} in {pair.theirs.path} is not what merging the adapter in {pair.ours.path} gives",
+            tensor=name,
+            file=pair.theirs.model.files[record - len(pair.ours.model.files)].path,
+            index_range=where,
+            got=got + says,
+            want=f"{formulas[name]}, as a gather computes it",
+            next_step=OR_CONFIG,
+        )

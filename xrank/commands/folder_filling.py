@@ -1,0 +1,302 @@
+"""Fill the stage of an output, a model folder or the states of ranks: weights by the executor, the manifest last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xrank.engine.buffers import OpenSource
+from xrank.engine.checksums import digest_text
+from xrank.engine.decoding import open_source
+from xrank.engine.file_writing import (
+    FileDigests,
+    WrittenFiles,
+    hash_beside,
+    identify_output,
+    keep_if_hashed,
+    write_files,
+)
+from xrank.engine.hf_folder import index_name, index_text
+from xrank.engine.planner import Plan, TensorPlan
+from xrank.engine.report import FileFacts, OutputFacts, ProofFacts
+from xrank.engine.rounds import Work
+from xrank.engine.windows import FileHashes
+from xrank.layout.nest_table import IntArray
+from xrank.ranks.team import Team
+from xrank.recipes.adapters import describe_merges
+from xrank.recipes.folder_plan import FolderPlan
+from xrank.storage.commit import JournalLine, Stage
+from xrank.storage.manifest import (
+    MANIFEST_NAME,
+    ManifestFile,
+    ManifestSource,
+    ManifestTensor,
+    TensorSource,
+    manifest_text,
+)
+from xrank.storage.staging import check_store_writer, open_stage
+from xrank.storage.url import is_url
+
+if TYPE_CHECKING:
+    from xrank.recipes.reshard_plan import Reshard
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenOutput:
+    """An output that is in place, with the facts that one rank of its team knows."""
+
+    files: tuple[FileFacts, ...]
+    written: WrittenFiles | None = None
+    """Counts of the whole output, on the first rank."""
+    notes: tuple[tuple[str, str], ...] = ()
+
+    def add_proof(self, proof: ProofFacts) -> ProofFacts:
+        """Return a proof with the counts of comparisons from the writing."""
+        if self.written is None:
+            return proof
+        return proof.extended(
+            num_replicas_compared=self.written.num_replicas_compared, num_checksums=self.written.outcome.num_checksums
+        )
+
+    def add_output(self, output: OutputFacts) -> OutputFacts:
+        """Return the facts of an output with its files."""
+        if self.written is None:
+            return output.extended(files=list(self.files), resumed_nbytes=0, shared_nbytes=0)
+        return output.extended(
+            files=list(self.files),
+            resumed_nbytes=self.written.resumed_nbytes,
+            shared_nbytes=self.written.outcome.shared_nbytes,
+        )
+
+
+def make_output(
+    gather: FolderPlan,
+    source: OpenSource,
+    out: str,
+    progress: Callable[[int, int], None] | None,
+    team: Team,
+    holder: IntArray | None = None,
+    *,
+    is_repeatable: bool = False,
+) -> WrittenOutput:
+    """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
+
+    Args:
+        gather: the plan of the folder; the same on all ranks.
+        source: the source that this rank reads.
+        out: the output's path.
+        progress: called, on the first rank, with (bytes written so far, bytes in all).
+        team: the ranks.
+        holder: the ranks that hold a live model's records, as in `Work`.
+        is_repeatable: whether the plan alone decides the output's bytes, so that the manifest records its digest.
+
+    Returns:
+        On the first rank the facts of the whole output; on the others the facts from the plan.
+
+    Raises:
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the output could not be written.
+        RankFailedError: another rank of the team failed.
+    """
+    options = gather.options
+    check_store_writer(out, ranks=1 if options.sign is None else team.size)
+    work = _work(gather, source, holder)
+    with hash_beside(gather.source.hashes, team) as finish_hashes:
+        if not team.is_first:
+            from xrank.engine.shared_writing import help_to_write_files  # one process does not need this module
+
+            help_to_write_files(team, work, out, gather.digest)
+            finish_hashes()
+            files = [file.output for file in gather.plan.files]
+            return WrittenOutput(tuple(FileFacts(name=one.name, nbytes=one.nbytes) for one in files))
+        return _make_first(
+            gather, work, out, progress or (lambda done, total: None), team, is_repeatable, finish_hashes
+        )
+
+
+def _make_first(
+    gather: FolderPlan,
+    work: Work,
+    out: str,
+    progress: Callable[[int, int], None],
+    team: Team,
+    is_repeatable: bool,
+    finish_hashes: Callable[[], None],
+) -> WrittenOutput:
+    """Fill a stage, and commit it."""
+    options = gather.options
+    with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
+        made = _fill_stage(gather, work, stage, out, progress, team, is_repeatable)
+        keep_if_hashed(stage, finish_hashes)
+        # The last moment to stop: after the commit the output is there, whichever rank has failed.
+        team.check_failures()
+        stage.commit()
+        team.mark_committed()
+    return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
+
+
+def _fill_stage(
+    gather: FolderPlan,
+    work: Work,
+    stage: Stage,
+    out: str,
+    progress: Callable[[int, int], None],
+    team: Team,
+    is_repeatable: bool,
+) -> WrittenOutput:
+    """Write all files of a gather into its stage, which is then ready for the commit."""
+    options = gather.options
+    verify = options.overwrite if options.verify is None else options.verify
+    # First: a companion that cannot be copied ends the gather before the weights are written.
+    lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
+    lines += [stage.write_file(name, text.encode()) for name, text in small_texts(gather).items()]
+    written = write_files(work, stage, progress, team, verify=verify)
+    small = _write_lists(gather, work, stage, out, written, lines, is_repeatable)
+    return WrittenOutput(tuple(small), written, written.notes)
+
+
+def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Work:
+    options = gather.options
+    budget = options.budget
+    windows = None if options.sign is None else FileHashes()
+    return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms, windows)
+
+
+def _write_lists(
+    gather: FolderPlan,
+    work: Work,
+    stage: Stage,
+    out: str,
+    written: WrittenFiles,
+    lines: Sequence[JournalLine],
+    is_repeatable: bool,
+) -> list[FileFacts]:
+    """Write the index, and the manifest last; return the weights' files for the report."""
+    plan = gather.plan
+    digests = {index: replace(d, name=stage.final_name(d.name)) for index, d in written.digests.items()}
+    weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
+    files = list(weights)
+    own = gather.decision.adapted.weights_file if gather.decision.adapted is not None else None
+    model = [file.output for file in plan.files if file.output.name != own]
+    index = index_text([replace(file, name=stage.final_name(file.name)) for file in model]) if model else None
+    if index is not None:
+        line = stage.write_file(index_name(model), index.encode())
+        files.append(_small_file(line))
+    source = gather.source
+    text = manifest_text(
+        ManifestSource(source.format, source.world_size, source.run_id, source.step),
+        files,
+        {
+            tensor.output.name: _manifest_tensor(plan, tensor, digests[index])
+            for index, file in enumerate(plan.files)
+            for tensor in file.tensors
+        },
+        companions=[_small_file(line) for line in lines],
+        tied={name: target for target, names in gather.selection.tied.items() for name in names},
+        excluded=gather.selection.excluded,
+        cast=gather.selection.cast,
+        merged=describe_merges(plan),
+        transformed=gather.transforms.made_of if gather.transforms is not None else None,
+        padding_dropped=gather.padding_dropped,
+        notes=[list(note) for note in (*gather.notes, *written.notes)],
+        plan=identify_output(gather.digest, {line.file: line.digest for line in lines}) if is_repeatable else None,
+    )
+    if gather.options.sign is not None:
+        from xrank.commands.signing import sign_folder  # its packages are not needed otherwise
+
+        names = [file.name for file in files] + [line.file for line in lines]
+        sign_folder(gather, out, stage.hash_file, names, text.encode(), work.file_hashes, stage.write_file)
+    # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
+    stage.write_file(MANIFEST_NAME, text.encode())
+    return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
+
+
+def small_texts(gather: FolderPlan) -> dict[str, str]:
+    """Return name -> content of the small files that a plan itself decides, but the index and the manifest."""
+    config = gather.decision.small.config_text
+    return {**({} if config is None else {"config.json": config}), **gather.texts}
+
+
+def _small_file(line: JournalLine) -> ManifestFile:
+    """Return the manifest's entry of a small file, with the digest of its plain bytes."""
+    return ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}")
+
+
+def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> ManifestTensor:
+    records, files = plan.source.records, plan.source.files
+    seen: dict[int, TensorSource] = {}
+    made_of = [tensor, *((tensor.update.a, tensor.update.b) if tensor.update is not None else ())]
+    for part in made_of:
+        for rank, record in zip(part.copies.rank.tolist(), part.copies.record.tolist(), strict=True):
+            name = os.path.basename(files[int(records.file[record])].path)
+            seen.setdefault(record, TensorSource(name, rank, int(records.offset[record]), int(records.nbytes[record])))
+    output = tensor.output
+    return ManifestTensor(
+        output.dtype,
+        output.shape,
+        digests.name,
+        digest_text(digests.tensors[output.name]),
+        tuple(seen.values()),
+        sum(map(len, tensor.compared)),
+    )
+
+
+def make_states(
+    reshard: Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team
+) -> tuple[WrittenFiles | None, tuple[str, ...]]:
+    """Make the states with all ranks of a team; return, on the first rank, the written files and notes on the stage.
+
+    Raises:
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the output could not be written.
+        RankFailedError: another rank failed.
+    """
+    beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
+    with (
+        closing(open_source(reshard.plan.source, beside)) as source,
+        hash_beside(reshard.source.hashes, team) as finish,
+    ):
+        work = Work(reshard.plan, source, reshard.options.budget)
+        if not team.is_first:
+            from xrank.engine.shared_writing import help_to_write_files  # one process does not need this module
+
+            help_to_write_files(team, work, out, reshard.digest)
+            finish()
+            return None, ()
+        overwrite = reshard.options.overwrite
+        with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite, replaces_states=True) as stage:
+            written = write_files(work, stage, progress or (lambda done, total: None), team, verify=overwrite)
+            _write_small_files(reshard, stage, written)
+            keep_if_hashed(stage, finish)
+            team.check_failures()
+            stage.commit()
+            team.mark_committed()
+    return written, stage.notes
+
+
+def own_texts(reshard: Reshard) -> dict[str, str]:
+    """Return name -> content of the companions that a plan changes."""
+    changed = reshard.config_text
+    return {one.name: changed for one in reshard.companions if one.name == "config.json" and changed is not None}
+
+
+def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
+    """Write the companions, then the manifest."""
+    texts = own_texts(reshard)
+    lines = [stage.copy_file(one.name, one.path) for one in reshard.companions if one.name not in texts]
+    lines += [stage.write_file(name, text.encode()) for name, text in texts.items()]
+    source = reshard.source
+    text = manifest_text(
+        ManifestSource(source.format, source.world_size, source.run_id, source.step),
+        [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(written.digests.items())],
+        {},
+        companions=[ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}") for line in lines],
+        cast=reshard.selection.cast,
+        notes=[list(note) for note in (*reshard.notes, *written.notes)],
+        plan=identify_output(reshard.digest, {line.file: line.digest for line in lines}),
+    )
+    # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
+    stage.write_file(MANIFEST_NAME, text.encode())

@@ -1,0 +1,279 @@
+"""Gather: from any source to a Hugging Face folder, proven before the first byte is written.
+
+The folder may go to the Hub: as ``push_to_hub`` beside a folder, or as the output ``hf://org/name``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from xrank.commands.folder_filling import WrittenOutput, make_output, small_texts
+from xrank.commands.report import EARLIER_NOTE, counts_requests, folder_report, plan_report
+from xrank.engine.decoding import open_source
+from xrank.engine.file_writing import find_together
+from xrank.engine.replicas import ReplicaChoice
+from xrank.engine.report import FileFacts, Report
+from xrank.environment import environ
+from xrank.errors import UsageError, names_own_arguments, option
+from xrank.layout import LayoutMap
+from xrank.ranks.team import Team, check_plans, find_launched_team
+from xrank.recipes.folder_plan import FolderPlan, plan_gather
+from xrank.recipes.options import AdapterChoice, GatherOptions
+from xrank.storage import places
+from xrank.storage.output_place import check_room
+from xrank.storage.staging import check_output, plan_apart, settle_output
+from xrank.storage.url import clean_path, is_url, split_url
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A repository, and the folder that is uploaded to it."""
+
+    repository: str
+    """``org/name``."""
+    folder: str
+    is_stage: bool
+    """Whether the folder is removed after the upload; after a failure it stays for the next run."""
+
+    def check(self, *, overwrite: bool) -> None:
+        """Refuse a repository that cannot take a model, before the model is made; errors as `check_repository`."""
+        from xrank.storage.hub import check_repository  # other gathers do not need this module
+
+        check_repository(self.repository, overwrite=overwrite)
+
+    def upload(self, report: Report, *, overwrite: bool) -> Report:
+        """Upload the folder that a gather made, and return the gather's report with that; errors as `push_folder`."""
+        from xrank.storage.hub import push_folder  # other gathers do not need this module
+
+        commit_url = push_folder(self.folder, self.repository, overwrite=overwrite)
+        if self.is_stage:
+            shutil.rmtree(self.folder)
+        return self.name(replace(report, notes=(*report.notes, ("pushed", f"uploaded: {commit_url}"))))
+
+    def name(self, report: Report) -> Report:
+        """Return a report that names the repository as the output, if the user did."""
+        if not self.is_stage:
+            return report
+        url = f"hf://{self.repository}"
+        made = {
+            name: facts.extended(path=url)
+            for name in ("output", "plan")
+            if (facts := getattr(report, name)) is not None
+        }
+        return replace(report, path=url, **made)
+
+
+def find_push(out: str, push_to_hub: str | None) -> Push | None:
+    """Return the upload that a gather's options ask for; None if they ask for none.
+
+    Args:
+        out: the output, a cleaned path or URL.
+        push_to_hub: the option's value.
+
+    Raises:
+        UsageError: both name a repository, or one is not a repository's name, or a store's model is to be uploaded.
+    """
+    is_hub = is_url(out) and split_url(out).scheme == "hf"
+    if push_to_hub is None and not is_hub:
+        return None
+    from xrank.storage.hub import repository_name  # other gathers do not need this module
+
+    if push_to_hub is None:
+        repository = repository_name(out)
+        return Push(repository, _stage_folder(environ(), repository), is_stage=True)
+    if is_url(out):
+        raise UsageError(
+            f"{out}: a model in a store is not uploaded to the Hub",
+            file=out,
+            next_step=f"give {option('out')} a folder, or leave {option('push_to_hub')} out",
+        )
+    return Push(repository_name(push_to_hub), out, is_stage=False)
+
+
+def _stage_folder(variables: Mapping[str, str], repository: str) -> str:
+    """Return the folder in which a model for a repository is made: in huggingface_hub's own, which has room for models.
+
+    Source: huggingface_hub/constants.py, HF_HOME.
+    """
+    cache = variables.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = variables.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return os.path.join(os.path.expanduser(home), "xrank", repository.replace("/", "--"))
+
+
+@names_own_arguments
+@counts_requests
+def gather_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    workspace: bool = False,
+    base_model: str | os.PathLike[str] | None = None,
+    layouts: str | os.PathLike[str] | LayoutMap | None = None,
+    recipe: str | os.PathLike[str] | None = None,
+    format: str | None = None,  # noqa: A002  the option's name
+    part: str | None = None,
+    world_size: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    keep_fp32: str | Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    max_shard_size: str | int = "5GB",
+    max_memory: str | int = "64MB",
+    workers: int | None = None,
+    replicas: ReplicaChoice = "verify",
+    adapter: AdapterChoice | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    verify: bool | None = None,
+    dry_run: bool = False,
+    sign: str | os.PathLike[str] | None = None,
+    attest: bool = False,
+    strict_pickles: bool = False,
+    push_to_hub: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    distributed: bool = False,
+    timeout_seconds: float = 1800.0,
+) -> Report:
+    """Merge a workspace or a sharded checkpoint into one Hugging Face folder.
+
+    The whole plan is proven from metadata before anything is written: every element of every tensor exactly once.
+    While bytes move, all recorded checksums and all replicas are compared. The folder appears by one rename.
+
+    Args:
+        source: the folder, or file, to gather.
+        out: the folder to make; or its URL in a store, ``s3://bucket/model``, whose objects appear with the index last;
+            or ``hf://org/name``, as with `push_to_hub`, from a folder in ``HF_HOME`` that is removed afterwards.
+        workspace: whether the source must be a workspace.
+        base_model: a model folder, or the ID of one in the local Hugging Face cache: companions, names and shapes.
+        layouts: a layout file, or its content, for a source without recorded layouts.
+        recipe: a recipe from training names to Hugging Face's: a shipped recipe's name, a file, or ``"none"``. None:
+            the shipped recipe that knows all of the source's names, if there is one.
+        format: name of the source's format, if two readers accept it.
+        part: keys of the part to read where the source has several, joined by dots, such as ``"ema"``; None: the only
+            one that may be the model.
+        world_size: number of ranks that wrote the source, where it records none, as torch's Hugging Face shards; it
+            must be right: fewer ranks than wrote them give a smaller model.
+        dtype: ``"keep"``, ``"base"`` (the base model's types), ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's, for
+            floating-point tensors; None keeps, too.
+        keep_fp32: regular expressions of names that are not cast below fp32.
+        include: regular expressions of the output names to write; empty: all.
+        exclude: regular expressions of the output names to leave out.
+        max_shard_size: bytes of tensors in a file.
+        max_memory: bytes of all buffers, such as ``"64MB"``.
+        workers: number of threads; None: ``min(4, cores)``.
+        replicas: ``"verify"`` refuses replicas that differ, ``"pick"`` takes the lowest rank's.
+        adapter: ``"separate"`` writes LoRA adapters as a PEFT folder, ``"merge"`` adds them to the model, which
+            for an adapter alone is the base model; None: ``"separate"``.
+        adapter_config: PEFT's ``adapter_config.json``, if the source lacks one.
+        overwrite: whether an existing model may be replaced.
+        resume: whether to keep the finished parts of an interrupted run.
+        verify: whether to read the stage back before the rename; None: if an output is replaced.
+        dry_run: prove and plan without writing.
+        sign: file of a private key of an elliptic curve (PEM): the folder gets ``model.sig``, which ``model_signing
+            verify key`` and ``verify_model(signature=...)`` accept. Needs ``xrank[sign]``.
+        attest: whether to add ``model.attestation.json``, a signed in-toto statement with the source's files, ranks
+            and step, the recipe and the casts.
+        strict_pickles: whether to refuse a source whose pickles name classes or functions that no known framework
+            writes, also in parts that the gather leaves out. xrank runs none of them; ``torch.load`` would.
+        push_to_hub: ``org/name`` of a repository of the Hub, to which rank 0 uploads the folder in one commit, with a
+            model card. One that is not there is made, private. A model that is there is replaced with `overwrite`.
+        progress: called with (bytes written so far, bytes in all), on rank 0 alone; an exception that it
+            raises ends the call on all ranks.
+        distributed: share the work with all ranks that torchrun, srun or mpirun started, or that RANK and WORLD_SIZE
+            name; each makes this call. Reports of ranks other than 0 lack digests and counts.
+        timeout_seconds: how long to wait for a live rank; a death is noticed in seconds.
+
+    Raises:
+        UsageError, LayoutError: the call must change.
+        IncompleteError: something is missing and may still come.
+        ContradictionError, CorruptError, UnsafeError: the source is not to be trusted.
+        NoSpaceError, XrankError: the output could not be written; finished parts are kept for the next run.
+        RankFailedError, RankTimeoutError: another rank failed, died or did not arrive; finished parts are kept.
+
+    Example:
+        >>> import torch, xrank
+        >>> workspace = xrank.NFSWorkspace("states", rank=0, world_size=1)
+        >>> workspace.write_configs_and_weights({"model_type": "llama"}, {"norm.weight": torch.ones(4)})
+        >>> xrank.gather_checkpoint("states", "model").num_tensors
+        1
+    """
+    options = GatherOptions.from_arguments(locals())
+    path = places.enter(source)
+    read = partial(
+        plan_gather, path, options, format_name=format, part=part, world_size=world_size, workspace=workspace
+    )
+    plan = partial(read, base_model=base_model, layouts=layouts, recipe=recipe)
+    target = clean_path(out)
+    push = find_push(target, push_to_hub)
+    if push is not None:
+        target = push.folder
+    if dry_run:
+        report = _plan_only(partial(plan_apart, path, target, plan, overwrite=overwrite), target)
+        return report if push is None else push.name(report)
+    team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
+    plan = partial(plan, share=(team.position, team.size))
+    plan_checked = partial(plan_apart, path, target, plan, overwrite=overwrite)
+    check = (lambda: None) if push is None else partial(push.check, overwrite=overwrite)
+    report = _gather_together(plan_checked, target, progress, team, check)
+    return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
+
+
+def _plan_only(plan_checked: Callable[[], FolderPlan], out: str) -> Report:
+    """Return what a gather would write, without writing."""
+    started = time.monotonic()
+    planned = plan_checked()
+    if _find_earlier(planned, out, Team()) is None:
+        check_output(out, overwrite=planned.options.overwrite)
+    check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
+    return plan_report(planned, out, started)
+
+
+def _find_earlier(planned: FolderPlan, out: str, team: Team) -> tuple[FileFacts, ...] | None:
+    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
+    if planned.options.overwrite:
+        return None
+    return find_together(team, out, planned.digest, planned.decision.small.companions, small_texts(planned))
+
+
+def _gather_together(
+    plan_checked: Callable[..., FolderPlan],
+    out: str,
+    progress: Callable[[int, int], None] | None,
+    team: Team,
+    check: Callable[[], None],
+) -> Report:
+    """Agree on the plan with all ranks, and make the folder with them; the first rank checks first where it goes."""
+    started = time.monotonic()
+
+    def plan() -> FolderPlan:
+        if team.is_first:
+            check()
+        return plan_checked(checks_output=team.is_first)
+
+    with team.together():
+        planned, _ = team.agree(
+            "the plan",
+            plan,
+            lambda planned: planned.digest,
+            check_plans(team.ranks),
+        )
+        earlier = _find_earlier(planned, out, team)
+        if earlier is not None:
+            if team.is_first:
+                settle_output(out)
+            return folder_report("gather", planned, WrittenOutput(earlier, notes=(EARLIER_NOTE,)), out, started)
+        beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
+        with closing(open_source(planned.plan.source, beside)) as files:
+            written = make_output(planned, files, out, progress, team, is_repeatable=True)
+    return folder_report("gather", planned, written, out, started)

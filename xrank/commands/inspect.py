@@ -1,0 +1,154 @@
+"""Inspect: describe a source, and decide about it as a gather does. Problems are listed, not raised."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing
+from typing import Any
+
+from xrank.commands.report import count_rank_tensors, counts_requests, model_facts
+from xrank.engine.buffers import NullTarget
+from xrank.engine.decoding import open_source
+from xrank.engine.executor import execute
+from xrank.engine.planner import divide_replicas, make_plan
+from xrank.engine.report import InspectDetails, Report, SourceFacts, timed_report
+from xrank.errors import XrankError, names_own_arguments
+from xrank.layout import LayoutMap
+from xrank.layout.output_files import OutputFile, OutputTensor
+from xrank.layout.stored_model import StoredModel
+from xrank.readers.discovery import find_source
+from xrank.readers.workspace import WorkspaceReader, survey_ranks
+from xrank.recipes.folder_plan import FolderPlan, plan_found, read_layouts
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.sources import companions_of, open_base_model, read_source
+from xrank.storage import places
+from xrank.storage.folder_stage import inspect_stage
+
+
+@names_own_arguments
+@counts_requests
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    layouts: str | os.PathLike[str] | LayoutMap | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    format: str | None = None,  # noqa: A002  the option's name
+    part: str | None = None,
+    world_size: int | None = None,
+) -> Report:
+    """Describe a source: format, run, ranks, tensors, and the problems that a gather would meet.
+
+    ``details["problems"]`` lists the problems, each with the exit code of the gather; without any, ``gather --dry-run``
+    with the same options succeeds. The report is `ok` even then. Only metadata is read, except of two forms of a model
+    in one folder, and of tied tensors that are stored apart: these are compared.
+
+    Args:
+        path: the folder, or file.
+        layouts: a layout file, or its content, for a source without recorded layouts.
+        base_model: a model with the names and shapes that the source must have; fills in unrecorded shapes.
+        format: name of the source's format, if several lie there; None: the best of them. A note names the others.
+        part: keys of the part to describe where the source has several; None: the only one that may be the model.
+        world_size: number of ranks that wrote the source, as for `gather_checkpoint`.
+
+    Raises:
+        UsageError: the base model does not exist.
+        IncompleteError: the path does not exist.
+        UnknownFormatError: no reader recognises it.
+
+    Example:
+        >>> import torch, xrank
+        >>> workspace = xrank.NFSWorkspace("inspected", rank=0, world_size=1)
+        >>> workspace.write_configs_and_weights({"hidden_size": 2}, {"weight": torch.ones(2, 3)})
+        >>> report = xrank.inspect("inspected")
+        >>> report.source.format, report.source.num_parameters, report.details["problems"]
+        ('workspace', 6, [])
+    """
+    started = time.monotonic()
+    place = places.enter(path)
+    stage = inspect_stage(place) if os.path.isdir(place) else None
+    if stage is not None:
+        return Report(
+            command="inspect",
+            path=place,
+            source=SourceFacts(path=place, format="stage of xrank"),
+            details=InspectDetails(stage=stage, problems=[], tensors=[], companions=[]),
+        )
+    where = find_source(place, format_name=format)
+    text, reader = where.path, where.reader
+    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
+    base = open_base_model(base_model) if base_model is not None else None
+    problems: list[XrankError] = []
+    model = None
+    tensors: list[dict[str, Any]] = []
+    notes: list[tuple[str, str]] = []
+    companions: list[str] = []
+    recipe = config_path = None
+    try:
+        beside = companions_of(place, where)
+        companions += [companion.name for companion in beside[0]]  # listed even if the reader fails
+        found = read_source(place, where, base=base, layouts=given, part=part, world_size=world_size, beside=beside)
+        model = found.model
+        notes += found.notes
+        config_path = found.config_path
+        tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
+        planned = plan_found(found, text, GatherOptions(), base, given)
+        recipe, adapted = planned.source.recipe, planned.decision.adapted
+        if adapted is not None and adapted.is_alone and adapted.config_text is not None:
+            companions.append("adapter_config.json")
+        notes = [note for note in planned.notes if note not in model.notes]
+        _compare_ties(planned)
+    except XrankError as error:
+        if all(error.message != problem.message for problem in problems):
+            problems.append(error)
+    counted = [] if model is None else count_rank_tensors(model)
+    details = InspectDetails(
+        problems=[{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
+        tensors=tensors,
+        format={} if model is None else {key: value for key, value in model.details.items() if key != "ranks"},
+        companions=companions,
+        config_path=config_path,
+        ranks=survey_ranks(text) if isinstance(reader, WorkspaceReader) else counted,
+    )
+    source = SourceFacts(path=text, format=reader.name)
+    return timed_report(
+        "inspect",
+        started,
+        path=text,
+        source=source if model is None else source.extended(**model_facts(model), recipe=recipe),
+        notes=() if model is None else (*model.notes, *notes),
+        details=details,
+    )
+
+
+inspect_source = inspect
+"""The name inside xrank, where `inspect` is Python's module."""
+
+
+def _compare_ties(planned: FolderPlan) -> None:
+    """Compare the tensors that are tied and stored apart, as a gather does while it copies them.
+
+    Raises:
+        ContradictionError: they differ, so that config.json or the tensors are another model's.
+    """
+    records = {shard.name: set(shard.record.tolist()) for shard in planned.source.shards}
+    tied = {
+        target: names
+        for target, names in planned.selection.tied.items()
+        if any(records[name] != records[target] for name in names)
+    }
+    outputs = [OutputTensor(each.name, each.dtype, each.shape) for each in planned.selection.outputs]
+    plan = make_plan(planned.source, [OutputFile.bare(each) for each in outputs if each.name in tied], tied=tied)
+    with closing(open_source(plan.source)) as files:
+        execute(plan, files, NullTarget(), budget=planned.options.budget)
+
+
+def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:
+    shard = model.shards[index]
+    row: dict[str, Any] = {"name": shard.name, "dtype": shard.dtype, "shape": list(shard.shape)}
+    try:
+        copies, replicas = divide_replicas(shard, model)
+    except XrankError as error:
+        problems.append(error)
+        return row | {"problem": error.message}
+    return row | {"num_pieces": len(copies), "num_replicas": len(replicas)}

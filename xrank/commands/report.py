@@ -1,0 +1,362 @@
+"""Reports of the commands, and the facts that several of them share."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+from xrank.dtypes import DTYPES, dtype
+from xrank.engine.checksums import digest_text
+from xrank.engine.executor import factors_nbytes
+from xrank.engine.holdings import Survey, find_problem, sum_held_nbytes
+from xrank.engine.object_source import count_requests, holds_objects
+from xrank.engine.planner import Plan
+from xrank.engine.report import (
+    FileFacts,
+    LayoutDetails,
+    OutputFacts,
+    ProofFacts,
+    Report,
+    SourceFacts,
+    TrafficFacts,
+    source_facts,
+    timed_report,
+)
+from xrank.engine.rounds import take_traffic
+from xrank.engine.windows import WINDOW_NBYTES
+from xrank.errors import LayoutError
+from xrank.layout.output_files import OutputTensor
+from xrank.layout.stored_model import StoredModel
+from xrank.recipes.adapters import describe_merges
+from xrank.recipes.folder_plan import FolderPlan
+from xrank.storage.url import is_url
+from xrank.system import peak_rss_nbytes
+from xrank.words import numbers_text, plural, size_text
+
+if TYPE_CHECKING:
+    from xrank.commands.folder_filling import WrittenOutput
+    from xrank.engine.file_writing import WrittenFiles
+    from xrank.recipes.reshard_plan import Reshard
+
+
+_REQUESTS_OF_FILE = 5
+"""Requests for an uploaded file beside its parts: its beginning, the journal, its record, its end, and a last look."""
+EARLIER_NOTE = (
+    "made-before",
+    "an earlier run of this command had made the output: nothing was written; `xrank verify` reads its bytes again",
+)
+
+
+def proof_facts(planned: FolderPlan) -> ProofFacts:
+    """Return the facts of a proof from metadata alone."""
+    return ProofFacts(coverage="proven", base_model=planned.checked_against_base)
+
+
+def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
+    """Return the facts of a model folder before it is written."""
+    selection, small = planned.selection, planned.decision.small
+    merged = describe_merges(planned.plan)
+    merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
+    transforms = planned.transforms
+    transformed: dict[str, Any] = {} if transforms is None else {"transformed": transforms.made_of}
+    return OutputFacts(
+        path=path,
+        **count_outputs(selection.outputs),
+        tied=[[target, *names] for target, names in selection.tied.items()],
+        padding_dropped=planned.padding_dropped,
+        excluded=list(selection.excluded),
+        cast=dict(selection.cast),
+        **merges,
+        companions=[
+            *(companion.name for companion in small.companions),
+            *(["config.json"] if small.config_text else []),
+            *planned.texts,
+        ],
+        **transformed,
+    )
+
+
+def count_outputs(outputs: Sequence[OutputTensor]) -> dict[str, Any]:
+    """Return the numbers of tensors, elements and bytes, as `OutputFacts` names them."""
+    return {
+        "num_tensors": len(outputs),
+        "num_parameters": sum(output.num_elements * dtype(output.dtype).num_packed for output in outputs),
+        "nbytes": sum(output.nbytes for output in outputs),
+    }
+
+
+def file_facts(plan: Plan) -> list[FileFacts]:
+    """Return the facts of a plan's files before they are written."""
+    return [
+        FileFacts(name=file.output.name, nbytes=file.output.nbytes, num_tensors=len(file.tensors))
+        for file in plan.files
+    ]
+
+
+def report_text(report: Report) -> str:
+    """Return an export's report as text for other ranks."""
+    parts = {name: getattr(report, name) for name in ("command", "path", "seconds", "peak_rss_nbytes", "notes")}
+    facts = {name: getattr(report, name).to_dict() for name in ("source", "proof", "output")}
+    if report.traffic is not None:
+        facts["traffic"] = report.traffic.to_dict()
+    return json.dumps({**parts, **facts})
+
+
+def read_report(text: str) -> Report:
+    """Return the report in a text of `report_text`."""
+    parts = json.loads(text)
+    output = parts.pop("output")
+    output["files"] = [FileFacts(**file) for file in output["files"]]
+    notes = tuple((code, message) for code, message in parts.pop("notes"))
+    source, proof = SourceFacts(**parts.pop("source")), ProofFacts(**parts.pop("proof"))
+    traffic = parts.pop("traffic", None)
+    parts["traffic"] = None if traffic is None else TrafficFacts(**traffic)
+    return Report(**parts, source=source, proof=proof, output=OutputFacts(**output), notes=notes)
+
+
+def folder_report(command: str, planned: FolderPlan, written: WrittenOutput, path: str, started: float) -> Report:
+    """Return the report of a model folder that was written; `started` is on the monotonic clock."""
+    return timed_report(
+        command,
+        started,
+        path=path,
+        source=source_facts(planned.source),
+        proof=written.add_proof(proof_facts(planned)),
+        output=written.add_output(output_facts(planned, path)),
+        notes=(*planned.notes, *written.notes),
+    )
+
+
+def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
+    """Return the report of a gather's dry run."""
+    budget = planned.options.budget
+    replicas = sum(len(replicas) for tensor in planned.plan.tensors for replicas in tensor.compared)
+    return timed_report(
+        "gather",
+        started,
+        path=path,
+        source=source_facts(planned.source),
+        proof=proof_facts(planned).extended(num_replicas_to_compare=replicas),
+        plan=output_facts(planned, path).extended(
+            files=file_facts(planned.plan),
+            # Each worker holds the factors of a merge, and one window of the stored factors.
+            peak_buffer_nbytes=budget.nbytes
+            + (budget.workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(planned.plan)) else 0),
+        ),
+        traffic=_plan_traffic(planned.plan, path),
+        notes=planned.notes,
+    )
+
+
+def _plan_traffic(plan: Plan, out: str) -> TrafficFacts | None:
+    traffic = TrafficFacts()
+    if holds_objects(plan.source):
+        requests, nbytes = count_requests(plan.source)
+        traffic = traffic.extended(planned_requests=requests, planned_nbytes=nbytes)
+    if is_url(out):
+        from xrank.storage.uploads import count_parts  # folders do not need this module
+
+        sizes = [file.output.nbytes for file in plan.files]
+        requests = sum(count_parts(nbytes) + _REQUESTS_OF_FILE for nbytes in sizes)
+        traffic = traffic.extended(planned_written_requests=requests, planned_written_nbytes=sum(sizes))
+    return traffic if holds_objects(plan.source) or is_url(out) else None
+
+
+def reshard_report(
+    reshard: Reshard,
+    path: str,
+    started: float,
+    written: WrittenFiles | None,
+    stage_notes: tuple[str, ...],
+    *,
+    made_before: bool = False,
+) -> Report:
+    """Return the report of a reshard, or of its plan where nothing is written."""
+    plan, proof = reshard.plan, ProofFacts(coverage="proven")
+    facts = OutputFacts(
+        path=path,
+        **count_outputs(reshard.outputs) | {"nbytes": sum(tensor.output.nbytes for tensor in plan.tensors)},
+        world_size=len(plan.files),
+        mesh=reshard.grid,
+        run_id=reshard.run_id,
+        tied=[[target, *names] for target, names in reshard.tied.items()],
+        cast=dict(reshard.selection.cast),
+        companions=[companion.name for companion in reshard.companions],
+        files=file_facts(plan),
+    )
+    if written is None:
+        facts = facts.extended(peak_buffer_nbytes=reshard.options.budget.nbytes)
+        proof = proof.extended(num_replicas_to_compare=sum(len(tensor.replicas) for tensor in plan.tensors))
+    else:
+        digests = [digest_text(written.digests[index].digest) for index in range(len(plan.files))]
+        files = [file.extended(digest=digest) for file, digest in zip(facts.files, digests, strict=True)]
+        facts = facts.extended(files=files, resumed_nbytes=written.resumed_nbytes)
+        proof = proof.extended(
+            num_replicas_compared=written.num_replicas_compared, num_checksums=written.outcome.num_checksums
+        )
+    return timed_report(
+        "reshard",
+        started,
+        path=path,
+        source=source_facts(reshard.source),
+        proof=proof,
+        output=facts if written is not None or made_before else None,
+        plan=None if written is not None or made_before else facts,
+        traffic=None if written is not None or made_before else _plan_traffic(plan, path),
+        notes=(
+            *reshard.notes,
+            *((EARLIER_NOTE,) if made_before else ()),
+            *(written.notes if written else ()),
+            *(("stage", note) for note in stage_notes),
+        ),
+    )
+
+
+def check_survey(
+    found: Survey,
+    *,
+    path: str | None = None,
+    source: SourceFacts | None = None,
+    notes: Sequence[tuple[str, str]] = (),
+    started: float | None = None,
+) -> tuple[Report, LayoutError | None]:
+    """Return the report of a check, and its first problem.
+
+    Args:
+        found: the parts that each rank holds by the layouts.
+        path: path of the layout file.
+        source: the source of the shapes.
+        notes: further notes, such as rules that could not be proven.
+        started: start of the check on the monotonic clock.
+    """
+    problems = [error for one in found.tensors if (error := find_problem(one)) is not None]
+    first = problems[0] if problems else None
+    addends = [one for one in found.tensors if one.sums]
+    all_notes = [
+        *notes,
+        *(("unused-rule", f"the rule {rule!r} decides for no tensor") for rule in found.unused),
+        *(("addends", f"{one.name}: the ranks hold addends over {', '.join(one.sums)}") for one in addends),
+    ]
+    report = Report(
+        command="layout check",
+        path=path,
+        status="ok" if first is None else "failed",
+        exit_code=0 if first is None else first.exit_code,
+        seconds=0.0 if started is None else time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source or SourceFacts(),
+        proof=ProofFacts(coverage="refused" if problems else "proven", num_rules=len(found.rules)),
+        plan=OutputFacts(
+            num_tensors=len(found.tensors),
+            num_parameters=sum(prod(one.shape) for one in found.tensors),
+            nbytes=sum(prod(one.shape) * _width(one.dtype) for one in found.tensors),
+        ),
+        notes=tuple(all_notes),
+        fault=first,
+        details=LayoutDetails(problems=[problem.to_dict() for problem in problems], **survey_facts(found)),
+    )
+    return report, first
+
+
+def survey_facts(found: Survey) -> dict[str, Any]:
+    """Return the facts of a survey beside its tensors, for JSON."""
+    held = sum_held_nbytes(found.tensors, _width)
+    return {
+        "meshes": {name: {"grid": mesh.grid, "ranks": numbers_text(mesh.ranks)} for name, mesh in found.meshes.items()},
+        "unmatched": list(found.unmatched),
+        "unused_rules": list(found.unused),
+        "ranks": [{"rank": rank, "nbytes": nbytes} for rank, nbytes in held.items()],
+    }
+
+
+def _width(dtype: str | None) -> int:
+    return DTYPES[dtype].nbytes if dtype in DTYPES else 0
+
+
+def model_facts(model: StoredModel) -> dict[str, Any]:
+    """Return the figures of a model that is not yet planned, as `SourceFacts` names them."""
+    # A tie is one tensor under two names.
+    shards = [shard for shard in model.shards if shard.name not in model.aliases]
+    return {
+        "step": model.step,
+        "world_size": model.world_size,
+        "run_id": model.run_id,
+        "num_tensors": len(shards),
+        "num_parameters": sum(prod(shard.shape) * dtype(shard.dtype).num_packed for shard in shards),
+        "dtypes": dict(Counter(shard.dtype for shard in shards)),
+        "nbytes": model.nbytes,
+        "skipped_nbytes": model.skipped_nbytes,
+        "has_config": model.config is not None,
+    }
+
+
+def count_rank_tensors(model: StoredModel) -> list[dict[str, Any]]:
+    """Return the number and bytes of the model's tensors by rank, for formats whose ranks record no more."""
+    if model.world_size is None:
+        return []
+    counts: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    for shard in model.shards:
+        if shard.name not in model.aliases:
+            counts.update(set(shard.rank.tolist()))
+            width = DTYPES[shard.dtype].nbytes
+            for rank, size in zip(shard.rank.tolist(), shard.nests.sizes.tolist(), strict=True):
+                nbytes[rank] += size * width
+    return [{"rank": rank, "num_tensors": counts[rank], "nbytes": nbytes[rank]} for rank in sorted(counts)]
+
+
+Parameters = ParamSpec("Parameters")
+
+
+def counts_requests(call: Callable[Parameters, Report]) -> Callable[Parameters, Report]:
+    """Let a command's report have the requests that this process sent meanwhile; without any, it stays as it is."""
+
+    @functools.wraps(call)
+    def counted(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Report:
+        before = begin_counting()
+        return with_traffic(call(*args, **kwargs), before)
+
+    return counted
+
+
+def begin_counting() -> dict[str, int]:
+    """Return the counts of this process before a command, for `with_traffic`."""
+    take_traffic()  # what came before is not for another rank's report
+    return _read_counts()
+
+
+def with_traffic(report: Report, before: dict[str, int]) -> Report:
+    """Return a report with the requests that this process, and other ranks of its team, have sent since then."""
+    counts = {name: count - before.get(name, 0) for name, count in _read_counts().items()}
+    if not counts.get("requests"):
+        return report
+    traffic = (report.traffic or TrafficFacts()).extended(**counts)
+    return replace(report, traffic=traffic, notes=(*report.notes, ("requests", _describe(traffic))))
+
+
+def _read_counts() -> dict[str, int]:
+    # A command without a URL never imports the client.
+    client: Any = sys.modules.get("xrank.storage.client")
+    if client is None:
+        return {}
+    now = client.traffic()
+    return {one.name: getattr(now, one.name) for one in fields(now)}
+
+
+def _describe(traffic: TrafficFacts) -> str:
+    again = f", {traffic.retries:,} of them again after a failure" if traffic.retries else ""
+    written = f", {size_text(traffic.written_nbytes)} written" if traffic.written_nbytes else ""
+    text = f"{plural(traffic.requests, 'request')} to the store{again}: {size_text(traffic.read_nbytes)} read{written}"
+    ways = (
+        ("read", traffic.planned_requests, traffic.planned_nbytes),
+        ("write", traffic.planned_written_requests, traffic.planned_written_nbytes),
+    )
+    planned = [f"{plural(count, 'request')} to {way} {size_text(nbytes)}" for way, count, nbytes in ways if count]
+    return f"{text}; the tensors will take {', '.join(planned)}" if planned else text

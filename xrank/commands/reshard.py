@@ -1,0 +1,151 @@
+"""Reshard: write any source as rank states in another layout, proven before the first byte is written."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from xrank.commands.folder_filling import make_states, own_texts
+from xrank.commands.report import counts_requests, reshard_report
+from xrank.engine.file_writing import find_together
+from xrank.engine.report import FileFacts, Report
+from xrank.errors import UsageError, names_own_arguments, option
+from xrank.layout import LayoutMap
+from xrank.ranks.team import Team, check_plans, find_launched_team
+from xrank.recipes.options import DTypeChoice, GatherOptions, dtype_choice
+from xrank.recipes.reshard_plan import Reshard, plan_reshard
+from xrank.storage import places
+from xrank.storage.output_place import check_room
+from xrank.storage.staging import check_output, plan_apart, settle_output
+from xrank.storage.url import clean_path
+
+if TYPE_CHECKING:
+    import torch
+
+
+@names_own_arguments
+@counts_requests
+def reshard_checkpoint(
+    source: str | os.PathLike[str],
+    layouts: str | os.PathLike[str] | LayoutMap,
+    out: str | os.PathLike[str],
+    *,
+    recipe: str | os.PathLike[str] | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    part: str | None = None,
+    world_size: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_memory: str | int = "64MB",
+    workers: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    distributed: bool = False,
+    timeout_seconds: float = 1800.0,
+) -> Report:
+    """Write a checkpoint as the states of ranks in another layout: one state for each rank of the new mesh.
+
+    The plan is proven from metadata before anything is written: every element of the source, and of every new part,
+    exactly once. While bytes move, all recorded checksums and all replicas are compared. The workspace appears by one
+    rename; after an interruption the same call resumes. The states record the source's run id and step; for a source
+    without a run id they get a new one, with a note in the report.
+
+    Args:
+        source: the folder, or file, to read: any source of `gather_checkpoint` with recorded layouts.
+        layouts: a file of the new layout, or its content, with a rule for every tensor. Names in its ``[alias]`` are
+            compared with the tensors that they stand for, and share their bytes in every state.
+        out: the workspace to make; or its URL in a store, ``s3://bucket/states``, where the last rank's state appears
+            last.
+        recipe: name of a shipped recipe, or a file, from training names to Hugging Face's or back, whichever fits the
+            source; the layout's rules are for the new names. None, and ``"none"``, keep the names.
+        base_model: a model folder, or the ID of one in the local Hugging Face cache: its companions, and its
+            config.json if the source has none.
+        part: as `xrank.gather_checkpoint`; so is `world_size`.
+        world_size: number of ranks that wrote the source.
+        dtype: ``keep``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
+        max_memory: as `xrank.gather_checkpoint`; so are `workers`, `dry_run`, `progress` and `timeout_seconds`.
+        workers: number of threads.
+        overwrite: whether an existing model or workspace of xrank may be replaced.
+        dry_run: prove and plan without writing.
+        progress: called with (bytes written so far, bytes in all), on rank 0 alone; an exception that it
+            raises ends the call on all ranks.
+        distributed: share the work among a launcher's ranks; reports of ranks other than 0 contain the plan.
+        timeout_seconds: how long to wait for a live rank.
+
+    Raises:
+        UsageError, LayoutError: the call must change: a tensor has no rule, or a size does not divide.
+        XrankError: as `xrank.gather_checkpoint`.
+
+    Example:
+        >>> import torch, xrank
+        >>> from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+        >>> report = xrank.export_model({"norm.weight": torch.ones(4)}, "model")
+        >>> halves = LayoutMap(DeviceMesh((2,), ("tp",)))
+        >>> halves["norm.weight"] = TensorLayout.parse("[rows/tp]")
+        >>> xrank.reshard_checkpoint("model", halves, "states").output["world_size"]
+        2
+    """
+    started, place, path = time.monotonic(), places.enter(source), clean_path(out)
+    options = GatherOptions(
+        dtype=_check_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
+    )
+
+    def plan(host: str, *, checks_output: bool = True) -> Reshard:
+        make = partial(
+            plan_reshard,
+            place,
+            layouts,
+            options,
+            recipe=recipe,
+            base_model=base_model,
+            part=part,
+            world_size=world_size,
+            host=host,
+        )
+        return plan_apart(place, path, make, overwrite=overwrite, replaces_states=True, checks_output=checks_output)
+
+    if dry_run:
+        reshard = plan(socket.gethostname())
+        if _find_earlier(reshard, path, Team()) is None:
+            check_output(path, overwrite=overwrite, replaces_states=True)
+        check_room(path, [file.output.nbytes for file in reshard.plan.files], reshard.source.path)
+        return reshard_report(reshard, path, started, None, ())
+    team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
+    with team.together():
+        # States name one host, whichever rank writes them.
+        host = team.broadcast("host", socket.gethostname() if team.is_first else None)
+        reshard, _ = team.agree(
+            "the plan",
+            lambda: plan(host, checks_output=team.is_first),
+            lambda reshard: reshard.digest,
+            check_plans(team.ranks),
+        )
+        if _find_earlier(reshard, path, team) is not None:
+            if team.is_first:
+                settle_output(path)
+            return reshard_report(reshard, path, started, None, (), made_before=True)
+        written, notes = make_states(reshard, path, progress, team)
+    return reshard_report(reshard, path, started, written, notes)
+
+
+def _find_earlier(reshard: Reshard, out: str, team: Team) -> tuple[FileFacts, ...] | None:
+    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
+    if reshard.options.overwrite:
+        return None
+    return find_together(team, out, reshard.digest, reshard.companions, own_texts(reshard))
+
+
+def _check_dtype(dtype: str | torch.dtype | None) -> DTypeChoice:
+    choice = dtype_choice(dtype)
+    if choice == "base":
+        raise UsageError(
+            f"{option('dtype', 'base')} is for a gather: states are not cast to the types of a base model",
+            got="base",
+            want="keep, bf16, fp16 or fp32",
+            next_step="choose a dtype",
+        )
+    return choice

@@ -1,0 +1,229 @@
+"""Verify: compare a model with its manifest, prove a checkpoint, or compare two of either value by value."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from xrank.commands.checks import Check, Verdict, plan_manifest_check, plan_proof, run_check
+from xrank.commands.report import count_outputs, counts_requests
+from xrank.engine.executor import Budget
+from xrank.engine.report import OutputFacts, ProofFacts, Report, SourceFacts, timed_report
+from xrank.errors import (
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    UsageError,
+    Wording,
+    XrankError,
+    names_own_arguments,
+    option,
+)
+from xrank.layout import LayoutMap
+from xrank.ranks.team import check_plans, find_launched_team
+from xrank.readers.workspace import WorkspaceReader
+from xrank.recipes.folder_plan import digest_of_plan, read_layouts
+from xrank.recipes.found_source import BaseModel
+from xrank.recipes.options import default_workers, parse_size
+from xrank.recipes.sources import open_base_model
+from xrank.storage import places
+from xrank.storage.manifest import MANIFEST_NAME
+from xrank.storage.url import is_url
+from xrank.words import list_text
+
+
+@names_own_arguments
+@counts_requests
+def verify_model(
+    path: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    signature: str | os.PathLike[str] | None = None,
+    public_key: str | os.PathLike[str] | None = None,
+    layouts: str | os.PathLike[str] | LayoutMap | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    recipe: str | os.PathLike[str] | None = None,
+    part: str | None = None,
+    world_size: int | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
+    max_memory: str | int = "64MB",
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    distributed: bool = False,
+    timeout_seconds: float = 1800.0,
+) -> Report:
+    """Read every byte of a model or checkpoint, and compare it.
+
+    A model with a manifest is compared with it. A checkpoint is proven as by a gather, with all checksums and replicas.
+    With `against`, the tensors of both are compared value by value, also those of adapters. If only one of the two has
+    an adapter, the other must be the result of `gather_checkpoint` with ``adapter="merge"``.
+
+    Args:
+        path: a model or a checkpoint.
+        against: a model or checkpoint to compare with.
+        signature: a bundle of ``gather_checkpoint(sign=...)`` or of model-signing, to compare all files with, in place
+            of the manifest; None with `public_key`: ``model.sig`` in the folder. Needs ``xrank[sign]``.
+        public_key: file of the public key (PEM) that belongs to the signature.
+        layouts: a layout file, or its content, for a checkpoint without recorded layouts, either of the two.
+        base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`
+            it only does the latter.
+        recipe: the recipe of the gather that is compared, where names and config.json leave a choice, or a file.
+        part: keys of the part of `path` to read, as `xrank.gather_checkpoint`; so is `world_size`.
+        world_size: number of ranks that wrote `path`.
+        adapter_config: configuration of an adapter among a checkpoint's tensors, as in the gather.
+        max_memory: as `xrank.gather_checkpoint`; so are `workers`, `distributed` and `timeout_seconds`.
+        workers: number of threads.
+        progress: called with (bytes compared so far, bytes in all), on rank 0 alone; an exception that it
+            raises ends the call on all ranks.
+        distributed: share the reading among a launcher's ranks. Rank 0 alone judges and reports.
+        timeout_seconds: how long to wait for a live rank.
+
+    Returns:
+        A report that is `ok`, or has the first fault as its `error`. A fault on another rank is a `RankFailedError`.
+
+    Raises:
+        UsageError: the path cannot be verified: an unknown format, a model without a manifest, or an adapter that
+            cannot be merged.
+
+    Example:
+        >>> import torch, xrank
+        >>> report = xrank.export_model({"norm.weight": torch.ones(4)}, "model")
+        >>> xrank.verify_model("model").ok
+        True
+    """
+    started = time.monotonic()
+    budget = Budget.from_memory(parse_size(max_memory, "max_memory"), workers or default_workers())
+    for name, value in (("adapter_config", adapter_config), ("recipe", recipe)):
+        if value is not None and against is None:
+            raise UsageError(
+                f"{option(name)} was given without {option('against')}",
+                got=option(name, os.fspath(value)),
+                want=f"{option('against')}, and a checkpoint that was gathered so",
+                next_step="give both, or neither",
+            )
+    if signature is not None or public_key is not None:
+        others = {"against": against, "layouts": layouts, "base_model": base_model, "part": part}
+        return _verify_signature(places.enter(path), signature, public_key, others, budget.workers, progress, started)
+    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
+    base = open_base_model(base_model) if base_model is not None else None
+    text = places.enter(path)
+
+    choices: dict[str, Any] = {"layouts": given, "part": part, "world_size": world_size}
+
+    def plan() -> Check:
+        if against is None:
+            return _plan_alone(text, base, choices)
+        from xrank.commands.comparison import plan_comparison  # not needed for a single path
+
+        return plan_comparison(text, places.enter(against), budget, adapter_config, base=base, recipe=recipe, **choices)
+
+    verdict: Verdict | None = None
+    fault: XrankError | None = None
+    paths = [places.absolute(os.fspath(one)) for one in (text, against or "")]
+    try:
+        team = find_launched_team(text, distributed=distributed, timeout_seconds=timeout_seconds)
+        with team.together():
+            check, _ = team.agree(
+                "the plan", plan, lambda check: digest_of_plan(check.plan, *paths), check_plans(team.ranks)
+            )
+            verdict = run_check(check, budget, progress, team)
+    except UsageError:
+        raise
+    except XrankError as found:
+        fault = _find_replacement(text, found) or found
+        fault.wording = Wording.of_function(verify_model)
+    return timed_report(
+        "verify",
+        started,
+        path=text,
+        source=SourceFacts(path=text) if verdict is None else verdict.source,
+        proof=ProofFacts() if verdict is None else verdict.proof,
+        plan=None if verdict is None else OutputFacts(**count_outputs(verdict.outputs)),
+        notes=() if verdict is None else verdict.notes,
+        fault=fault,
+    )
+
+
+def _find_replacement(path: str, fault: XrankError) -> IncompleteError | None:
+    """Return the error of a model in a store that a gather is replacing, so that its files do not fit together yet."""
+    if not is_url(path) or not isinstance(fault, ContradictionError | CorruptError | IncompleteError):
+        return None
+    from xrank.storage.bucket_stage import is_replaced_now  # folders do not need this module
+
+    try:
+        if not is_replaced_now(path):
+            return None
+    except XrankError:  # the fault that was found counts
+        return None
+    return IncompleteError(
+        f"{path}: a gather is replacing the model, or was stopped while it did",
+        file=path,
+        got=fault.message,
+        want="a model whose files fit together",
+        next_step="verify it again after that gather has ended; if it was stopped, run it again, which ends it",
+    )
+
+
+def _verify_signature(
+    path: str,
+    signature: str | os.PathLike[str] | None,
+    public_key: str | os.PathLike[str] | None,
+    others: Mapping[str, Any],
+    workers: int,
+    progress: Callable[[int, int], None] | None,
+    started: float,
+) -> Report:
+    """Compare a model with its signature, in this process alone."""
+    surplus = next((name for name, value in others.items() if value is not None), None)
+    if public_key is None or surplus is not None:
+        raise UsageError(
+            f"{option('signature')} was given "
+            + ("without a key" if public_key is None else f"with {option(surplus or '')}"),
+            got="no public key" if public_key is None else option(surplus or ""),
+            want=f"{option('public_key')}, and no other comparison",
+            next_step=f"give {option('public_key', metavar='KEY')} alone with it",
+        )
+    from xrank.commands.signature_check import check_signature  # its packages are not needed otherwise
+
+    proof, counts, fault = ProofFacts(), None, None
+    notes: tuple[tuple[str, str], ...] = ()
+    try:
+        given = None if signature is None else os.fspath(signature)
+        used, num_files, nbytes, left_out = check_signature(path, given, os.fspath(public_key), workers, progress)
+        proof = ProofFacts(signature=used)
+        counts = OutputFacts(path=path, num_files=num_files, files_nbytes=nbytes)
+        if left_out:
+            notes = (("unsigned-files", f"the signature leaves out {list_text(left_out)}, which may have any content"),)
+    except UsageError:
+        raise
+    except XrankError as found:
+        found.wording = Wording.of_function(verify_model)
+        fault = found
+    return timed_report(
+        "verify",
+        started,
+        path=path,
+        source=SourceFacts(path=path),
+        proof=proof,
+        plan=counts,
+        notes=notes,
+        fault=fault,
+    )
+
+
+def _plan_alone(path: str, base: BaseModel | None, choices: Mapping[str, Any]) -> Check:
+    """Return the check of a model by its manifest, or of a checkpoint by itself."""
+    # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
+    if not places.exists(os.path.join(path, MANIFEST_NAME)) or WorkspaceReader().recognise(path) is None:
+        return plan_proof(path, base, **choices)
+    surplus = next((name for name, value in choices.items() if value is not None), None)
+    if surplus is not None:
+        raise UsageError(
+            f"{option(surplus)} was given, but {path} is a model with a manifest, whose tensors are whole",
+            got=option(surplus),
+            want=f"a checkpoint that needs it, or {option('against')} one",
+            next_step=f"leave {option(surplus)} out",
+        )
+    return plan_manifest_check(path, base)

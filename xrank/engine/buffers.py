@@ -1,0 +1,397 @@
+"""Sources and targets of the executor: ranges of files, or memory; blocks that files share on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+from xrank import system
+from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError, option
+from xrank.layout.stored_model import SourceFile, StoredModel
+from xrank.system import c_function
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+@cache
+def _sync_file_range() -> Any:
+    function = c_function("sync_file_range")
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Begin to write a range of a file to its disk; errors are left to fsync."""
+    function = _sync_file_range()
+    if function is not None:
+        function(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+_WRITEBACK_NBYTES = 8 << 20
+
+_WRITE_NBYTES = 128 << 10
+"""Bytes of one write call to a disk. ext4 allocates a cache folio of that size. The largest folios (1 MiB) come from
+idle memory, which the host of a virtual machine has taken back and returns at four times the cost."""
+
+
+class Source(Protocol):
+    """Records to read; called by many threads at once."""
+
+    def read_into(self, record: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the record's bytes from `start` on."""
+
+    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
+        """Return the record's bytes [start, start + nbytes), in `staging` or as a view of the record's own memory."""
+
+
+class OpenSource(Source, Protocol):
+    """A source with open files or connections."""
+
+    def check_unchanged(self) -> None:
+        """Raise if the source has visibly changed since its metadata was read."""
+
+    def close(self) -> None:
+        """Release the source; no read may be under way."""
+
+
+class Target(Protocol):
+    """Output files to write to; called by many threads at once, never for the same bytes."""
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes at `offset` of that output file."""
+
+
+class PlacingTarget(Target, Protocol):
+    """A target that has memory of its own for some files, in which windows are made: nothing is copied to it."""
+
+    def part_nbytes(self, file: int) -> int:
+        """Return the bytes of each piece of the file's memory; 0: it has none."""
+
+    def place(self, file: int, offset: int, nbytes: int) -> memoryview:
+        """Return the memory for these bytes, which lie in one piece; wait until some is free."""
+
+    def placed(self, file: int, offset: int, nbytes: int) -> None:
+        """Take what was put in the memory for these bytes."""
+
+
+class FileSource:
+    """Reads the records of a stored model; keeps a bounded number of files open.
+
+    Raises (from every method):
+        CorruptError: a file is shorter than when its metadata was read.
+        XrankError: the disk or the server fails to read.
+        ContradictionError: a file is not the one whose metadata was read.
+    """
+
+    def __init__(self, model: StoredModel) -> None:
+        self._files = model.files
+        self._record_files: Sequence[int] = model.records.file.tolist()
+        self._record_offsets: Sequence[int] = model.records.offset.tolist()
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._users: dict[int, int] = {}
+        self._lock = threading.Lock()
+        # A quarter of the limit: the process needs descriptors of its own.
+        self._max_open = max(4, min(256, system.descriptor_limit() // 4))
+
+    def read_into(self, record: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the record's bytes from `start` on."""
+        file = self._record_files[record]
+        offset = self._record_offsets[record] + start
+        with self._descriptor(file) as fd:
+            while into:
+                try:
+                    n = system.read_at(fd, into, offset)
+                except OSError as error:  # the error has no path, and the caller would add the target's
+                    raise XrankError(
+                        f"{self._files[file].path} cannot be read at byte {offset:,}: {error.strerror}",
+                        file=self._files[file].path,
+                        got=errno.errorcode.get(error.errno or 0),
+                        next_step=f"check the disk or the server; then {AGAIN}, which goes on from finished files",
+                    ) from error
+                if n == 0:
+                    raise CorruptError(
+                        f"{self._files[file].path} ends before byte {offset:,}",
+                        file=self._files[file].path,
+                        got=f"{os.fstat(fd).st_size:,} bytes",
+                        want=f"{self._files[file].nbytes:,} bytes, as when it was opened",
+                        next_step=f"nothing may write to the source during a gather; {AGAIN}",
+                    )
+                into, offset = into[n:], offset + n
+
+    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
+        """Read into the staging buffer and return the part that was filled."""
+        data = staging[:nbytes]
+        self.read_into(record, start, data)
+        return data
+
+    @contextmanager
+    def place(self, record: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the index of a record's file, the file's descriptor, and the record's first byte in it."""
+        file = self._record_files[record]
+        with self._descriptor(file) as fd:
+            yield file, fd, self._record_offsets[record]
+
+    @contextmanager
+    def _descriptor(self, file: int) -> Iterator[int]:
+        with self._lock:
+            fd = self._open.get(file)
+            if fd is None:
+                fd = _open_checked(self._files[file])
+                self._open[file] = fd
+                # The new file is the last in the order, so it is not evicted before it has a user.
+                self._evict()
+            else:
+                self._open.move_to_end(file)
+            self._users[file] = self._users.get(file, 0) + 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._users[file] -= 1
+
+    def _evict(self) -> None:
+        # Least recently used first; files that a thread reads now stay open, so the limit may be exceeded for a moment.
+        for file in list(self._open)[: max(0, len(self._open) - self._max_open)]:
+            if not self._users.get(file):
+                system.close_read(self._open.pop(file))
+
+    def check_unchanged(self) -> None:
+        """Compare size, inode and time of every file with those at the reading of its metadata."""
+        for file in self._files:
+            if file.in_store is not None:
+                continue
+            try:
+                status = os.stat(file.path)
+            except FileNotFoundError:
+                status = None
+            if status is None or SourceFile.from_status(file.path, status) != file:
+                raise make_change_error(file)
+
+    def close(self) -> None:
+        """Close all files; no read may be under way."""
+        with self._lock:
+            for fd in self._open.values():
+                system.close_read(fd)
+            self._open.clear()
+
+
+def _open_checked(file: SourceFile) -> int:
+    try:
+        fd = os.open(file.path, system.READ)
+    except FileNotFoundError:
+        raise IncompleteError(
+            f"{file.path} was there when its metadata was read and is gone",
+            file=file.path,
+            next_step=f"keep the source where it is while it is read, then {AGAIN}",
+        ) from None
+    # The descriptor's status, not the path's: the path may name another file by now.
+    if SourceFile.from_status(file.path, os.fstat(fd)) != file:
+        system.close_read(fd)
+        raise make_change_error(file)
+    return fd
+
+
+def make_change_error(file: SourceFile) -> ContradictionError:
+    """Return the error for a file or an object that is not the one whose metadata was read."""
+    return ContradictionError(
+        f"{file.path} changed while it was being read",
+        file=file.path,
+        got="another size, time of change or inode" if file.in_store is None else "another size or version",
+        want=f"{file.nbytes:,} bytes, as when its metadata was read",
+        next_step=f"let the ranks finish writing, then {AGAIN}",
+    )
+
+
+class FileTarget:
+    """Writes to file descriptors, one for each output file; the caller opens, sizes and syncs them.
+
+    Args:
+        descriptors: index of the output file -> descriptor; the caller may add and remove some.
+        in_memory: whether the files are on tmpfs, where pages are small anyway and fewer calls are faster.
+    """
+
+    def __init__(self, descriptors: dict[int, int], *, in_memory: bool = False) -> None:
+        self.descriptors = descriptors
+        self.in_memory = in_memory
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes at `offset` of that output file."""
+        fd = self.descriptors[file]
+        while data:
+            n = system.write_at(fd, data if self.in_memory else data[:_WRITE_NBYTES], offset)
+            data, offset = data[n:], offset + n
+        # Windows come nearly in order: when one ends a stretch, the stretch before it is complete.
+        if offset % _WRITEBACK_NBYTES == 0 and not self.in_memory:
+            start_writeback(fd, max(0, offset - 2 * _WRITEBACK_NBYTES), _WRITEBACK_NBYTES)
+
+
+class MemorySource:
+    """Reads records that are views of memory, one for each record."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view.cast("B") for view in views]
+
+    def read_into(self, record: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the record's bytes from `start` on."""
+        into[:] = self._views[record][start : start + len(into)]
+
+    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
+        """Return a view of the bytes; nothing is copied."""
+        return self._views[record][start : start + nbytes]
+
+
+class MemoryTarget:
+    """Writes to views of memory, one for each output file; see `PlacingTarget`."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view.cast("B") for view in views]
+
+    def part_nbytes(self, file: int) -> int:
+        """Return the bytes of a view."""
+        return len(self._views[file])
+
+    def place(self, file: int, offset: int, nbytes: int) -> memoryview:
+        """Return memory of a view."""
+        return self._views[file][offset : offset + nbytes]
+
+    def placed(self, file: int, offset: int, nbytes: int) -> None:
+        """Do nothing: the bytes are in the view."""
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes at `offset` of that output file."""
+        self._views[file][offset : offset + len(data)] = data
+
+
+class NullTarget:
+    """Discards every byte: for digests, checksums and comparisons alone."""
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Do nothing."""
+
+
+def take_memory(nbytes: int, what: str) -> memoryview:
+    """Return page-aligned zeros, which go back to the system as soon as they are freed.
+
+    Raises:
+        NoSpaceError: the system gives none; the error says what needed how much.
+    """
+    try:
+        return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+    except (MemoryError, OSError) as error:
+        raise NoSpaceError(
+            f"not enough memory for {what}",
+            got=str(error) or type(error).__name__,
+            want=f"{nbytes:,} bytes",
+            next_step=f"give a smaller {option('max_memory')} or fewer {option('workers')}, or free memory; {AGAIN}",
+            needed_nbytes=nbytes,
+        ) from error
+
+
+with contextlib.suppress(ImportError):  # Windows has no such module, and no request
+    import fcntl
+
+_FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
+_BLOCK_NBYTES = 4096
+_SMALLEST_NBYTES = 64 << 10
+"""Smallest shared piece; a shorter one is written faster than shared."""
+_NEVER = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EACCES}
+_NOT_HERE = {errno.EINVAL, errno.ETXTBSY, errno.EISDIR}
+
+
+class SharedRun(NamedTuple):
+    """Bytes of a window that a record contains unchanged."""
+
+    start: int
+    """First byte of the window."""
+    nbytes: int
+    record: int
+    record_start: int
+    """First byte of the record."""
+
+
+class SharedExtents:
+    """Shares blocks of source and output if possible; any thread may call it.
+
+    Args:
+        source: reads the records.
+        target: writes the output. Blocks are shared only if both are files.
+    """
+
+    def __init__(self, source: Source, target: Target) -> None:
+        self._source, self._target = source, target
+        # The request is Linux's; elsewhere its number may mean another.
+        self._is_possible = (
+            sys.platform == "linux" and isinstance(source, FileSource) and isinstance(target, FileTarget)
+        )
+        self._refused: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self.nbytes = 0
+        """Bytes that were shared and not written."""
+
+    def share(self, file: int, first: int, nbytes: int, runs: Sequence[SharedRun]) -> Iterator[tuple[int, int]]:
+        """Share as much of a window as possible; yield (start, stop) of its bytes that are still to be written.
+
+        Args:
+            file: the output file.
+            first: the window's first byte in it.
+            nbytes: bytes of the window.
+            runs: unchanged bytes, by rising start.
+        """
+        done = 0
+        for run in runs if self._is_possible else ():
+            low = -(-(first + run.start) // _BLOCK_NBYTES) * _BLOCK_NBYTES - first
+            high = (first + run.start + run.nbytes) // _BLOCK_NBYTES * _BLOCK_NBYTES - first
+            if high - low < _SMALLEST_NBYTES or not self._clone(file, first, run, low, high):
+                continue
+            if low > done:
+                yield done, low
+            done = high
+        if done < nbytes:
+            yield done, nbytes
+
+    def _clone(self, file: int, first: int, run: SharedRun, low: int, high: int) -> bool:
+        assert isinstance(self._source, FileSource) and isinstance(self._target, FileTarget)
+        target = self._target.descriptors[file]
+        with self._source.place(run.record) as (source_file, descriptor, offset):
+            start = offset + run.record_start + low - run.start
+            # `low` is at a block of the output; only if the source is at one as well, the blocks can be shared.
+            if start % _BLOCK_NBYTES or (source_file, file) in self._refused:
+                return False
+            request = struct.pack("<qQQQ", descriptor, start, high - low, first + low)
+            try:
+                fcntl.ioctl(target, _FICLONERANGE, request)
+            except OSError as error:
+                # Some refusals hold for the whole file system, some for this pair of files: do not ask again.
+                if error.errno in _NEVER:
+                    self._is_possible = False
+                elif error.errno in _NOT_HERE:
+                    self._refused.add((source_file, file))
+                else:
+                    raise
+                return False
+        with self._lock:
+            self.nbytes += high - low
+        return True
+
+
+def shares_blocks(source: int, target: int, nbytes: int) -> bool:
+    """Let one file share the first bytes of another, both by descriptors; return whether the file system can."""
+    if sys.platform != "linux":
+        return False
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, 0, nbytes, 0))
+    except OSError:
+        return False
+    return True

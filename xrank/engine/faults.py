@@ -1,0 +1,249 @@
+"""The errors of an execution, each with tensor, rank, file and range."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from xrank import dtypes
+from xrank.engine.buffers import Source
+from xrank.engine.casts import copy_same, cut_tiles
+from xrank.engine.planner import Copies, Plan, TensorPlan
+from xrank.errors import AGAIN, ContradictionError, CorruptError, UsageError, XrankError, either, needs, option
+from xrank.layout.coverage import range_text
+from xrank.layout.nests import restrict, span, swap
+from xrank.layout.stored_model import StoredModel
+
+
+class Differences:
+    """Counts elements whose bytes differ; stretches are added in the order of their addresses.
+
+    Args:
+        dtype: safetensors name of both copies' element type.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self.count = 0
+        self.first = -1
+        """Address of the first element that differs; -1 while none does."""
+        self._largest = 0.0
+        self._incomparable = 0
+
+    def add(
+        self,
+        start: int,
+        ours: bytearray | memoryview,
+        theirs: bytearray | memoryview,
+        mask: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Compare the elements from address `start` on, or those of them that `mask` selects."""
+        kind = np.dtype(f"u{dtypes.dtype(self._dtype).nbytes}")
+        is_different: npt.NDArray[Any] = np.frombuffer(ours, kind) != np.frombuffer(theirs, kind)
+        different = np.flatnonzero(is_different if mask is None else is_different & mask)
+        if not len(different):
+            return
+        if self.first < 0:
+            self.first = start + int(different[0])
+        self.count += len(different)
+        dtype = dtypes.numpy_dtype(self._dtype)
+        # The one type into which all others, C64 too, are converted.
+        a, b = (np.frombuffer(data, dtype)[different].astype(np.complex128) for data in (ours, theirs))
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(a - b)
+        self._incomparable += int(np.count_nonzero(np.isnan(apart)))
+        self._largest = max(self._largest, float(np.nanmax(apart, initial=0.0)))
+
+    def describe(self, total: int, where: str) -> str:
+        """Describe the differences among `total` elements, the first of which is at `where`."""
+        by_nan = f", {self._incomparable:,} of them by NaN" if self._incomparable else ""
+        found = f"{self.count:,} of {total:,} elements differ, the first at {where}, by at most {self._largest:g}"
+        return found + by_nan
+
+
+_CHUNK_NBYTES = 1 << 20
+
+
+def _file_of(plan: Plan, record: int) -> str:
+    return plan.source.files[int(plan.source.records.file[record])].path
+
+
+def raise_mismatch(plan: Plan, record: int, crc: int) -> NoReturn:
+    """Raise `checksum_error`."""
+    raise checksum_error(plan, record, crc)
+
+
+def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
+    """Return the error for a record whose bytes do not have the CRC-32 that its format recorded."""
+    path, offset = _file_of(plan, record), int(plan.source.records.offset[record])
+    got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
+    want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
+    used = any((c.record == record).any() for tensor in plan.tensors for c in tensor.read)
+    owner = find_owner(plan.source, record) if used else None
+    if owner is None:
+        return CorruptError(
+            f"checksum of {path} at byte {offset:,} is wrong",
+            file=path,
+            got=got,
+            want=want,
+            next_step="copy the file again from where it was written, or take another checkpoint",
+        )
+    return CorruptError(
+        f"{owner.name}, {owner.where}: checksum of rank {owner.rank}'s {path} at byte {offset:,} is wrong",
+        tensor=owner.name,
+        rank=owner.rank,
+        file=path,
+        index_range=owner.where,
+        got=got,
+        want=want,
+        next_step=f"let rank {owner.rank} write again, or copy the file again, then {AGAIN}",
+    )
+
+
+class Owner(NamedTuple):
+    """The tensor with a piece in a record, for errors."""
+
+    name: str
+    where: str
+    """Elements of the piece, in words."""
+    rank: int
+
+
+def find_owner(model: StoredModel, record: int) -> Owner | None:
+    """Return the first tensor with a piece in a record; None if none has one."""
+    for shard in model.shards:
+        rows = np.flatnonzero(shard.record == record)
+        if len(rows):
+            nest = swap(shard.nests[int(rows[0])])
+            where = range_text(shard.shape, nest.x, nest.x + span(nest.loops) - 1)
+            return Owner(shard.name, where, int(shard.rank[rows[0]]))
+    return None
+
+
+def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
+    """Return the error for a finite value that the requested cast would make infinite."""
+    return UsageError(
+        f"{plan.output.name}: {value:g} does not fit {plan.output.dtype}",
+        tensor=plan.output.name,
+        rank=rank,
+        got=f"{value:g} in {plan.source_dtype} on rank {rank}",
+        want=f"a value that is finite in {plan.output.dtype}",
+        next_step=either(
+            f"use {option('dtype', 'bf16')}",
+            f"use {option('dtype', 'keep')}",
+            f"give {option('keep_fp32')} this tensor's name",
+        ),
+    )
+
+
+def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -> XrankError:
+    """Return the error for a replica that differs, with number and place; for corrupt bytes, the checksum error.
+
+    Reads both pieces once more, in chunks.
+    """
+    nest = swap(tensor.replicas.nests[row])
+    low, high = nest.x, nest.x + span(nest.loops)
+    rank = int(tensor.replicas.rank[row])
+    # Corrupt bytes first: they explain the difference, and "make the ranks equal" would be the wrong advice.
+    for copies, only in ((tensor.replicas, row), (tensor.copies, None)):
+        corrupt = _check_records(plan, copies, only, low, high, source)
+        if corrupt is not None:
+            return corrupt
+    width = dtypes.dtype(tensor.source_dtype).nbytes
+    step = _CHUNK_NBYTES // width
+    found = Differences(tensor.source_dtype)
+    for start in range(low, high, step):
+        stop = min(start + step, high)
+        ours, theirs = bytearray((stop - start) * width), bytearray((stop - start) * width)
+        mask = _gather(tensor.replicas, row, start, stop, width, source, theirs)
+        # The replica may span several copies, as a tied tensor may be cut differently.
+        for other in range(len(tensor.copies)):
+            _gather(tensor.copies, other, start, stop, width, source, ours)
+        found.add(start, ours, theirs, mask)
+    if not found.count:
+        return ContradictionError(
+            f"{tensor.output.name}: changed while it was being read",
+            tensor=tensor.output.name,
+            rank=rank,
+            got="copies that differed, and are equal now",
+            want="the same values until all of it is read",
+            next_step=f"let nothing write to the source meanwhile, then {AGAIN}",
+        )
+    other_rank = _rank_holding(tensor.copies, found.first)
+    address = tensor.output.global_address(found.first)
+    where = range_text(tensor.output.global_shape, address, address)
+    record, total = int(tensor.replicas.record[row]), int(tensor.replicas.nests.sizes[row])
+    path, tied = _file_of(plan, record), tensor.tied.get(record)
+    message = f"{tensor.output.name}: rank {rank} holds other values than rank {other_rank}"
+    want = "equal replicas"
+    next_step = either(
+        "find out why the ranks diverged, and make them equal",
+        f"give {option('replicas', 'pick')}, which takes the lowest rank's and lists the differences",
+        needs("model_or_state_dict", f"if they are parts of one tensor, describe its cut with {option('layouts')}"),
+    )
+    if tied is not None:
+        name = tensor.output.name
+        message = f"{tied} is tied to {name}, but rank {rank}'s differs from rank {other_rank}'s {name}"
+        want = "equal tensors"
+        alias = f"the [alias] of {option('layouts')}"
+        next_step = f"if they are two tensors, correct tie_word_embeddings in config.json, or {alias}"
+    return ContradictionError(
+        message,
+        tensor=tensor.output.name,
+        rank=rank,
+        file=path,
+        index_range=where,
+        got=found.describe(total, where),
+        want=want,
+        next_step=next_step,
+    )
+
+
+def _rank_holding(copies: Copies, address: int) -> int:
+    for row in range(len(copies)):
+        if restrict(swap(copies.nests[row]), address, address + 1):
+            return int(copies.rank[row])
+    return -1
+
+
+def _check_records(
+    plan: Plan, copies: Copies, only: int | None, low: int, high: int, source: Source
+) -> XrankError | None:
+    """Return a checksum error if a record of these pieces, in that range of the tensor, is corrupt."""
+    from isal import isal_zlib
+
+    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
+    rows = [only] if only is not None else range(len(copies))
+    for row in rows:
+        if not restrict(swap(copies.nests[row]), low, high):
+            continue
+        record = int(copies.record[row])
+        expected, nbytes = int(plan.source.records.crc32[record]), int(plan.source.records.nbytes[record])
+        if expected < 0:
+            continue
+        crc = 0
+        for position in range(0, nbytes, _CHUNK_NBYTES):
+            crc = isal_zlib.crc32(source.fetch(record, position, min(_CHUNK_NBYTES, nbytes - position), staging), crc)
+        if crc != expected:
+            return checksum_error(plan, record, crc)
+    return None
+
+
+def _gather(
+    copies: Copies, row: int, low: int, high: int, width: int, source: Source, into: bytearray
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Copy one piece's elements of [low, high) to `into`; return a mask of the copied elements."""
+    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
+    have = np.zeros(high - low, dtype=np.uint8)
+    target, marks = memoryview(into), have.data
+    record = int(copies.record[row])
+    for part in restrict(swap(copies.nests[row]), low, high):
+        nest = part._replace(x=part.y, y=part.x - low, loops=tuple((n, ys, xs) for n, xs, ys in part.loops))
+        for tile in cut_tiles(nest, _CHUNK_NBYTES // width):
+            data = source.fetch(record, tile.start * width, tile.length * width, staging)
+            copy_same(data, target, tile.target, tile.loops, width)
+            copy_same(memoryview(b"\1" * tile.length), marks, tile.target, tile.loops, 1)
+    return have.astype(np.bool_)

@@ -1,0 +1,525 @@
+"""Write a plan's files into a stage, alone or with a team, and read files again for their digests.
+
+Files that an interrupted run finished are kept if they read back as recorded. A whole output of the same command, which
+a signal or a failing disk left after its rename, is found by the plan's digest in its manifest. `xrank verify` shares
+the reading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+import xxhash
+
+from xrank.engine.buffers import FileTarget, NullTarget
+from xrank.engine.checksums import digest_text
+from xrank.engine.companions import CompanionFile
+from xrank.engine.decoding import open_source
+from xrank.engine.executor import Budget, Outcome, execute
+from xrank.engine.planner import Plan, make_plan
+from xrank.engine.report import FileFacts
+from xrank.engine.rounds import LocalOutputs, Work
+from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, make_finished_file
+from xrank.errors import AGAIN, CorruptError, XrankError
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest, canonical
+from xrank.layout.output_files import OutputFile, OutputTensor
+from xrank.layout.stored_model import NO_CHECKSUM, RecordedHash, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.ranks.team import Team
+from xrank.storage.commit import Stage
+from xrank.storage.disk import explain_errors
+from xrank.storage.folder_stage import FolderStage
+from xrank.storage.places import digest_plain_file
+from xrank.storage.regular_file import open_regular
+from xrank.storage.staging import output_file_nbytes, read_output_manifest
+from xrank.storage.url import is_url
+from xrank.system import count_cores
+from xrank.words import plural, size_text
+
+_CHUNK_NBYTES, _REQUEST_NBYTES = 1 << 20, 8 << 20
+"""Bytes that are hashed at once, of a file and of an object in a store."""
+_LOOK_SECONDS = 0.2
+"""Time between two looks for failed ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigests:
+    """Digests of a file on disk."""
+
+    name: str
+    nbytes: int
+    digest: bytes
+    tensors: dict[str, bytes]
+    """Digests by name of the tensor."""
+
+
+def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None = None) -> Outcome:
+    """Execute a plan and discard its bytes: for their digests, checksums and comparisons alone.
+
+    Args:
+        plan: the records to read, and the files that they would form.
+        budget: threads and buffers.
+        progress: called with (bytes assembled so far, bytes in all).
+
+    Raises:
+        CorruptError, ContradictionError: as `execute`; or a file changed during the reading.
+    """
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, plan.nbytes)
+
+    source = open_source(plan.source)
+    try:
+        outcome = execute(plan, source, NullTarget(), budget=budget, progress=count)
+        # After the last byte, so that a change in the course of the reading is seen.
+        source.check_unchanged()
+    finally:
+        source.close()
+    return outcome
+
+
+def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
+    """Return the digests of the file at a path, read with the layout of `output`, whatever its format.
+
+    Raises:
+        CorruptError: the file cannot be read, or has another size.
+    """
+    with open_regular(path) as file:
+        status = file.status
+        if status.st_size != output.nbytes:
+            raise CorruptError(
+                f"{path} has another size than it was given",
+                file=path,
+                got=f"{status.st_size:,} bytes",
+                next_step="let nothing write to the file meanwhile, and copy it again from where it was written",
+            )
+        header = file.read(0, len(output.header))
+        fragments = tuple((at, file.read(at, len(data))) for at, data in output.fragments)
+        # For the places alone, which do not depend on the checksums.
+        ending = output.ending([0] * len(output.tensors)) if output.ending is not None else ()
+        found = tuple((at, file.read(at, len(data))) for at, data in ending)
+    rows = [(0, tensor.offset, tensor.nbytes, NO_CHECKSUM) for tensor in output.tensors]
+    # As bytes, and under numbers: every tensor is one record, whichever part of a tensor it is.
+    tensors = tuple(OutputTensor(str(i), "U8", (row[2],), row[1]) for i, row in enumerate(rows))
+    model = StoredModel(
+        format="file",
+        path=path,
+        files=(SourceFile.from_status(path, status),),
+        records=RecordTable(*(int_array(row[i] for row in rows) for i in range(4))),
+        shards=tuple(_as_bytes(tensor, record) for record, tensor in enumerate(tensors)),
+    )
+    again = OutputFile(
+        output.name, header, tensors, output.nbytes, fragments, None if output.ending is None else lambda crc32: found
+    )
+    done = read_through(make_plan(model, [again]), budget).files[0]
+    names = [tensor.name for tensor in output.tensors]
+    return FileDigests(output.name, output.nbytes, done.digest, dict(zip(names, done.tensor_digests, strict=True)))
+
+
+def _as_bytes(tensor: OutputTensor, record: int) -> StoredShard:
+    nests = [canonical(Nest(0, 0, ((tensor.nbytes, 1, 1),)))] if tensor.nbytes else []
+    rank, records = int_array([0] * len(nests)), int_array([record] * len(nests))
+    return StoredShard(tensor.name, "U8", tensor.shape, rank, records, NestTable.from_nests(nests))
+
+
+def digests_of(plan: Plan, outcome: Outcome) -> list[FileDigests]:
+    """Return the digests of all files of an executed plan."""
+    return [
+        FileDigests(
+            file.output.name,
+            file.output.nbytes,
+            outcome.files[index].digest,
+            dict(zip([t.name for t in file.output.tensors], outcome.files[index].tensor_digests, strict=True)),
+        )
+        for index, file in enumerate(plan.files)
+    ]
+
+
+@contextmanager
+def hash_beside(recorded: Sequence[RecordedHash], team: Team) -> Iterator[Callable[[], None]]:
+    """Compare files with the hashes that their source records, while the caller reads its tensors.
+
+    Args:
+        recorded: all files and their hashes.
+        team: the ranks that share the files.
+
+    Yields:
+        A function that all ranks call; it waits until all files are compared, and raises CorruptError for the first
+        that differs.
+    """
+    stop = threading.Event()
+    # Half of the cores: the others copy meanwhile.
+    with ThreadPoolExecutor(max(1, count_cores() // 2), "xrank-hash") as pool:
+        started = [pool.submit(_compare, one, stop) for one in recorded[team.position :: team.size]]
+
+        def finish() -> None:
+            for one in started:
+                while not one.done():
+                    wait([one], _LOOK_SECONDS)
+                    team.check_failures()
+                one.result()
+            if recorded:
+                team.meet("the hashes of the source's files")
+
+        try:
+            yield finish
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def keep_if_hashed(stage: Stage, finish_hashes: Callable[[], None]) -> None:
+    """Wait for the hashes of the source's files; if one differs, no later run may keep a file that was made of them."""
+    try:
+        finish_hashes()
+    except XrankError:
+        for name in list(stage.finished):
+            stage.discard(name)
+        raise
+
+
+def _compare(one: RecordedHash, stop: threading.Event) -> None:
+    digest = hash_stretch(one.path, 0, None, one.hash_name, stop=stop)
+    if digest != one.digest:
+        raise CorruptError(
+            f"{one.path}: its bytes do not have the hash that {one.listed_in} records",
+            file=one.path,
+            got=f"{one.hash_name} {digest.hex()}",
+            want=f"{one.hash_name} {one.digest.hex()}",
+            next_step="copy the file again from where it was written, or take another checkpoint",
+        )
+
+
+def hash_stretch(
+    path: str,
+    start: int,
+    end: int | None,
+    hash_name: str,
+    *,
+    stop: threading.Event | None = None,
+    follow_links: bool = True,
+) -> bytes:
+    """Return the hash of bytes [start, end) of a regular file or an object in a store; None: up to its end.
+
+    Raises:
+        CancelledError: `stop` was set.
+        CorruptError: it is not a regular file, or too short.
+        XrankError: the bytes cannot be read.
+    """
+    state, step = hashlib.new(hash_name, usedforsecurity=False), _REQUEST_NBYTES if is_url(path) else _CHUNK_NBYTES
+    with open_regular(path, follow_links=follow_links) as file:
+        end = file.nbytes if end is None else end
+        for offset in range(start, end, step):
+            if stop is not None and stop.is_set():
+                raise CancelledError
+            state.update(file.read(offset, min(step, end - offset)))
+    return state.digest()
+
+
+def identify_output(plan_digest: str, small_files: Mapping[str, str]) -> str:
+    """Return the digest of an output's plan and of its small files, which are name -> XXH3-128."""
+    state = xxhash.xxh3_128(plan_digest.encode())
+    for one in sorted(small_files.items()):
+        state.update(repr(one).encode())
+    return state.hexdigest()
+
+
+def find_together(
+    team: Team, out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
+) -> tuple[FileFacts, ...] | None:
+    """Return the result of `find_earlier_output` on the first rank, and on the others whether there is one."""
+    found = find_earlier_output(out, plan_digest, companions, texts) if team.is_first else None
+    answer = ("to be made" if found is None else "made") if team.is_first else None
+    return (found or ()) if team.broadcast("whether the output is made", answer) == "made" else None
+
+
+def find_earlier_output(
+    out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
+) -> tuple[FileFacts, ...] | None:
+    """Return the weights' files of an output that this plan has made; None if there is no such output.
+
+    Sizes are compared with the manifest, contents are not read: `xrank verify` does.
+
+    Args:
+        out: the output.
+        plan_digest: digest of the plan.
+        companions: files to copy.
+        texts: name -> content of the small files that are written from the plan; they replace companions of that name.
+    """
+    try:
+        manifest = read_output_manifest(out)
+        small = {one.name: digest_plain_file(one.path) for one in companions if one.name not in texts}
+        small |= {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
+        if manifest.get("plan") != identify_output(plan_digest, small):
+            return None
+        listed = (*manifest["files"], *manifest["companions"])
+        if any(output_file_nbytes(out, one["name"]) != one["nbytes"] for one in listed):
+            return None
+    except (OSError, XrankError):
+        return None
+    weights = {tensor["file"] for tensor in manifest["tensors"].values()}
+    return tuple(FileFacts(**one) for one in manifest["files"] if not weights or one["name"] in weights)
+
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """A plan's files, all finished in their stage, and the findings of the run."""
+
+    digests: dict[int, FileDigests]
+    """Digests by index of the file."""
+    resumed_nbytes: int
+    """Bytes of the files that an interrupted run had finished."""
+    outcome: Outcome
+    """Outcome of the files that this run wrote."""
+    num_replicas_compared: int
+
+    @property
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """Return the report's notes on differing replicas from which one was picked."""
+        # Sorted: the manifest must not depend on which thread or rank found one first.
+        return tuple(
+            ("replicas-differ", f"{name}: rank {rank} differs in {count:,} elements; the lowest rank's were taken")
+            for name, ranks in sorted(self.outcome.differences.items())
+            for rank, count in sorted(ranks.items())
+        )
+
+
+def write_files(
+    work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team, *, verify: bool = False
+) -> WrittenFiles:
+    """Write every file of a plan that the stage does not yet hold.
+
+    Args:
+        work: the plan, and how this rank carries it out.
+        stage: the stage to write into.
+        progress: called with (bytes written so far, bytes in all).
+        team: the ranks that help, of which this is the first.
+        verify: whether to read all files back after writing.
+
+    Raises:
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the files could not be written.
+        RankFailedError: another rank of the team failed; finished files are kept.
+    """
+    plan, is_live = work.plan, work.holder is not None
+    resumed = _find_resumed_files(plan, stage, work.budget, signs=work.file_hashes is not None)
+    if is_live:  # its tensors may have changed since
+        resumed = _keep_unchanged(work, stage, resumed, team)
+    resumed_nbytes = sum(plan.files[index].output.nbytes for index in resumed)
+    unfinished = [index for index in range(len(plan.files)) if index not in resumed]
+
+    total_nbytes = plan.nbytes
+    counts = f"{plural(sum(len(file.tensors) for file in plan.files), 'tensor')} in {plural(len(plan.files), 'file')}"
+    kept = f"; {size_text(resumed_nbytes)} kept of an earlier run" if resumed_nbytes else ""
+    _logger.debug("plan: %s, %s by %s%s", counts, size_text(total_nbytes), plural(team.size, "rank"), kept)
+
+    def count(nbytes: int) -> None:
+        progress(resumed_nbytes + nbytes, total_nbytes)
+
+    if team.size == 1:
+        outcome = _write_alone(team, work, stage, unfinished, count)
+    else:
+        from xrank.engine.shared_writing import write_together  # one process does not need this module
+
+        outcome = write_together(team, work, stage, unfinished, count)
+    digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
+    if verify and isinstance(stage, FolderStage):  # a store has confirmed each part by its checksum
+        _verify_stage(plan, stage, digests, work.budget)
+    # A run compares all replicas of a live model, whichever files it kept.
+    return WrittenFiles(digests, resumed_nbytes, outcome, _num_compared(plan, () if is_live else resumed))
+
+
+def _write_alone(
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+) -> Outcome:
+    writing = _Writing(work.plan, stage, progress)
+    copied, last = work.split_files(unfinished)
+    try:
+        outcome = execute(
+            work.plan,
+            work.source,
+            writing.target,
+            budget=work.budget,
+            files=copied,
+            file_hashes=work.file_hashes,
+            replicas=work.replicas,
+            begin=writing.begin,
+            finish=writing.finish,
+            progress=writing.count,
+        )
+        if last:
+            from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
+
+            made = make_transformed(team, work, last, writing, what="the files", finish=writing.finish_joined)
+            outcome.files |= made.files
+        # After the last read: a source that changed in between has given old bytes and new ones.
+        work.source.check_unchanged()
+    finally:
+        writing.close()
+    return outcome
+
+
+class _Writing(LocalOutputs):
+    """Opens, counts and finishes the stage's files as the executor asks."""
+
+    def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int], None]) -> None:
+        self._files = stage.open_files(FileTarget({}))
+        self.target = self._files.target
+        self._plan, self._stage, self._progress, self._done = plan, stage, progress, 0
+        self._begun: dict[int, float] = {}
+
+    def begin(self, index: int) -> None:
+        output = self._plan.files[index].output
+        self._begun[index] = monotonic()
+        self._files.begin(index, output.name, output.nbytes, output.late_places)
+
+    def finish(self, finished: FinishedFile) -> None:
+        output, index = self._plan.files[finished.index].output, finished.index
+        self._files.finish(index, output.name, output.nbytes, digest_text(finished.digest), finished.tensor_digests)
+        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
+        seconds = max(monotonic() - self._begun.pop(index, monotonic()), 1e-9)
+        _logger.debug("%s took %.1f s, %s/s", output.name, seconds, size_text(output.nbytes / seconds))
+
+    def explain_errors(self) -> AbstractContextManager[None]:
+        """Explain the file system's errors in the body."""
+        return explain_errors(self._stage.path)
+
+    def finish_share(self, part: FilePart) -> None:
+        """Do nothing: this process makes all parts."""
+
+    def finish_joined(self, file: JoinedFile, index: int) -> FinishedFile:
+        """Finish a file after its only part is joined."""
+        finished, _ = file.finish()
+        self.finish(finished)
+        return finished
+
+    def count(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._done)
+
+    def close(self) -> None:
+        """Leave the files that a failure left open."""
+        self._files.close()
+
+
+def _num_compared(plan: Plan, resumed: Container[int]) -> int:
+    """Count the replicas that are compared with written data, in all files but the resumed ones."""
+    # A record may be compared part by part, with several files.
+    return len(
+        {
+            (tensor.output.name, record)
+            for index, file in enumerate(plan.files)
+            if index not in resumed
+            for tensor in file.tensors
+            for replicas in tensor.compared
+            for record in replicas.record.tolist()
+        }
+    )
+
+
+def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget, *, signs: bool) -> dict[int, FileDigests]:
+    """Return the files that an interrupted run finished and that did not change since; discard the others.
+
+    In a store, files that are to be signed are made again, and their parts not sent again.
+    """
+    resumed = {}
+    for index, file in enumerate(plan.files):
+        line = stage.finished.get(file.output.name)
+        if line is None:
+            continue
+        recalled = stage.recall(file.output.name)
+        if recalled is not None:
+            if signs:  # its SHA-256 is not known, and it cannot be read before the commit
+                stage.discard(file.output.name)
+                continue
+            digest, tensors = recalled
+            if _may_be_of(file.output, line.nbytes, digest, tensors):
+                resumed[index] = _digests_of(plan, FinishedFile(index, digest, tuple(tensors)))
+            else:
+                stage.discard(file.output.name)
+            continue
+        try:
+            digests = reread(os.path.join(stage.path, file.output.name), file.output, budget)
+        except XrankError:
+            stage.discard(file.output.name)
+            continue
+        if digest_text(digests.digest) == line.digest:
+            resumed[index] = digests
+        else:
+            stage.discard(file.output.name)
+    return resumed
+
+
+def _may_be_of(output: OutputFile, nbytes: int, digest: bytes, tensors: Sequence[bytes]) -> bool:
+    """Return whether a file's recorded digests agree with each other and with its plan."""
+    if (
+        nbytes != output.nbytes
+        or len(tensors) != len(output.tensors)
+        or any(len(one) != len(digest) for one in tensors)
+    ):
+        return False
+    # The digest of an archive also covers CRCs that no record has.
+    return output.ending is not None or make_finished_file(output, 0, tensors, ()).digest == digest
+
+
+def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
+    """Return the files that this run would write identically; discard the others."""
+    if team.size > 1:
+        from xrank.engine.shared_writing import read_together
+
+        now = read_together(team, work, sorted(resumed))
+    else:
+        copied, last = work.split_files(sorted(resumed))
+        now = execute(work.plan, work.source, NullTarget(), budget=work.budget, files=copied).files
+        if last:
+            from xrank.engine.rounds import NoOutputs
+            from xrank.engine.transformed_files import make_transformed
+
+            now |= make_transformed(team, work, last, NoOutputs(), what="what was kept").files
+    for index, kept in list(resumed.items()):
+        if _digests_of(work.plan, now[index]) != kept:
+            stage.discard(kept.name)
+            del resumed[index]
+    return resumed
+
+
+def _digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
+    """Return a finished file's digests by name."""
+    output = plan.files[done.index].output
+    names = [tensor.name for tensor in output.tensors]
+    tensors = dict(zip(names, done.tensor_digests, strict=True))
+    return FileDigests(output.name, output.nbytes, done.digest, tensors)
+
+
+def _verify_stage(plan: Plan, stage: FolderStage, digests: dict[int, FileDigests], budget: Budget) -> None:
+    """Read every file of the stage back, from the disk where the system can drop its cache."""
+    for index, expected in digests.items():
+        path = os.path.join(stage.path, expected.name)
+        with open(path, "rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = reread(path, plan.files[index].output, budget)
+        if found != expected:
+            stage.discard(expected.name)
+            raise CorruptError(
+                f"{path} does not read back as it was written",
+                file=path,
+                got=digest_text(found.digest),
+                want=digest_text(expected.digest),
+                next_step=f"check the disk; then {AGAIN}, which writes this file again",
+            )

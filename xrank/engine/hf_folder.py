@@ -1,0 +1,166 @@
+"""Output files before any data moves: the weights of a Hugging Face folder with their index, and states of ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from xrank import dtypes
+from xrank.errors import UsageError, either, option
+from xrank.formats.rank_state import RankRecord, state_pickle
+from xrank.formats.safetensors_header import HeaderTensor, build_header
+from xrank.formats.torch_archive import ArchivedTensor
+from xrank.formats.zip_archive import lay_out_archive
+from xrank.layout.nests import row_major
+from xrank.layout.output_files import OutputFile, OutputTensor
+from xrank.storage.places import state_file_name
+
+_STEM = "model"
+_DIFFUSERS_STEM = "diffusion_pytorch_model"  # diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME
+
+_NUMBERS = re.compile(r"-\d{5,}-of-\d{5,}")
+
+_ALIGNMENT = 4096
+"""Data starts at a multiple of this: whole windows are written aligned, and pieces can be shared by reflink."""
+
+_MAX_HEADER_NBYTES = 100_000_000  # safetensors/src/tensor.rs: MAX_HEADER_SIZE
+_HEADER_FRAME_NBYTES = 2 * _ALIGNMENT  # metadata, braces, padding
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+
+
+def find_weights_stem(config: Mapping[str, Any] | None) -> str:
+    """Return how the names of weight files begin, by a model's config.json: from_pretrained looks for them by name."""
+    return _DIFFUSERS_STEM if config is not None and "_diffusers_version" in config else _STEM
+
+
+def lay_out(
+    tensors: Sequence[OutputTensor],
+    max_shard_nbytes: int,
+    apart: Sequence[Sequence[OutputTensor]] = (),
+    *,
+    stem: str = _STEM,
+) -> tuple[OutputFile, ...]:
+    """Split tensors over files in the given order and give each its place.
+
+    Inside a file, tensors of whole 4,096-byte blocks come first: safetensors allows no gaps, so all of them start at a
+    block. The others follow, widest element first, which keeps each at a multiple of its element's width.
+
+    Args:
+        tensors: with names and global shapes; their offsets do not matter.
+        max_shard_nbytes: most bytes of tensor data in a file; a larger tensor gets a file of its own.
+        apart: groups of further tensors, which come last and in files of their own; a group is in one file.
+        stem: how the names of the files begin.
+
+    Raises:
+        UsageError: there is no tensor, two have one name, or the limit is below 1.
+    """
+    everything = [*tensors, *chain.from_iterable(apart)]
+    if not everything:
+        next_step = either(f"change {option('include')} or {option('exclude')}", f"let {option('transform')} keep one")
+        raise UsageError("no tensor is left to write", next_step=next_step)
+    if max_shard_nbytes < 1:
+        what, got = f"{option('max_shard_size')} must be 1 byte or more", str(max_shard_nbytes)
+        raise UsageError(what, got=got, want=option("max_shard_size", "5GB"), next_step="give a larger size")
+    seen: set[str] = set()
+    for tensor in everything:
+        if tensor.name in seen:
+            name, next_step = tensor.name, "give one of the two another name"
+            raise UsageError(f"{name}: two tensors have this name", tensor=name, next_step=next_step)
+        seen.add(tensor.name)
+    groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)
+    count = len(groups)
+    return tuple(_place(_file_name(i, count, stem), group) for i, group in enumerate(groups, start=1))
+
+
+def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    """Return one safetensors file with all these tensors, each at its place."""
+    return _place(name, tensors)
+
+
+def index_name(files: Sequence[OutputFile]) -> str:
+    """Return the name of the index of a model's files."""
+    return f"{_NUMBERS.sub('', files[0].name)}.index.json"
+
+
+def index_text(files: Iterable[OutputFile]) -> str | None:
+    """Return the text of the index as the Hub and transformers write it; None for a single file."""
+    files = tuple(files)
+    if len(files) == 1:
+        return None
+    index = {
+        "metadata": {
+            "total_parameters": sum(t.num_elements for file in files for t in file.tensors),
+            "total_size": sum(t.nbytes for file in files for t in file.tensors),
+        },
+        "weight_map": {t.name: file.name for file in files for t in file.tensors},
+    }
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _split(units: Iterable[Sequence[OutputTensor]], max_shard_nbytes: int) -> list[list[OutputTensor]]:
+    groups: list[list[OutputTensor]] = []
+    data = header = 0
+    for unit in units:
+        nbytes, entries = sum(tensor.nbytes for tensor in unit), sum(map(_entry_nbytes, unit))
+        fits = data + nbytes <= max_shard_nbytes and header + entries <= _MAX_HEADER_NBYTES - _HEADER_FRAME_NBYTES
+        if not groups or not fits:
+            groups.append([])
+            data = header = 0
+        groups[-1] += unit
+        data += nbytes
+        header += entries
+    return groups
+
+
+def _entry_nbytes(tensor: OutputTensor) -> int:
+    # An upper bound: JSON escaped to ASCII is never shorter than UTF-8, and offsets have 20 digits at most.
+    digits = sum(len(str(n)) + 1 for n in tensor.shape)
+    frame = len('"":{"dtype":"","shape":[],"data_offsets":[,]},') + 2 * 20
+    return len(json.dumps(tensor.name)) + len(tensor.dtype) + digits + frame
+
+
+def _file_name(number: int, count: int, stem: str) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _place(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    blocks = [t for t in tensors if t.nbytes % _ALIGNMENT == 0]
+    others = sorted((t for t in tensors if t.nbytes % _ALIGNMENT), key=lambda t: -dtypes.dtype(t.dtype).nbytes)
+    entries = []
+    end = 0
+    for tensor in (*blocks, *others):
+        start, end = end, end + tensor.nbytes
+        entries.append(HeaderTensor(tensor.name, tensor.dtype, tensor.shape, start, end))
+    header = build_header(entries, _METADATA, alignment=_ALIGNMENT)
+    placed = tuple(
+        replace(tensor, offset=len(header) + entry.start)
+        for tensor, entry in zip((*blocks, *others), entries, strict=True)
+    )
+    return OutputFile(name, header, placed, len(header) + end)
+
+
+def lay_out_state(
+    record: RankRecord, config: Mapping[str, Any], tensors: Sequence[OutputTensor], names: Mapping[str, str]
+) -> OutputFile:
+    """Return one rank's state as a file to be written: ``rank_<r>_state.pth``, as `NFSWorkspace` writes it.
+
+    Args:
+        record: rank, world size and run of the state.
+        config: plain values.
+        tensors: the rank's parts, with their local shapes; their offsets do not matter.
+        names: name in the state, in its order -> tensor; tied names have the same tensor.
+    """
+    keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
+    views = {
+        tensor.name: ArchivedTensor(keys[tensor.name], tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
+        for tensor in tensors
+    }
+    pickled = state_pickle(config, {name: views[tensor] for name, tensor in names.items()}, record.to_json())
+    layout = lay_out_archive(pickled, [tensor.nbytes for tensor in tensors])
+    placed = tuple(replace(tensor, offset=at) for tensor, at in zip(tensors, layout.offsets, strict=True))
+    name = state_file_name(record.rank)
+    return OutputFile(name, layout.front, placed, layout.nbytes, layout.headers, layout.ending, layout.trailer)

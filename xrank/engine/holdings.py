@@ -1,0 +1,535 @@
+"""The ranks of each part of a tensor, and whether they hold all of it exactly once; nothing is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from xrank.engine.planner import divide_pieces
+from xrank.errors import LayoutError
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.binding import check_shape, collect_known_names, global_size
+from xrank.layout.companion import Companion, companion_shape
+from xrank.layout.companion_parts import base_layout, base_of_shape, base_shapes, companion_mesh_parts
+from xrank.layout.coverage import contains, range_text
+from xrank.layout.mesh_parts import MeshParts, flat_mesh_parts, mesh_parts
+from xrank.layout.nest_table import IntArray
+from xrank.layout.nests import Nest, canonical, size
+from xrank.layout.notation import LayoutTree, axes_of
+from xrank.layout.tensor_layout import axis_lengths, flat_of
+from xrank.layout.tensor_name import NameTable, TensorName, name_table
+from xrank.words import ranks_text
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """The first elements, in row-major order, that are not held exactly once."""
+
+    kind: str
+    """``"gap"``, ``"overlap"`` or ``"outside"``."""
+    where: str
+    """The elements' range, in words."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that hold them, by rising number; empty for a gap."""
+
+
+def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
+    """Return the first elements that are not held exactly once; nests with equal y sides are replicas, and count once.
+
+    Args:
+        parts: the part of each rank; y is the row-major address in the tensor.
+        shape: the tensor's global shape.
+    """
+    _, _, fault = divide_pieces(parts.first_ranks[parts.owner], parts.nests, math.prod(shape))
+    if fault is None:
+        return None
+    at = fault.address
+    if fault.kind == "gap":
+        nests = (parts.nests[int(row)] for row in np.flatnonzero(parts.nests.y_ends > at))
+        later = [first for nest in nests if (first := _first_from(nest, at)) is not None]
+        return Misfit("gap", range_text(shape, at, min(later, default=math.prod(shape)) - 1))
+    near = np.flatnonzero((parts.nests.y <= at) & (parts.nests.y_ends > at))
+    holding = [int(row) for row in near if contains(parts.nests[int(row)], at)]
+    ranks = tuple(parts.ranks[np.isin(parts.part, parts.owner[holding])].tolist())
+    if fault.kind == "outside":
+        return Misfit("outside", f"address {at:,} of {math.prod(shape):,}", ranks)
+    end = min(_run_end(parts.nests[row], at) for row in holding)
+    return Misfit("overlap", range_text(shape, at, end), ranks)
+
+
+def _first_from(nest: Nest, address: int) -> int | None:
+    """Return the first y address of a nest at or after `address`."""
+    loops = sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: -loop[1])
+
+    def first(start: int, depth: int) -> int | None:
+        if address <= start:
+            return start
+        if depth == len(loops):
+            return None
+        n, stride = loops[depth]
+        step = min((address - start) // stride, n - 1)
+        # The last iteration that begins before the address may end before it; then the next one is first.
+        found = [first(start + i * stride, depth + 1) for i in (step, step + 1) if i < n]
+        return min((each for each in found if each is not None), default=None)
+
+    return first(nest.y, 0)
+
+
+def _run_end(nest: Nest, address: int) -> int:
+    """Return the last y address of the contiguous run that contains an address."""
+    run = 1
+    outer: list[tuple[int, int]] = []
+    for n, stride in sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: loop[1]):
+        if stride == run and not outer:
+            run *= n
+        else:
+            outer.append((n, stride))
+    place = address - nest.y
+    for n, stride in reversed(outer):
+        place -= min(place // stride, n - 1) * stride
+    return address - place + run - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One part of a tensor, and all ranks that hold exactly this part."""
+
+    ranks: tuple[int, ...]
+    """By rising number; several ranks hold replicas."""
+    nests: tuple[Nest, ...]
+    """y is the row-major address in the tensor's global shape."""
+    shape: tuple[int, ...] | None = None
+    """Local shape, pads included; None if the part is in a flat buffer or in a file."""
+    num_pads: int = 0
+    """Number of local elements that are padding."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor in this part."""
+        return sum(map(size, self.nests))
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """The parts of one tensor and the ranks that hold them."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str | None = None
+    rule: str | None = None
+    """Key of the layout map that decides for the tensor; None without one."""
+    layout: TensorLayout | None = None
+    mesh: DeviceMesh | None = None
+    text: str | None = None
+    """The layout or companion rule, in the notation of the layout file."""
+    parts: MeshParts | None = None
+    """The part of each rank; None if it is not known."""
+    sums: tuple[str, ...] = ()
+    """Axes along which the ranks hold addends."""
+    misfit: Misfit | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes by name that do not follow from the shape."""
+    problem: LayoutError | None = None
+    """The error because of which nothing more is known."""
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """Its parts one by one, by their lowest rank; computed on demand, as there may be a million."""
+        return () if self.parts is None else _shares(self.parts)
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """Ranks of the mesh that have no part of the tensor, by rising number."""
+        if self.parts is None or self.mesh is None:
+            return ()
+        return tuple(sorted(set(self.mesh.ranks).difference(self.parts.ranks.tolist())))
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The holdings of every tensor."""
+
+    meshes: Mapping[str, DeviceMesh]
+    """``"mesh"`` and ``"view NAME"``."""
+    rules: Mapping[str, str]
+    tensors: tuple[Holdings, ...]
+    unmatched: tuple[str, ...] = ()
+    """Names of tensors without a rule."""
+    unused: tuple[str, ...] = ()
+    """Rules that match no tensor."""
+
+
+@lru_cache(maxsize=256)
+def _shares(parts: MeshParts) -> tuple[Share, ...]:
+    """Return the parts as shares; equal parts of several ranks become one."""
+    nests: list[list[Nest]] = [[] for _ in range(len(parts.local_sizes))]
+    for row, part in enumerate(parts.owner.tolist()):
+        nests[part].append(parts.nests[row])
+    shapes = [None] * len(nests) if parts.shapes is None else [tuple(shape) for shape in parts.shapes.tolist()]
+    kinds = list(zip(map(tuple, nests), shapes, parts.num_pads.tolist(), strict=True))
+    found: dict[tuple[tuple[Nest, ...], tuple[int, ...] | None, int], list[int]] = {}
+    for rank, part in zip(parts.ranks.tolist(), parts.part.tolist(), strict=True):
+        found.setdefault(kinds[part], []).append(rank)
+    return tuple(Share(tuple(ranks), *kind) for kind, ranks in found.items())
+
+
+@lru_cache(maxsize=256)
+def _compile_parts(
+    layout: TensorLayout, mesh: DeviceMesh, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]
+) -> tuple[MeshParts, Misfit | None]:
+    parts = mesh_parts(layout, mesh, shape, sizes=dict(sizes))
+    return parts, find_misfit(parts, shape)
+
+
+def apply_layout(start: Holdings, layout: TensorLayout, mesh: DeviceMesh) -> Holdings:
+    """Return a tensor's holdings by a layout.
+
+    Raises:
+        LayoutError: the layout does not fit mesh and shape.
+    """
+    parts, misfit = _compile_parts(layout, mesh, start.shape, tuple(start.sizes.items()))
+    return replace(start, layout=layout, mesh=mesh, text=str(layout), parts=parts, sums=layout.tree.sums, misfit=misfit)
+
+
+def apply_parts(start: Holdings, parts: MeshParts, sums: tuple[str, ...] = ()) -> Holdings:
+    """Return a tensor's holdings by the parts of its ranks."""
+    return replace(start, parts=parts, sums=sums, misfit=find_misfit(parts, start.shape))
+
+
+def apply_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdings:
+    """Return a tensor's holdings by rank -> nests, of which only the y sides count."""
+    placed = {rank: tuple(map(_drop_local_addresses, nests)) for rank, nests in held.items()}
+    return apply_parts(
+        start, MeshParts.from_held({rank: (nests, None, sum(map(size, nests))) for rank, nests in placed.items()})
+    )
+
+
+def _drop_local_addresses(nest: Nest) -> Nest:
+    """Return a nest without its local addresses, which differ between files."""
+    # With x equal to y, canonical merges loops by the y side alone, however a file orders the elements.
+    y_side = canonical(Nest(nest.y, nest.y, tuple((n, stride, stride) for n, _, stride in nest.loops)))
+    return Nest(0, y_side.y, tuple((n, 0, stride) for n, _, stride in y_side.loops))
+
+
+def sum_held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], int]) -> dict[int, int]:
+    """Return rank -> bytes of all its parts, pads included; `width` returns the bytes of an element of a type."""
+    sums: dict[bytes, tuple[IntArray, np.ndarray[tuple[int], np.dtype[np.object_]]]] = {}
+    meshes: dict[int, DeviceMesh] = {}
+    for one in tensors:
+        if one.parts is None:
+            continue
+        if one.mesh is not None:
+            # By identity: hashing a mesh goes over all its ranks, for each tensor.
+            meshes[id(one.mesh)] = one.mesh
+        # As integers of any size: a model's bytes may be more than an array's numbers can count.
+        held = one.parts.local_sizes.astype(object) * width(one.dtype)
+        # Tensors on the same ranks are added as arrays; the loop over ranks below runs once for each set of ranks.
+        key = one.parts.ranks.tobytes()
+        before = sums.get(key)
+        held = held[one.parts.part]
+        sums[key] = one.parts.ranks, held if before is None else before[1] + held
+    found = {rank: 0 for mesh in meshes.values() for rank in mesh.ranks}
+    for ranks, held in sums.values():
+        for rank, nbytes in zip(ranks.tolist(), held.tolist(), strict=True):
+            found[rank] = found.get(rank, 0) + nbytes
+    return dict(sorted(found.items()))
+
+
+def find_problem(one: Holdings) -> LayoutError | None:
+    """Return the first reason why a tensor is not held exactly once per replica, or None."""
+    if one.problem is not None:
+        one.problem.about(next_step="correct the layout file")
+        return one.problem
+    if one.rule is None and not one.shares:
+        dims = ", ".join(f"d{i}" for i in range(len(one.shape)))
+        return LayoutError(
+            f"{one.name}: no rule says how it is cut",
+            tensor=one.name,
+            got=f"shape {list(one.shape)}",
+            want="a rule for every tensor",
+            next_step=f'add a rule, such as "{one.name}" = "[{dims}]" for a tensor that every rank holds whole',
+        )
+    misfit = one.misfit
+    if misfit is None:
+        return None
+    what = {
+        "gap": "held by no rank",
+        "overlap": f"held by {ranks_text(misfit.ranks)} in different cuts",
+        "outside": f"outside the tensor, on {ranks_text(misfit.ranks)}",
+    }[misfit.kind]
+    return LayoutError(
+        f"{one.name}, {misfit.where}: {what}",
+        tensor=one.name,
+        rank=misfit.ranks[0] if misfit.ranks else None,
+        index_range=misfit.where,
+        got=f"{one.text or 'what the ranks recorded'} of {list(one.shape)}"
+        + ("" if one.mesh is None else f" on {one.mesh.grid}"),
+        want="every element exactly once, or in equal parts as replicas",
+        next_step="correct the layout" if one.rule is None else f"correct the rule {one.rule!r}",
+    )
+
+
+def survey(
+    layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, dtypes: Mapping[str, str] | None = None
+) -> Survey:
+    """Return the holdings of the tensors with these global shapes; errors are recorded in them, not raised.
+
+    Args:
+        layouts: layouts of the tensors, with a mesh.
+        shapes: global shape by name. A flat buffer's members are tensors like others.
+        dtypes: safetensors name of the element type, by name.
+    """
+    compiler = _Compiler(layouts, {name: check_shape(shape) for name, shape in shapes.items()})
+    found = []
+    for name, shape in compiler.shapes.items():
+        start = Holdings(name, shape, (dtypes or {}).get(name), sizes=layouts.sizes)
+        try:
+            found.append(compiler.holdings(start))
+        except LayoutError as error:
+            error.about(name, tensor=name)
+            found.append(replace(start, rule=compiler.rules.get(name), problem=error))
+    texts = {pattern: str(value) for pattern, value in (*layouts.items(), *layouts.companions.items())}
+    meshes = {} if layouts.device_mesh is None else {"mesh": layouts.device_mesh}
+    meshes.update((f"view {name}", view) for name, view in layouts.views.items())
+    used = set(compiler.rules.values())
+    return Survey(
+        meshes,
+        texts,
+        tuple(found),
+        tuple(one.name for one in found if one.rule is None and one.problem is None),
+        tuple(rule for rule in texts if rule not in used),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The tensors of a name with dims, and the ranks that hold them."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Groups of ranks that hold the same names: equal on all axes of the name and of "where"."""
+    held: Mapping[str, tuple[int, ...]]
+    """Name -> the groups that hold it."""
+    table: NameTable | None
+    """The table of a rank that holds some of the names."""
+
+
+class _Compiler:
+    """Finds each tensor's rule, and compiles the part of every rank by it."""
+
+    def __init__(self, layouts: LayoutMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.layouts, self.shapes = layouts, shapes
+        self.rules: dict[str, str] = {}
+        """Name -> the rule that decides for it."""
+        self._names: dict[str, _Names] = {}
+        self._alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Holdings] = {}
+        self._fitting: dict[Companion, dict[tuple[int, ...], dict[str, tuple[int, ...]]]] = {}
+        self._flats: dict[str, Mapping[str, MeshParts]] = {}
+        self._members: dict[str, list[str]] = {}
+        for rule, layout in layouts.items():
+            flat = None if layout is None else flat_of(layout)
+            for member in () if flat is None else flat.members:
+                self._members.setdefault(member.name, []).append(rule)
+
+    def holdings(self, start: Holdings) -> Holdings:
+        """Return the holdings of one tensor; without a rule if none decides for it."""
+        name = start.name
+        rule, member_of = self.layouts.rule_for(name), self._members.get(name, [])
+        companion = self.layouts.companion_rule_for(name)
+        # A tied name without a rule of its own follows the tensor that it stands for.
+        if rule is None and companion is None and not member_of and name in self.layouts.aliases:
+            rule = self.layouts.rule_for(self.layouts.aliases[name])
+        deciding = [each for each in (rule, companion, *member_of) if each is not None]
+        if len(deciding) > 1:
+            raise LayoutError(
+                f"{name}: several rules decide for it", got=str(deciding), want="one", next_step="keep one of them"
+            )
+        if not deciding:
+            return start
+        self.rules[name] = deciding[0]
+        if companion is not None:
+            return self._companion(replace(start, rule=companion))
+        layout = self.layouts[deciding[0]]
+        assert layout is not None
+        start = replace(start, rule=deciding[0])
+        if member_of:
+            return self._flat(start, layout)
+        found = apply_layout(start, layout, self._mesh(layout))
+        if self.layouts.name_of(deciding[0]) is not None and name not in self.layouts.aliases:
+            return self._apply_name(found, layout)
+        return found
+
+    def _mesh(self, layout: TensorLayout) -> DeviceMesh:
+        mesh = layout.device_mesh or self.layouts.device_mesh
+        if mesh is None:
+            raise LayoutError(
+                "the mesh of its ranks is not given",
+                got=str(layout),
+                next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
+            )
+        return mesh
+
+    def _apply_name(self, whole: Holdings, layout: TensorLayout) -> Holdings:
+        """Limit the holdings of a tensor with an index in its name to the ranks that hold this index."""
+        rule = whole.rule or ""
+        if rule not in self._names:
+            self._names[rule] = self._compile_name(rule, layout)
+        names = self._names[rule]
+        groups = names.held.get(whole.name, ())
+        if not groups and names.table is not None:
+            names.table.local_name(whole.name)  # raises for an index that does not exist
+        # Layers and experts are alike: one proof serves all of them on the same ranks.
+        key = rule, groups, whole.shape
+        if key not in self._alike:
+            assert whole.parts is not None
+            ranks = [rank for group in groups for rank in names.groups[group]]
+            parts = whole.parts.select(np.isin(whole.parts.ranks, ranks))
+            self._alike[key] = apply_parts(whole, parts, whole.sums)
+        return replace(whole, parts=self._alike[key].parts, misfit=self._alike[key].misfit)
+
+    def _compile_name(self, rule: str, layout: TensorLayout) -> _Names:
+        mesh, name = self._mesh(layout), self.layouts.name_of(rule)
+        assert name is not None
+        axes = {axis for dim in name.dims for axis in axes_of(dim)} | {where.axis for where in layout.tree.where}
+        alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in mesh.ranks:
+            # Ranks at equal places have equal names: one table serves the group, as there may be thousands of ranks.
+            at = {**mesh.coordinate(rank), **(layout.view_mesh.coordinate(rank) if layout.view_mesh else {})}
+            alike.setdefault(tuple((axis, place) for axis, place in at.items() if axis in axes), []).append(rank)
+        some, held = None, dict[str, tuple[int, ...]]()
+        for group, ranks in enumerate(alike.values()):
+            table = name_table(name, layout, mesh, mesh.coordinate(ranks[0]), sizes=self.layouts.sizes)
+            for _, own in table or ():
+                held[own] = (*held.get(own, ()), group)
+            some = table or some
+        return _Names(tuple(map(tuple, alike.values())), held, some)
+
+    def _flat(self, start: Holdings, layout: TensorLayout) -> Holdings:
+        rule, mesh = start.rule or "", self._mesh(layout)
+        if rule not in self._flats:
+            self._flats[rule] = flat_mesh_parts(layout, mesh, self.shapes, sizes=self.layouts.sizes)
+        start = replace(start, layout=layout, mesh=mesh, text=str(layout))
+        return apply_parts(start, self._flats[rule][start.name], layout.tree.sums)
+
+    def _companion(self, start: Holdings) -> Holdings:
+        companion = self.layouts.companions[start.rule or ""]
+        layout = base_layout(companion, self.layouts)
+        bases = self._bases(start, companion)
+        base = base_of_shape(companion, self.layouts, start.name, start.shape, bases)
+        mesh = self._mesh(layout)
+        parts = companion_mesh_parts(companion, layout, mesh, base, sizes=self.layouts.sizes)
+        found = apply_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
+        return found if self.layouts.name_of(start.rule or "") is None else self._apply_name(found, layout)
+
+    def _bases(self, of: Holdings, companion: Companion) -> Mapping[str, tuple[int, ...]]:
+        """Return the tensors that a companion may follow from: those of a fitting shape."""
+        if companion.of is None:
+            return {}
+        if self.layouts.name_of(of.rule or "") is not None:
+            return self.shapes  # the name decides
+        # Once for each companion: looking through all tensors for each scale would be quadratic.
+        if companion not in self._fitting:
+            fitting = self._fitting.setdefault(companion, {})
+            for name, shape in self.shapes.items():
+                with suppress(LayoutError):
+                    fitting.setdefault(companion_shape(companion, shape), {})[name] = shape
+        return self._fitting[companion].get(of.shape, {})
+
+
+def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return name -> global shape, and rule -> reason for the rules without known shapes.
+
+    A pattern stands for a tensor of its own name; a name with dims for all its tensors, a flat buffer for its members.
+
+    Args:
+        layouts: the layouts.
+        is_strict: whether a layout whose sizes are known, and which no shape fits, is an error; else it is a reason.
+
+    Raises:
+        LayoutError: such a layout, such as 80 layers that a mesh axis of 7 ranks cannot cut.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    unknown: dict[str, str] = {}
+    for rule, layout in layouts.items():
+        assert layout is not None
+        try:
+            shapes.update(_shapes_of(rule, layout, layouts))
+        # `global_size` looks names up; the key is the missing size.
+        except KeyError as error:
+            unknown[rule] = f"the size {error.args[0]!r} is not known"
+        except LayoutError as error:
+            if is_strict:
+                raise _name_rule(error, rule) from error
+            unknown[rule] = error.message
+    for rule, companion in layouts.companions.items():
+        try:
+            for name in _companion_names(rule, companion, layouts):
+                shapes[name] = companion_shape(companion, _base_shape(name, companion, layouts, shapes))
+        except KeyError as error:
+            unknown[rule] = f"the size {error.args[0]!r} is not known"
+        except LayoutError as error:
+            if is_strict:
+                raise _name_rule(error, rule) from error
+            unknown[rule] = error.message
+    return shapes, unknown
+
+
+def _name_rule(error: LayoutError, rule: str) -> LayoutError:
+    return LayoutError(
+        f"the rule {rule!r} fits no tensor: {error.message}",
+        tensor=rule,
+        got=error.got,
+        want=error.want,
+        next_step=error.next_step or "correct the sizes or the cuts of the rule, or the mesh",
+    )
+
+
+def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[str, tuple[int, ...]]:
+    mesh, flat, name = layout.device_mesh or layouts.device_mesh, flat_of(layout), layouts.name_of(rule)
+    if flat is not None:
+        return {
+            member.name: _shape_of(LayoutTree(member.dims), layouts, mesh, layout.view_mesh) for member in flat.members
+        }
+    shape = _shape_of(layout.tree, layouts, mesh, layout.view_mesh)
+    if name is None or mesh is None:
+        return {rule: shape}
+    return dict.fromkeys(_names(name, layout, mesh, layouts), shape)
+
+
+def _companion_names(rule: str, companion: Companion, layouts: LayoutMap) -> list[str]:
+    name, layout = layouts.name_of(rule), base_layout(companion, layouts)
+    mesh = layout.device_mesh or layouts.device_mesh
+    return [rule] if name is None or mesh is None else _names(name, layout, mesh, layouts)
+
+
+def _base_shape(
+    name: str, companion: Companion, layouts: LayoutMap, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    if companion.base is not None:
+        return _shape_of(companion.base, layouts, layouts.device_mesh)
+    found = base_shapes(companion, layouts, name, shapes)
+    if len(found) != 1:
+        raise KeyError(companion.of)
+    return found.pop()
+
+
+def _names(name: TensorName, layout: TensorLayout, mesh: DeviceMesh, layouts: LayoutMap) -> list[str]:
+    for rank in mesh.ranks:
+        table = name_table(name, layout, mesh, mesh.coordinate(rank), sizes=layouts.sizes)
+        # Every rank's table has the global sizes, so the first one suffices.
+        if table is not None:
+            return [name.with_indices(*indices) for indices in product(*map(range, table.global_sizes))]
+    return []
+
+
+def _shape_of(
+    tree: LayoutTree, layouts: LayoutMap, mesh: DeviceMesh | None, view: DeviceMesh | None = None
+) -> tuple[int, ...]:
+    bound = collect_known_names(tree, {} if mesh is None else axis_lengths(mesh, view), layouts.sizes)
+    return tuple(global_size(dim, bound) for dim in tree.dims)

@@ -1,0 +1,357 @@
+"""Write a plan's files into a stage by all ranks of a team; the first keeps finished files, and finishes the rest.
+
+Order of events, on every rank: rank 0 keeps files that an interrupted run finished (with a live model, only those that
+all ranks together find unchanged). On a disk, it creates the other files at their full size and broadcasts its stage;
+in a store, it begins their uploads and broadcasts the ids. Then all make them in rounds. In a store a rank's share is
+whole parts of an upload: it sends their numbers, etags and checksums to rank 0. Rank 0 alone owns the journal, which
+lists a file only after every source of it is checked, and commits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+from xrank.engine import windows
+from xrank.engine.buffers import FileTarget
+from xrank.engine.checksums import digest_text
+from xrank.engine.executor import Outcome
+from xrank.engine.planner import Plan
+from xrank.engine.rounds import Finish, LocalOutputs, NoOutputs, Outputs, Work, finish_nothing, make_in_rounds
+from xrank.engine.windows import FilePart, FinishedFile, JoinedFile
+from xrank.errors import AGAIN, UsageError, XrankError, option
+from xrank.ranks.directory_messages import STALE_SECONDS
+from xrank.ranks.team import Team
+from xrank.storage.bucket_stage import BucketPlace, BucketStage, Upload
+from xrank.storage.commit import Stage
+from xrank.storage.disk import explain_errors, is_in_memory
+from xrank.storage.folder_stage import FolderStage, SharedParts
+from xrank.storage.output_place import OutputPlace
+from xrank.storage.uploads import Part, PartPool, PartsTarget, UploadedFile, open_uploads
+from xrank.storage.url import is_url
+from xrank.system import write_at
+
+Seen = TypeVar("Seen")
+
+_logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.05
+_ELSEWHERE_SECONDS = 5.0
+"""Seconds to look for the stage in a folder that differs from rank 0's."""
+
+
+def read_together(team: Team, work: Work, files: Sequence[int]) -> dict[int, FinishedFile]:
+    """Return, on rank 0 and with the help of all others, files as a run would write them now; write nothing."""
+    team.broadcast("files to read", json.dumps([*files]))
+    return _read(team, work, files).files
+
+
+def _read(team: Team, work: Work, files: Sequence[int]) -> Outcome:
+    return make_together(team, work, files, NoOutputs(), what="what was kept")
+
+
+def write_together(
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+) -> Outcome:
+    """Write, as rank 0, the unfinished files of a plan with the help of all other ranks.
+
+    Args:
+        team: the ranks.
+        work: the work of this rank.
+        stage: the stage to write into.
+        unfinished: indices of the files to write.
+        progress: called with the bytes of these files that are written so far.
+
+    Raises:
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the files could not be written.
+        RankFailedError: a rank failed; finished files are kept.
+    """
+    if not isinstance(stage, FolderStage):
+        return upload_together(team, work, stage, unfinished, progress)
+    files = work.plan.files
+    # Before the broadcast: the other ranks open these files and never make them.
+    for index in unfinished:
+        output = files[index].output
+        os.close(stage.create_part(output.name, output.nbytes))
+    told = {"name": os.path.basename(stage.path), "files": [*unfinished], "above": _list_parents(stage.path)}
+    team.broadcast("stage", json.dumps(told))
+    parts = SharedParts(stage.path)
+
+    def finish(file: JoinedFile, index: int) -> FinishedFile:
+        output = files[index].output
+        path = os.path.join(stage.path, f"{output.name}.part")
+        finished, ending = file.finish()
+        fd = _await_sight(lambda: parts.open(output.name, output.nbytes), lambda: False, path, 0)
+        try:
+            with explain_errors(path):
+                for offset, data in ending:
+                    write_at(fd, data, offset)
+        except BaseException:
+            os.close(fd)
+            raise
+        stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
+        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
+        return finished
+
+    outputs = _Parts(team, work.plan, parts)
+    return make_together(team, work, unfinished, outputs, what="the files", finish=finish, progress=progress)
+
+
+def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> None:
+    """Run the part of any other rank in `write_together`, and in `read_together` where the source is a live model.
+
+    Raises:
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the files could not be written.
+        UsageError: this rank and rank 0 do not both see the file system of the output.
+        RankFailedError: another rank failed.
+    """
+    if work.holder is not None:
+        _read(team, work, json.loads(team.broadcast("files to read")))
+    if is_url(out):
+        help_to_upload(team, work, out)
+        return
+    told = json.loads(team.broadcast("stage"))
+    parts = SharedParts(os.path.join(OutputPlace.from_path(out).parent, told["name"]))
+    if told["files"]:  # otherwise rank 0 does not wait, and the stage may be the output already
+        # A folder that certainly differs does not appear later: do not wait for a network file system's client.
+        seconds = _ELSEWHERE_SECONDS if _is_elsewhere(parts.path, told["above"]) else STALE_SECONDS
+        _await_sight(
+            lambda: parts.has_plan(plan_digest) or None, team.make_failure_check(), parts.path, team.rank, seconds
+        )
+    make_together(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
+
+
+def make_together(
+    team: Team,
+    work: Work,
+    files: Sequence[int],
+    outputs: Outputs,
+    *,
+    what: str,
+    finish: Finish = finish_nothing,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Outcome:
+    """Make files together, as `make_in_rounds`; make the transformed ones last."""
+    copied, last = work.split_files(files)
+    outcome = make_in_rounds(team, work, copied, outputs, what=what, finish=finish, progress=progress)
+    if last:
+        from xrank.engine.transformed_files import make_transformed  # copied files do not need this module
+
+        outcome.files |= make_transformed(team, work, last, outputs, what=what, finish=finish).files
+    return outcome
+
+
+class _Parts(LocalOutputs):
+    """The files of a stage, into which one rank writes its shares."""
+
+    def __init__(self, team: Team, plan: Plan, parts: SharedParts) -> None:
+        self.target = FileTarget({})
+        self._plan, self._parts, self._rank = plan, parts, team.rank
+        self._failures = team.make_failure_check()  # also for threads that are not in a gather
+
+    def begin(self, index: int) -> None:
+        """Open a file, which may become visible here a little after rank 0 created it."""
+        output = self._plan.files[index].output
+        path = os.path.join(self._parts.path, f"{output.name}.part")
+        fd = _await_sight(lambda: self._parts.open(output.name, output.nbytes), self._failures, path, self._rank)
+        self.target.in_memory = is_in_memory(fd)
+        self.target.descriptors[index] = fd
+
+    def finish_share(self, part: FilePart) -> None:
+        """Flush a file to the disk, and close it."""
+        fd = self.target.descriptors.pop(part.index)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)  # NFS: ranks that open the file from now on see this data
+
+    def explain_errors(self) -> AbstractContextManager[None]:
+        """Explain the file system's errors in the body."""
+        return explain_errors(self._parts.path)
+
+    def close(self) -> None:
+        """Close all files."""
+        for fd in self.target.descriptors.values():
+            os.close(fd)
+        self.target.descriptors.clear()
+
+
+def _list_parents(path: str) -> list[tuple[str, int]]:
+    """Return the existing folders above a path, the nearest first, and the inode of each."""
+    found = []
+    while (folder := os.path.dirname(path)) != path:
+        with suppress(OSError):
+            found.append((folder, os.stat(folder).st_ino))
+        path = folder
+    return found
+
+
+def _is_elsewhere(path: str, above: Sequence[Sequence[object]]) -> bool:
+    """Return whether the nearest existing folder above a path here is not among rank 0's."""
+    here = _list_parents(path)
+    return bool(here) and here[0] not in {(folder, inode) for folder, inode in above}
+
+
+def _await_sight(
+    look: Callable[[], Seen | None],
+    failures: Callable[[], bool],
+    path: str,
+    rank: int,
+    seconds: float = STALE_SECONDS,
+) -> Seen:
+    """Return the result of `look`; a network file system may show it a little after rank 0 announced it.
+
+    Raises:
+        RankFailedError: from `failures`; a failed rank may be the reason that it is missing.
+        UsageError: it does not become visible.
+    """
+    end = monotonic() + seconds
+    while (found := look()) is None:
+        failures()
+        if monotonic() > end:
+            raise UsageError(
+                f"rank {rank} does not see {path}, which rank 0 made",
+                rank=rank,
+                file=path,
+                got="nothing there",
+                want=f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place",
+                next_step=f"choose an {option('out')} on a file system that all ranks share, then {AGAIN}",
+            )
+        sleep(_PAUSE_SECONDS)
+    return found
+
+
+def upload_together(
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+) -> Outcome:
+    """Upload, as rank 0, the unfinished files of a plan with the help of all other ranks.
+
+    Arguments and errors as `xrank.engine.shared_writing.write_together`.
+    """
+    assert isinstance(stage, BucketStage), "a stage is on a disk or in a store"
+    files = work.plan.files
+    outputs = [files[index].output for index in unfinished]
+    begun = stage.begin_uploads({output.name: output.nbytes for output in outputs})
+    uploads = {index: begun[output.name] for index, output in zip(unfinished, outputs, strict=True)}
+    told = {index: (one.upload_id, one.part_nbytes, one.name, resumed) for index, (one, resumed) in uploads.items()}
+    team.broadcast("uploads", json.dumps(told))
+    shares = _SharedUploads(team, work.plan, BucketPlace.from_url(stage.path), uploads)
+
+    def finish(file: JoinedFile, index: int) -> FinishedFile:
+        finished, _ = file.finish()
+        name, nbytes = files[index].output.name, files[index].output.nbytes
+        stage.finish_parts(
+            name, nbytes, shares.take_parts(index), digest_text(finished.digest), finished.tensor_digests
+        )
+        _logger.info("finished %s, %s bytes", name, f"{nbytes:,}")
+        return finished
+
+    outcome = make_together(team, work, unfinished, shares, what="the files", finish=finish, progress=progress)
+    stage.kept_nbytes += shares.kept_nbytes
+    return outcome
+
+
+def help_to_upload(team: Team, work: Work, out: str) -> None:
+    """Run the part of any other rank in `upload_together`; errors as there."""
+    told = json.loads(team.broadcast("uploads"))
+    uploads = {int(index): (Upload(*upload), resumed) for index, (*upload, resumed) in told.items()}
+    shares = _SharedUploads(team, work.plan, BucketPlace.from_url(out), uploads)
+    make_together(team, work, [*uploads], shares, what="the files")
+
+
+class _SharedUploads(PartsTarget):
+    """The parts of uploads that one rank sends; see `xrank.engine.rounds.Outputs`."""
+
+    writes_anywhere = False
+
+    def __init__(self, team: Team, plan: Plan, place: BucketPlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
+        super().__init__()
+        self.target = self
+        self.uploads = open_uploads(place.store, place.url)
+        self.kept_nbytes = 0
+        """On the first rank: bytes of parts that an interrupted run had sent."""
+        self._rank, self._plan, self._place, self._begun = team.rank, plan, place, uploads
+        self._sent: dict[int, list[list[Any]]] = {}
+        self._kept_nbytes = 0
+        self._parts: dict[int, list[Part]] = {}
+        self._lock = threading.Lock()
+
+    def unit_nbytes(self, index: int) -> int:
+        """Return the bytes of a part; of a file whose ending depends on all of it, those of the file."""
+        output = self._plan.files[index].output
+        if output.ending is not None:
+            return -(-output.nbytes // windows.WINDOW_NBYTES) * windows.WINDOW_NBYTES
+        return self._begun[index][0].part_nbytes
+
+    def begin(self, index: int) -> None:
+        """Look up the parts that an interrupted run has sent."""
+        output, (upload, resumed) = self._plan.files[index].output, self._begun[index]
+        key = self._place.file_key(upload.name)
+        known = self.uploads.list_parts(key, upload.upload_id) if resumed else None
+        if self._pool is None:
+            self._pool = PartPool()
+        self._files[index] = UploadedFile(
+            self.uploads,
+            self._pool,
+            key,
+            upload.upload_id,
+            output.nbytes,
+            upload.part_nbytes,
+            known or {},
+            output.late_places,
+        )
+
+    def finish_share(self, part: FilePart) -> None:
+        """Wait for this rank's parts of a file."""
+        file, output = self._files.pop(part.index), self._plan.files[part.index].output
+        if output.ending is not None:  # this rank has made all of the file
+            joined = JoinedFile(output, part.index)
+            joined.join(part)
+            offset, data = joined.finish()[1][-1]
+            file.write_late(offset, memoryview(data))
+        parts = file.finish_parts()
+        with self._lock:
+            self._sent.setdefault(part.index, []).extend([p.number, p.nbytes, p.etag, p.crc32] for p in parts)
+            self._kept_nbytes += file.kept_nbytes
+
+    @contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Let errors of the store name this rank."""
+        try:
+            yield
+        except XrankError as error:
+            error.about(rank=self._rank)
+            raise
+
+    def take_receipt(self) -> str:
+        """Return the parts of this round as text."""
+        with self._lock:
+            sent, kept, self._sent, self._kept_nbytes = self._sent, self._kept_nbytes, {}, 0
+        return json.dumps({"kept": kept, "parts": sent}) if sent else ""
+
+    def accept(self, receipt: str) -> None:
+        """Keep, on the first rank, the parts that a rank has sent."""
+        if receipt:
+            content = json.loads(receipt)
+            self.kept_nbytes += content["kept"]
+            for index, parts in content["parts"].items():
+                self._parts.setdefault(int(index), []).extend(Part(*one) for one in parts)
+
+    def take_parts(self, index: int) -> list[Part]:
+        """Return the parts of a file that all ranks have sent, in order."""
+        return sorted(self._parts.pop(index, ()), key=lambda part: part.number)
+
+    def close(self) -> None:
+        """Wait for the parts that are on their way, and free the memory."""
+        self._files.clear()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

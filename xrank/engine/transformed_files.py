@@ -1,0 +1,277 @@
+"""Makes transformed files: each rank reads some tensors whole, one at a time, and writes their outputs.
+
+Order of events, on every rank: all assign the tensors of a round alike, by bytes, each to a rank that holds much of
+it; every rank makes its own and sends the first rank digests of its outputs; the first finishes the files. Where
+several hosts share the file system, no two of them write to one page: the rank sends the bytes of a page that other
+outputs share to the first rank with the digests, and the first rank writes them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xrank import dtypes
+from xrank.engine.checksums import TensorDigest
+from xrank.engine.division import ROUND_NBYTES, group_files
+from xrank.engine.executor import Outcome
+from xrank.engine.planner import Plan, TensorPlan
+from xrank.engine.replicas import prefer_own_copies
+from xrank.engine.rounds import Finish, Outputs, PartialResults, Work, accept_shares, describe_share, finish_nothing
+from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
+from xrank.engine.whole_tensors import WholeTensors
+from xrank.engine.windows import FilePart, JoinedFile
+from xrank.layout.nest_table import IntArray
+from xrank.layout.output_files import OutputTensor
+from xrank.ranks.tensor_bytes import local_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from xrank.ranks.team import Team
+
+_PAGE_NBYTES = 4096
+_CHUNK_NBYTES = 1 << 20
+
+
+def make_transformed(
+    team: Team,
+    work: Work,
+    files: Sequence[int],
+    outputs: Outputs,
+    *,
+    what: str,
+    finish: Finish = finish_nothing,
+) -> Outcome:
+    """Make transformed files together with all other ranks, which make the same call.
+
+    Args:
+        team: the ranks.
+        work: the work of this rank.
+        files: indices of the files to make, all of them transformed.
+        outputs: the destination of this rank's shares.
+        what: a short name of the files, for errors.
+        finish: finishes a file, on the first rank.
+
+    Returns:
+        On the first rank, the same outcome as from one process; an empty outcome elsewhere.
+
+    Raises:
+        UsageError: the transform's output differs from its declaration. Its own exceptions propagate.
+        XrankError: as `make_in_rounds`.
+    """
+    plan, transforms, holder = work.plan, work.transforms, work.holder
+    assert transforms is not None
+    size, position = team.size, team.position
+    sources = (
+        transforms.sources if holder is None or size == 1 else prefer_own_copies(transforms.sources, holder, position)
+    )
+    whole = WholeTensors(sources, work.source, work.budget)
+    shares_pages = not team.is_one_host and outputs.writes_anywhere
+    failures = team.make_failure_check()
+    outcome = Outcome()
+    rounds = list(group_files(plan, files, size * ROUND_NBYTES))
+    for number, group in enumerate(rounds):
+        tensors = transforms.find_by_files(group)
+        owners = dict.fromkeys(group, 0) if outputs.writes_anywhere else _owners(plan, group, size)
+        makers = (
+            _makers(transforms.sources, tensors, holder, size)
+            if outputs.writes_anywhere
+            else [owners[tensor.file] for tensor in tensors]
+        )
+        made = _RoundOutputs(outputs, shares_pages)
+        try:
+            for index in group:
+                if position == owners[index]:
+                    made.put(index, 0, memoryview(plan.files[index].output.header))
+            for tensor, maker in zip(tensors, makers, strict=True):
+                if maker == position:
+                    failures()
+                    _make(tensor, transforms, whole, made, failures)
+            parts = made.finish()
+        except BaseException:
+            outputs.close()
+            raise
+        found = _collect(team, f"{what} of transform, round {number + 1}", parts, made.odd, outputs)
+        if position == 0:
+            _finish(plan, group, found, outputs, finish, outcome)
+    if rounds and size > 1:  # one process checks its source after the last file
+        work.source.check_unchanged()  # all ranks have finished reading
+        team.meet(f"{what} of transform, all of it")
+    return outcome
+
+
+def _makers(sources: Plan, tensors: Sequence[TransformedTensor], holder: IntArray | None, num_ranks: int) -> list[int]:
+    """Return the position of the rank that makes each tensor: the largest first, each to the rank of least cost."""
+    loads = np.zeros(num_ranks, np.int64)
+    makers = [0] * len(tensors)
+    plans = [sources.files[tensor.number].tensors[0] for tensor in tensors]
+    for i in sorted(range(len(tensors)), key=lambda i: (-_source_nbytes(plans[i]), i)):
+        # A byte from another rank counts twice: it is read, and moved.
+        cost = 2 * _source_nbytes(plans[i]) - _count_held(plans[i], holder, num_ranks)
+        makers[i] = int((loads + cost).argmin())
+        loads[makers[i]] += cost[makers[i]]
+    return makers
+
+
+def _owners(plan: Plan, files: Sequence[int], num_ranks: int) -> dict[int, int]:
+    """Return by file the position of the rank that makes all of it: the largest first, each to the least loaded."""
+    loads = [0] * num_ranks
+    owners = {}
+    for index in sorted(files, key=lambda index: (-plan.files[index].output.nbytes, index)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += plan.files[index].output.nbytes
+    return owners
+
+
+def _source_nbytes(tensor: TensorPlan) -> int:
+    return tensor.output.nbytes
+
+
+def _count_held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> IntArray:
+    """Count the bytes of a tensor that each rank holds itself."""
+    held = np.zeros(num_ranks, np.int64)
+    width = dtypes.dtype(tensor.source_dtype).nbytes
+    for copies in (tensor.copies, tensor.replicas) if holder is not None else ():
+        assert holder is not None
+        np.add.at(held, holder[copies.record], copies.nests.sizes * width)
+    return np.minimum(held, tensor.output.nbytes)
+
+
+@dataclass(slots=True)
+class _RoundOutputs:
+    """The outputs that a rank has made of the files of a round."""
+
+    outputs: Outputs
+    shares_pages: bool
+    """Whether other hosts write to the same files."""
+    digests: dict[int, dict[int, TensorDigest]] = field(default_factory=dict)
+    """File -> its tensor -> digest; contains each file that was begun."""
+    odd: list[tuple[int, int, bytes]] = field(default_factory=list)
+    """(File, offset, bytes) of pages that other outputs share."""
+
+    def put(self, file: int, offset: int, data: memoryview) -> None:
+        """Write bytes of whole pages."""
+        with self.outputs.explain_errors():  # exceptions of the transform are not disk errors, so they stay outside
+            if file not in self.digests:
+                self.outputs.begin(file)
+                self.digests[file] = {}
+            self.outputs.target.write(file, offset, data)
+
+    def put_tensor(self, file: int, slot: int, output: OutputTensor, tensor: torch.Tensor, staging: memoryview) -> None:
+        """Write a tensor to its place, and record its digest."""
+        digest = TensorDigest(output.nbytes)
+        content = local_bytes(tensor)
+        first, last = output.offset, output.offset + output.nbytes
+        low, high = (-(-first // _PAGE_NBYTES), last // _PAGE_NBYTES) if self.shares_pages else (first, last)
+        if self.shares_pages:
+            low, high = low * _PAGE_NBYTES, high * _PAGE_NBYTES
+        start = first
+        while start < last:
+            stop = min(last, (start // _CHUNK_NBYTES + 1) * _CHUNK_NBYTES)
+            data = staging[: stop - start]
+            content.read_into(start - first, data)
+            digest.add(start - first, data)
+            own_start, own_stop = max(start, low), min(stop, high)
+            if own_start < own_stop:
+                self.put(file, own_start, data[own_start - start : own_stop - start])
+                self._keep(file, start, data[: own_start - start])
+                self._keep(file, own_stop, data[own_stop - start :])
+            else:
+                self._keep(file, start, data)
+            start = stop
+        # All of it went to the first rank, or it is empty; `finish` still expects a file that was begun.
+        if file not in self.digests:
+            self.put(file, output.offset, memoryview(b""))
+        self.digests[file][slot] = digest
+
+    def _keep(self, file: int, offset: int, data: memoryview) -> None:
+        if data:
+            self.odd.append((file, offset, bytes(data)))
+
+    def finish(self) -> tuple[FilePart, ...]:
+        """Flush all files, and return their parts."""
+        parts = tuple(
+            FilePart(file, tuple((slot, digest.part()) for slot, digest in sorted(digests.items())), ())
+            for file, digests in self.digests.items()
+        )
+        with self.outputs.explain_errors():
+            for part in parts:
+                self.outputs.finish_share(part)
+        return parts
+
+
+def _make(
+    tensor: TransformedTensor,
+    transforms: Transforms,
+    whole: WholeTensors,
+    made: _RoundOutputs,
+    failures: Callable[[], bool],
+) -> None:
+    """Read a tensor, transform it, and write the result."""
+    (source,) = whole.make([tensor.number], failures)
+    results = apply_transform(transforms.function, tensor.name, source, tensor.outputs)
+    # The outputs may not need it any more: its memory is free before they are written.
+    del source
+    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
+    for slot, output in zip(tensor.slots, tensor.outputs, strict=True):
+        made.put_tensor(tensor.file, slot, output, results.pop(0), staging)
+
+
+_Found = tuple[tuple[FilePart, ...], Sequence[tuple[int, int, bytes]]]
+
+
+def _collect(
+    team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple[int, int, bytes]], outputs: Outputs
+) -> list[_Found]:
+    """Return on the first rank the findings of all ranks, and nothing on the others."""
+    if team.size == 1:
+        return [(parts, odd)]
+    import torch
+
+    told: dict[str, Any] = {
+        "parts": PartialResults(parts, (), 0, {}).to_message(),
+        "odd": torch.tensor([(file, offset, len(data)) for file, offset, data in odd], dtype=torch.int64).view(-1, 3),
+        **describe_share(outputs),
+        "bytes": torch.frombuffer(bytearray(b"".join(data for _, _, data in odd)) or bytearray(1), dtype=torch.uint8),
+    }
+    with team.collect(key, told) as messages:
+        accept_shares(outputs, messages)
+        return [_read_message(message) for message in messages]
+
+
+def _read_message(message: dict[str, Any]) -> _Found:
+    data, odd, position = message["bytes"].numpy().tobytes(), [], 0
+    for file, offset, nbytes in message["odd"].tolist():
+        odd.append((file, offset, data[position : position + nbytes]))
+        position += nbytes
+    return PartialResults.from_message(message["parts"]).parts, odd
+
+
+def _finish(
+    plan: Plan, files: Sequence[int], found: Sequence[_Found], outputs: Outputs, finish: Finish, outcome: Outcome
+) -> None:
+    """Join the outputs of all ranks for some files, write the bytes that came to the first, and finish the files."""
+    joined = {index: JoinedFile(plan.files[index].output, index) for index in files}
+    rest: dict[int, list[tuple[int, bytes]]] = {}
+    for parts, odd in found:
+        for part in parts:
+            joined[part.index].join(part)
+        for file, offset, data in odd:
+            rest.setdefault(file, []).append((offset, data))
+    try:
+        with outputs.explain_errors():
+            for file, places in rest.items():
+                outputs.begin(file)  # opened again, to see the data that other hosts wrote meanwhile
+                for offset, data in places:
+                    outputs.target.write(file, offset, memoryview(data))
+                outputs.finish_share(FilePart(file, (), ()))
+    except BaseException:
+        outputs.close()
+        raise
+    for index, whole in joined.items():
+        outcome.files[index] = finish(whole, index)

@@ -1,0 +1,327 @@
+"""Transforms: a caller's function on whole tensors. Meta tensors reveal its outputs before any value moves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import xxhash
+
+from xrank import dtypes
+from xrank.engine.hf_folder import lay_out
+from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
+from xrank.errors import UsageError
+from xrank.layout.output_files import OutputFile, OutputTensor, Selection
+from xrank.layout.stored_model import StoredModel
+from xrank.ranks.memory import has_memory, kind_without_elements
+
+if TYPE_CHECKING:
+    import torch
+
+
+Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]"
+"""Function of a name and a whole tensor that returns tensors by name."""
+
+_NEXT_STEP = "let names, shapes and dtypes follow from those of the tensor alone; where values are looked at, as by "
+_NEXT_STEP += "item() or an if, leave that out if tensor.is_meta, "
+_NEXT_STEP += "and return a new tensor: {name: the same one} copies"
+
+
+def probe_outputs(
+    transform: Transform, name: str, dtype: str, shape: tuple[int, ...]
+) -> tuple[OutputTensor, ...] | None:
+    """Return the outputs of a transform for a tensor of that kind, learnt from a call with a meta tensor.
+
+    Returns:
+        None if it returns the tensor itself and nothing else; an empty tuple if it leaves the tensor out.
+    """
+    import torch
+
+    try:
+        # Inference mode does not count changes in place, so leave the caller's.
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = torch.empty(shape, dtype=getattr(torch, dtypes.dtype(dtype).torch_name), device="meta")
+            watch = _watch_changes(tensor)
+            with watch:
+                made = transform(name, tensor)
+    except Exception as error:
+        problem = f"transform does not describe its outputs for {name}: called with a tensor on the meta device, "
+        problem += "which has a shape and a dtype and no values, it raised"
+        got, want = f"{type(error).__name__}: {error}"[:300], "the outputs for a tensor with values, without values"
+        raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP) from error
+    outputs = tuple(
+        OutputTensor(*_kind(name, key, value)) for key, value in _check_outputs(name, made, is_probe=True).items()
+    )
+    # A tensor changed in place is not the one that the ranks hold.
+    if set(made) == {name} and made[name] is tensor and not watch.has_changed:
+        return None
+    return outputs
+
+
+def _watch_changes(watched: torch.Tensor) -> Any:
+    """Return a context that sees changes to a tensor, also those that torch does not count, as through ``.data``."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def find_place() -> tuple[Any, ...]:
+        storage = watched.untyped_storage()._cdata
+        return storage, watched.dtype, watched.shape, watched.stride(), watched.storage_offset(), watched._version
+
+    class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        # The operators that such an operator runs come here again, one by one.
+        supports_higher_order_operators = True
+        is_written = False
+        storage = watched.untyped_storage()  # a reference, so that no other storage gets its address
+        place = find_place()
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            """Let compiled code run compiled, as it does without a watch."""
+            return True
+
+        @property
+        def has_changed(self) -> bool:
+            """Whether the body wrote to the tensor's storage, or replaced its storage, dtype or shape."""
+            return self.is_written or find_place() != self.place
+
+        def __torch_dispatch__(
+            self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            given = kwargs or {}
+            schema = getattr(func, "_schema", None)
+            for position, argument in enumerate(schema.arguments if schema is not None else ()):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._note(args[position] if position < len(args) else given.get(argument.name))
+            return func(*args, **given)
+
+        def _note(self, written: Any) -> None:
+            for one in written if isinstance(written, list | tuple) else (written,):
+                if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+                    self.is_written |= one.untyped_storage()._cdata == self.storage._cdata
+
+    return ChangeWatch()  # type: ignore[no-untyped-call]
+
+
+def apply_transform(
+    transform: Transform, name: str, tensor: torch.Tensor, outputs: tuple[OutputTensor, ...]
+) -> list[torch.Tensor]:
+    """Return the tensors that a transform makes of a tensor, in the order of `outputs`, which the probe returned."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            made = transform(name, tensor)
+    except Exception as error:
+        error.add_note(f"in transform of {name}")
+        raise
+    told = {output.name: (output.name, output.dtype, output.shape) for output in outputs}
+    found = {key: _kind(name, key, value) for key, value in _check_outputs(name, made).items()}
+    for key in (*told, *found):
+        if told.get(key) != found.get(key):
+            problem = f"transform of {name} makes another {key} than it said"
+            got, want = _text(found.get(key)), f"{_text(told.get(key))}, as of a tensor on the meta device"
+            raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP)
+    return [made[output.name] for output in outputs]
+
+
+def _check_outputs(name: str, made: object, *, is_probe: bool = False) -> Mapping[str, torch.Tensor]:
+    if not isinstance(made, Mapping):
+        raise _output_error(name, f"returned {type(made).__name__}")
+    for key, value in made.items():
+        if not isinstance(key, str) or not key.isprintable() or ".." in re.split(r"[/\\]", key):
+            raise _output_error(name, f"returned a tensor under {key!r}, which is no name")
+        if key == "__metadata__":
+            raise _output_error(name, "returned __metadata__, a name that safetensors keeps for itself")
+        fault = _fault(value, is_probe=is_probe)
+        if fault is not None:
+            raise _output_error(name, f"returned {fault} under {key!r}")
+    return made
+
+
+def _fault(value: object, *, is_probe: bool) -> str | None:
+    """Describe a value that is not a dense tensor in memory; None if it is one. A probe also accepts meta tensors."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if is_probe and value.is_meta:
+        return None if value.layout is torch.strided and not value.is_nested else "a tensor that is not dense"
+    kind = kind_without_elements(value)
+    if kind is not None:
+        return f"a tensor that is {kind}"
+    if not has_memory(value):
+        return "a tensor whose storage was freed"
+    # DTensors, and others that hold their values in further tensors, only report the size of their storage.
+    return f"a {type(value).__name__} without memory" if value.numel() and not value.data_ptr() else None
+
+
+def _output_error(name: str, what: str) -> UsageError:
+    want = "a dict of names and dense tensors: {name: tensor} to copy it, {} to leave it out"
+    problem, step = f"transform of {name} {what}", "correct the transform"
+    return UsageError(problem, tensor=name, got=what, want=want, next_step=step)
+
+
+def _kind(name: str, key: str, value: torch.Tensor) -> tuple[str, str, tuple[int, ...]]:
+    torch_name = str(value.dtype).removeprefix("torch.")
+    try:
+        return key, dtypes.by_torch_name(torch_name).name, tuple(value.shape)
+    except UsageError:
+        raise _output_error(name, f"returned {key} of torch.{torch_name}, which no safetensors file holds") from None
+
+
+def _text(kind: tuple[str, str, tuple[int, ...]] | None) -> str:
+    return "none" if kind is None else f"{kind[0]}, {kind[1]} {list(kind[2])}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformedTensor:
+    """A tensor that the transform changes."""
+
+    number: int
+    """Index of its file in `Transforms.sources`."""
+    name: str
+    file: int
+    """Index of the plan's file that contains all outputs."""
+    outputs: tuple[OutputTensor, ...]
+    """The outputs as placed in the file, in the order that the transform returned them."""
+    slots: tuple[int, ...]
+    """Index of each output among the file's tensors."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transforms:
+    """All tensors that a caller's function transforms."""
+
+    function: Transform
+    sources: Plan
+    """Plan with one file per transformed tensor, without a header: the whole tensor as the ranks hold it."""
+    tensors: tuple[TransformedTensor, ...]
+    """The transformed tensors, ordered by number."""
+    order: tuple[str, ...]
+    """Names, as the ranks have them, of all tensors that are copied or transformed, in the model's order."""
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """Output name -> name of the tensor that the transform made it from."""
+        return {output.name: tensor.name for tensor in self.tensors for output in tensor.outputs}
+
+    def find_by_files(self, files: Sequence[int]) -> list[TransformedTensor]:
+        """Return the tensors whose outputs lie in these files of the plan."""
+        wanted = set(files)
+        return [tensor for tensor in self.tensors if tensor.file in wanted]
+
+    def describe_kinds(self, names: Iterable[str]) -> list[str]:
+        """Return a short code for each name: "" if copied, "-" if left out, else a digest of its outputs."""
+        kinds = {tensor.name: [(o.name, o.dtype, o.shape) for o in tensor.outputs] for tensor in self.tensors}
+        found = {name: xxhash.xxh3_64_hexdigest(repr(made).encode()) for name, made in kinds.items()}
+        ordered = set(self.order)
+        return [found.get(name, "" if name in ordered else "-") for name in names]
+
+    @property
+    def files(self) -> set[int]:
+        """Indices of the plan's files that contain transformed tensors only."""
+        return {tensor.file for tensor in self.tensors}
+
+
+def plan_transformed(
+    stored: StoredModel, selection: Selection, function: Transform, max_shard_nbytes: int, stem: str
+) -> tuple[Plan, Selection, Transforms]:
+    """Return the plan of all files, the selection after the transform, and the transforms."""
+    shards = {shard.name: shard for shard in stored.shards}
+    told: dict[str, tuple[OutputTensor, ...]] = {}
+    for output in selection.outputs:
+        shard = shards[output.name]
+        made = probe_outputs(function, shard.name, shard.dtype, shard.shape)
+        if made is not None:
+            told[output.name] = made
+    _check_names(selection, told)
+    copied = [output for output in selection.outputs if output.name not in told]
+    apart = {name: made for name, made in told.items() if made}
+    files = lay_out(copied, max_shard_nbytes, list(apart.values()), stem=stem)
+    names = {output.name for output in copied}
+    # `lay_out` puts the files of the groups behind those of the copied tensors.
+    num_plain = sum(file.tensors[0].name in names for file in files)
+    plan = make_plan(stored, files[:num_plain], tied=selection.tied)
+    wholes = [OutputTensor(name, shards[name].dtype, shards[name].shape) for name in apart]
+    sources = make_plan(stored, list(map(OutputFile.bare, wholes)), tied=selection.tied)
+    tensors = tuple(_place_outputs(apart, files, num_plain))
+    made_of = {output.name: tensor for tensor in tensors for output in tensor.outputs}
+    more = [_file_plan(file, made_of, sources) for file in files[num_plain:]]
+    order = tuple(output.name for output in selection.outputs if told.get(output.name) != ())
+    transforms = Transforms(function, sources, tensors, order)
+    return replace(plan, files=(*plan.files, *more)), _selection_after(selection, copied, told), transforms
+
+
+def plan_held_tensors(plan: Plan, transforms: Transforms | None) -> Plan:
+    """Return a plan of all tensors as the ranks hold them, for the comparison of their copies."""
+    if transforms is None:
+        return plan
+    copied = (file for index, file in enumerate(plan.files) if index not in transforms.files)
+    return replace(plan, files=(*copied, *transforms.sources.files))
+
+
+def _place_outputs(
+    apart: Mapping[str, tuple[OutputTensor, ...]], files: Sequence[OutputFile], first: int
+) -> Iterator[TransformedTensor]:
+    """Yield each transformed tensor with the places of its outputs, which lie in the files from number `first` on."""
+    places = {
+        tensor.name: (index, slot, tensor)
+        for index, file in enumerate(files[first:], start=first)
+        for slot, tensor in enumerate(file.tensors)
+    }
+    for number, (name, made) in enumerate(apart.items()):
+        found = [places[output.name] for output in made]
+        yield TransformedTensor(number, name, found[0][0], tuple(f[2] for f in found), tuple(f[1] for f in found))
+
+
+def _file_plan(file: OutputFile, made_of: Mapping[str, TransformedTensor], sources: Plan) -> FilePlan:
+    """Return the plan of a file for the manifest: each output refers to the pieces of its source tensor."""
+    tensors = []
+    for output in file.tensors:
+        tensor = made_of[output.name]
+        source = sources.files[tensor.number].tensors[0]
+        # The comparison of replicas counts once, however many outputs a source tensor has.
+        is_first = output.name == tensor.outputs[0].name
+        replicas = source.replicas if is_first else _make_empty(source.replicas)
+        tensors.append(TensorPlan(output, source.source_dtype, source.copies, replicas, source.tied))
+    return FilePlan(file, tuple(tensors))
+
+
+def _make_empty(copies: Copies) -> Copies:
+    none = np.empty(0, np.int64)
+    return Copies(none, none, copies.nests.take(none))
+
+
+def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ...]]) -> None:
+    """Refuse a name that two tensors would share."""
+    owners: dict[str, str] = {output.name: "" for output in selection.outputs if output.name not in told}
+    owners |= {name: f"{target}, which it is tied to" for target, names in selection.tied.items() for name in names}
+    for source, outputs in told.items():
+        for output in outputs:
+            if output.name in owners:
+                other = owners[output.name] or "a tensor that is copied"
+                other = owners[output.name] or "a tensor that is copied"
+                problem = f"{output.name}: two tensors would have this name"
+                got = f"the output of transform for {source}, and {other}"
+                step = "let transform give other names"
+                raise UsageError(problem, tensor=output.name, got=got, want="one", next_step=step)
+            owners[output.name] = f"its output for {source}"
+
+
+def _selection_after(
+    selection: Selection, copied: Sequence[OutputTensor], told: Mapping[str, tuple[OutputTensor, ...]]
+) -> Selection:
+    outputs = (*copied, *(output for made in told.values() for output in made))
+    names = {output.name for output in outputs}
+    tied = {target: others for target, others in selection.tied.items() if target in names}
+    lost = [name for target, others in selection.tied.items() if target not in tied for name in others]
+    return replace(
+        selection,
+        outputs=outputs,
+        tied=tied,
+        excluded=(*selection.excluded, *(name for name, made in told.items() if not made), *lost),
+        cast={name: text for name, text in selection.cast.items() if name not in told},
+    )

@@ -1,0 +1,355 @@
+"""Windows: the aligned pieces of output files that the executor fills one at a time, and the results of whole files.
+
+A window is 1 MiB of the output *file*, whatever tensors it crosses: file systems are fastest with aligned writes (ext4
+allocates one folio), and a window stays in cache while it is filled, digested and written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from isal import isal_zlib
+
+from xrank import dtypes
+from xrank.engine.checksums import DigestPart, JoinedCrc32, TensorDigest, digest_of_file
+from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
+from xrank.layout.nests import Nest, restrict, size, swap
+from xrank.layout.output_files import OutputFile, PlacedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedFile:
+    """An output file whose every byte is written and whose sources are checked."""
+
+    index: int
+    digest: bytes
+    tensor_digests: tuple[bytes, ...]
+    """In the file's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """The digests and CRCs of an output file's windows that one execution has written."""
+
+    index: int
+    digests: tuple[tuple[int, DigestPart], ...]
+    """(Tensor of the file, part of its digest); tensors of which nothing was written are left out."""
+    crcs: tuple[tuple[int, int, int, int], ...]
+    """(Tensor of the file, start, end, CRC-32 of these bytes), if the file's ending needs them."""
+
+
+def make_finished_file(
+    output: OutputFile, index: int, digests: Sequence[bytes], ending: Sequence[PlacedBytes]
+) -> FinishedFile:
+    """Return the result for a file with these digests of its tensors and this ending."""
+    around = b"".join((output.header, *(data for _, data in (*output.fragments, *ending))))
+    return FinishedFile(index, digest_of_file(around, digests), tuple(digests))
+
+
+class JoinedFile:
+    """Collects the parts of one file, each byte of which is in one of them."""
+
+    def __init__(self, output: OutputFile, index: int) -> None:
+        self._output, self._index = output, index
+        self._digests = [TensorDigest(tensor.nbytes) for tensor in output.tensors]
+        self._crcs = [JoinedCrc32(tensor.nbytes) for tensor in output.tensors] if output.ending else []
+
+    def join(self, part: FilePart) -> None:
+        """Add a part."""
+        for tensor, digest in part.digests:
+            self._digests[tensor].join(digest)
+        for tensor, start, end, crc in part.crcs:
+            self._crcs[tensor].add(start, end, crc)
+
+    def finish(self) -> tuple[FinishedFile, Sequence[PlacedBytes]]:
+        """Return the file's result and the ending that is still to be written; all parts must have been added."""
+        ending: Sequence[PlacedBytes] = ()
+        if self._output.ending is not None:
+            values = [crc.value for crc in self._crcs]
+            assert None not in values, "bytes of a tensor were never read for its CRC"
+            ending = self._output.ending([value for value in values if value is not None])
+        digests = [digest.digest() for digest in self._digests]
+        return make_finished_file(self._output, self._index, digests, ending), ending
+
+
+WINDOW_NBYTES = 1 << 20
+
+_PREPARED_TENSORS = 32
+_STRAIGHT_NBYTES = 64 << 10
+"""Fewest bytes of a copy that is worth a request of its own."""
+
+
+class Portion(NamedTuple):
+    """The part of one tensor that lies in a run of windows."""
+
+    tensor: int
+    """Index in the file's tensors."""
+    low: int
+    high: int
+    """Elements [low, high) of the tensor."""
+    start: int
+    stop: int
+    """Bytes [start, stop) of the run."""
+
+
+class Read(NamedTuple):
+    """Bytes of a record that a run of windows needs."""
+
+    record: int
+    start: int
+    """First byte of the record."""
+    nbytes: int
+    place: int | None
+    """Byte of the run that they begin at; None where the copy that they belong to is not one stretch of bytes."""
+
+
+class PreparedCopies:
+    """Copies of one tensor, ready to be cut to windows; nests are swapped to target addresses on first use."""
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self._starts = copies.nests.y
+        self._ends = copies.nests.y_ends
+        self._nests: list[Nest | None] = [None] * len(copies)
+        self._records: list[int] = copies.record.tolist()
+
+    def nest(self, row: int) -> Nest:
+        """Return a copy's nest; x = target, y = source."""
+        nest = self._nests[row]
+        # Two threads may both make it; the results are equal, so no lock is needed.
+        if nest is None:
+            nest = self._nests[row] = swap(self.copies.nests[row])
+        return nest
+
+    def cut(self, low: int, high: int) -> Iterator[tuple[int, int, Nest]]:
+        """Yield (row, record, nest) of all copies of elements [low, high); x = source, y = target - low."""
+        for row in np.flatnonzero((self._starts < high) & (self._ends > low)).tolist():
+            for part in restrict(self.nest(row), low, high):
+                loops = tuple((n, ys, xs) for n, xs, ys in part.loops)
+                yield row, self._records[row], Nest(part.y, part.x - low, loops)
+
+
+class PreparedTensor:
+    """One tensor's copies and replicas, ready for windows."""
+
+    def __init__(self, plan: TensorPlan) -> None:
+        self.plan = plan
+        self.copies = PreparedCopies(plan.copies)
+        self.replicas = PreparedCopies(plan.replicas)
+        self.is_read_early = plan.update is None and not plan.output.is_padded
+        """Whether bytes that go to their place unchanged may be read before it is cleared."""
+
+    def find_place(self, row: int, record: int, nest: Nest) -> int | None:
+        """Return the first byte that elements of a copy have in the tensor; None unless all of the copy is one stretch.
+
+        Elements of other copies share blocks with their neighbours, also where these lie side by side.
+        """
+        whole = self.copies.nest(row)
+        width = dtypes.dtype(self.plan.source_dtype).nbytes
+        is_one = self.is_read_early and self.goes_straight(record, whole)
+        return nest.y * width if is_one and size(whole) * width >= _STRAIGHT_NBYTES else None
+
+    def goes_straight(self, record: int, nest: Nest) -> bool:
+        """Return whether a copy's elements go to their places unchanged and side by side."""
+        if self.plan.source_dtype != self.plan.output.dtype or record in self.plan.changed:
+            return False
+        return not nest.loops or (len(nest.loops) == 1 and nest.loops[0][1:] == (1, 1))
+
+
+def share_all(plan: Plan) -> dict[int, tuple[range]]:
+    """Return shares of all windows of all files, for ranks that make parts of tensors.
+
+    No rank then reads the rest of a record only to check a checksum that others share.
+    """
+    return {i: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for i, file in enumerate(plan.files)}
+
+
+class FileWindows:
+    """The windows of one output file, its tensors' digests, and how many windows are still to be written.
+
+    Args:
+        plan: plan of the file.
+        index: number of the file in the whole plan.
+        share: ranges of the windows that are made here, rising; all if None.
+    """
+
+    def __init__(self, plan: FilePlan, index: int, share: Sequence[range] | None = None) -> None:
+        self.plan = plan
+        self.index = index
+        self.count = -(-plan.output.nbytes // WINDOW_NBYTES)
+        self.is_whole = share is None
+        self.share = (range(self.count),) if share is None else tuple(share)
+        self.remaining = sum(map(len, self.share))
+        self.digests = [TensorDigest(tensor.output.nbytes) for tensor in plan.tensors]
+        self._crcs = [JoinedCrc32(tensor.output.nbytes) for tensor in plan.tensors] if plan.output.ending else []
+        self._lock = threading.Lock()
+        self._offsets = [tensor.output.offset for tensor in plan.tensors]
+        self._fragment_offsets = [offset for offset, _ in plan.output.fragments]
+        self._prepared: dict[int, PreparedTensor] = {}
+
+    def runs(self, stretch: int, unit: int) -> Iterator[range]:
+        """Yield the windows in order, in runs.
+
+        Args:
+            stretch: most windows of a run.
+            unit: no run goes beyond a multiple of it.
+        """
+        for share in self.share:
+            low = share.start
+            while low < share.stop:
+                high = min(low + stretch, share.stop, (low // unit + 1) * unit)
+                yield range(low, high)
+                low = high
+
+    def span(self, windows: range) -> tuple[int, int]:
+        """Return the first byte of a run of windows, and the one after its last."""
+        return windows.start * WINDOW_NBYTES, min(windows.stop * WINDOW_NBYTES, self.plan.output.nbytes)
+
+    def portions(self, windows: range) -> Iterator[Portion]:
+        """Yield the parts of tensors in a run of windows, in the file's order."""
+        first, last = self.span(windows)
+        # The tensor before the first one that begins here may reach into the run.
+        for index in range(max(0, bisect_left(self._offsets, first) - 1), len(self._offsets)):
+            output = self.plan.tensors[index].output
+            if output.offset >= last:
+                break
+            start, stop = max(first, output.offset), min(last, output.offset + output.nbytes)
+            if start < stop:
+                width = dtypes.dtype(output.dtype).nbytes
+                low, high = (start - output.offset) // width, (stop - output.offset) // width
+                yield Portion(index, low, high, start - first, stop - first)
+
+    def fragments(self, windows: range) -> Iterator[tuple[int, bytes]]:
+        """Yield (first byte in the run, bytes) of the fragments between tensors."""
+        first, last = self.span(windows)
+        for index in range(max(0, bisect_left(self._fragment_offsets, first) - 1), len(self._fragment_offsets)):
+            offset, data = self.plan.output.fragments[index]
+            if offset >= last:
+                break
+            start, stop = max(first, offset), min(last, offset + len(data))
+            if start < stop:
+                yield start - first, data[start - offset : stop - offset]
+
+    def add(self, tensor: int, start: int, data: memoryview) -> PlacedBytes | None:
+        """Add the tensor's finished bytes from `start` on to its digest, and to its CRC if the file needs it.
+
+        Returns:
+            The bytes that depend on this tensor's CRC alone, once it is complete.
+        """
+        self.digests[tensor].add(start, data)
+        if self._crcs:
+            # Outside the lock: the bytes take the time, joining does not.
+            crc = isal_zlib.crc32(data)
+            with self._lock:
+                self._crcs[tensor].add(start, start + len(data), crc)
+                whole = self._crcs[tensor].value
+            # Each byte is added once, so only the call that adds the last ones sees a value.
+            if whole is not None and self.plan.output.trailer is not None:
+                return self.plan.output.trailer(tensor, whole)
+        return None
+
+    def ending(self) -> list[tuple[int, bytes]]:
+        """Return (offset, bytes) of the file's ending, which depends on the CRCs; all windows must be done."""
+        if self.plan.output.ending is None:
+            return []
+        crcs = [crc.value for crc in self._crcs]
+        return list(self.plan.output.ending([crc for crc in crcs if crc is not None]))
+
+    def part(self) -> FilePart:
+        """Return the digests and CRCs of the share's windows, which must all be done."""
+        digests = ((tensor, digest.part()) for tensor, digest in enumerate(self.digests))
+        return FilePart(
+            self.index,
+            tuple((tensor, part) for tensor, part in digests if part.blocks or part.edges),
+            tuple((tensor, *part) for tensor, crc in enumerate(self._crcs) for part in crc.parts if part[0] < part[1]),
+        )
+
+    def prepare(self, tensor: int) -> PreparedTensor:
+        """Return a tensor's copies, ready for cutting; the last few are cached, as windows come in order."""
+        ready = self._prepared.get(tensor)
+        if ready is None:
+            ready = PreparedTensor(self.plan.tensors[tensor])
+            if len(self._prepared) >= _PREPARED_TENSORS:
+                # The first tensor is the least likely to be in another window; another thread may have removed it.
+                self._prepared.pop(min(self._prepared), None)
+            self._prepared[tensor] = ready
+        return ready
+
+    def reads(self, windows: range) -> Iterator[Read]:
+        """Yield everything that a run of windows reads."""
+        for portion in self.portions(windows):
+            tensor = self.prepare(portion.tensor)
+            width = dtypes.dtype(tensor.plan.source_dtype).nbytes
+            for copies in (tensor.copies, tensor.replicas):
+                for row, record, nest in copies.cut(portion.low, portion.high):
+                    elements = 1 + sum((count - 1) * step for count, step, _ in nest.loops)
+                    place = tensor.find_place(row, record, nest) if copies is tensor.copies else None
+                    yield Read(
+                        record,
+                        nest.x * width,
+                        elements * width,
+                        None if place is None else portion.start + place,
+                    )
+
+    @property
+    def records(self) -> list[int]:
+        """Source records that are read for the file's tensors, rising."""
+        return sorted(
+            {record for tensor in self.plan.tensors for copies in tensor.read for record in copies.record.tolist()}
+        )
+
+
+class Job(NamedTuple):
+    """A run of windows to make."""
+
+    file: FileWindows
+    windows: range
+    is_placed: bool = False
+    """Whether they are made in memory of the target."""
+    early: Sequence[Read] = ()
+    """Reads that go straight to their places, before the windows are made there."""
+    others: Sequence[Read] = ()
+    """All other reads, where the source fetches ahead."""
+
+
+class FileHashes:
+    """Hashes the files that one execution makes whole; any thread may add a window.
+
+    SHA-256 takes bytes in their order alone. A thread with a later window waits for its turn: windows are given out in
+    order, so some other thread has the one before.
+    """
+
+    def __init__(self) -> None:
+        self._states = {}  # type: ignore[var-annotated]  # hashlib's type has no public name
+        self._next: dict[int, int] = {}
+        self._turn = threading.Condition()
+        self._is_aborted = False
+
+    def add(self, file: int, windows: range, data: memoryview) -> None:
+        """Add windows of a file, as they are written; wait until all before are added, or another thread failed."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_aborted or self._next.get(file, 0) == windows.start)
+            if self._is_aborted:
+                return
+            state = self._states.setdefault(file, hashlib.sha256())
+        state.update(data)  # outside of both locks: the next window's thread still waits, others work
+        with self._turn:
+            self._next[file] = windows.stop
+            self._turn.notify_all()
+
+    def abort(self) -> None:
+        """Let all waiting threads go on: one has failed."""
+        with self._turn:
+            self._is_aborted = True
+            self._turn.notify_all()
+
+    def of_file(self, file: int, nbytes: int) -> bytes | None:
+        """Return the hash of a file of that size; None if another rank or run made some of its windows."""
+        is_whole = self._next.get(file, 0) == -(-nbytes // WINDOW_NBYTES)
+        return self._states[file].digest() if is_whole and file in self._states else None

@@ -1,0 +1,195 @@
+"""The stored model of a reader: files, byte records with their checksums, and the pieces of each tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.companion import Companion
+from xrank.layout.nest_table import IntArray, NestTable
+from xrank.layout.tensor_name import TensorName
+from xrank.storage.client import ObjectStatus
+
+NO_CHECKSUM = -1
+"""In `RecordTable.crc32`: the format records no checksum of these bytes."""
+
+PLAIN = -1
+"""In `RecordTable.encoded_nbytes`: the file contains the record's bytes as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """Size, inode and time of a file when its metadata was read, to detect later changes.
+
+    An object of a store has no inode and a version in the place of the time.
+    """
+
+    path: str
+    nbytes: int
+    inode: int
+    mtime_ns: int
+    in_store: ObjectStatus | None = None
+
+    @classmethod
+    def from_status(cls, path: str, status: os.stat_result | ObjectStatus) -> SourceFile:
+        """Return the file or object at a path with that status."""
+        if isinstance(status, ObjectStatus):
+            return cls(path, status.nbytes, 0, 0, status)
+        return cls(path, status.st_size, status.st_ino, status.st_mtime_ns)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Values that differ for a file with another name or content, for digests of a plan."""
+        changing = (self.inode, self.mtime_ns) if self.in_store is None else (self.in_store.version,)
+        return (os.path.basename(self.path), self.nbytes, *changing)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedHash:
+    """The hash of a whole file, as a list beside it records it."""
+
+    path: str
+    hash_name: str
+    """Name of the algorithm, as `hashlib` has it."""
+    digest: bytes
+    listed_in: str
+    """Path of the list."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordTable:
+    """Contiguous byte ranges of source files, each under one checksum; row i is record i."""
+
+    file: IntArray
+    """Index into `StoredModel.files`."""
+    offset: IntArray
+    """First byte in the file."""
+    nbytes: IntArray
+    crc32: IntArray
+    """CRC-32 of the bytes as the format recorded it, or `NO_CHECKSUM`."""
+    encoded_nbytes: IntArray | None = field(default=None, kw_only=True)
+    """Bytes of each record in its file where they are a frame of zstd, or `PLAIN`; None: all records are plain."""
+    inline: Mapping[int, bytes] = field(default_factory=dict, kw_only=True)
+    """Record -> its bytes, for records inside of compressed metadata; `offset` is that of the metadata."""
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @property
+    def stored_nbytes(self) -> IntArray:
+        """Bytes of each record in its file; 0 for a record inside of metadata."""
+        found = self.nbytes.copy()
+        if self.encoded_nbytes is not None:
+            is_encoded = self.encoded_nbytes != PLAIN
+            found[is_encoded] = self.encoded_nbytes[is_encoded]
+        found[list(self.inline)] = 0
+        return found
+
+    def join(self, other: RecordTable, num_files: int) -> RecordTable:
+        """Return these records and those of another table, whose files follow these `num_files` files."""
+        own, others = (
+            np.full(len(each), PLAIN) if each.encoded_nbytes is None else each.encoded_nbytes for each in (self, other)
+        )
+        is_plain = self.encoded_nbytes is None and other.encoded_nbytes is None
+        return RecordTable(
+            np.concatenate((self.file, other.file + num_files)),
+            np.concatenate((self.offset, other.offset)),
+            np.concatenate((self.nbytes, other.nbytes)),
+            np.concatenate((self.crc32, other.crc32)),
+            encoded_nbytes=None if is_plain else np.concatenate((own, others)),
+            inline={**self.inline, **{record + len(self): data for record, data in other.inline.items()}},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredShard:
+    """One tensor with all its pieces, as a table of arrays; row i is piece i.
+
+    A piece maps the elements of its record at the nest's x addresses to the tensor's elements at its y addresses.
+    x counts elements from the record's first byte, y elements of the row-major global tensor.
+    """
+
+    name: str
+    dtype: str
+    """Safetensors name of the element type."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    rank: IntArray
+    """The rank that left the piece."""
+    record: IntArray
+    """Index into `StoredModel.records`."""
+    nests: NestTable
+    factor: float = 1.0
+    """Number by which each element is multiplied after it is read, in float32, or float64 for F64."""
+    added: int = 0
+    """Number that is then added to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatedLayout:
+    """Layout of a tensor as ranks or a layout file declare it."""
+
+    layout: TensorLayout
+    mesh: DeviceMesh
+    pattern: TensorName | None = None
+    """Name with dims in it, if the tensor has one: each rank then has names of its own for its parts."""
+    companion: Companion | None = None
+    """Rule by which the tensor follows from another one, whose layout `layout` then is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredModel:
+    """A sharded model as its reader describes it, from metadata alone."""
+
+    format: str
+    path: str
+    files: tuple[SourceFile, ...]
+    records: RecordTable
+    shards: tuple[StoredShard, ...]
+    """One for each tensor, in the order of the output."""
+    absent: tuple[str, ...] = ()
+    """Names of tensors that the source lists without any of their elements."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name -> name of the shard with the same values, as the source records it; both have a shard."""
+    world_size: int | None = None
+    part: str | None = None
+    """Keys of the part of the source that the caller chose; None if the reader knows no parts or nothing was chosen."""
+    recipe: str | None = None
+    """Recipe that gave the tensors their names and fusions; None if they are the source's own."""
+    step: int | None = None
+    run_id: str | None = None
+    config: Mapping[str, Any] | None = None
+    """The model's config.json, if the source contains one."""
+    args: Mapping[str, Any] | None = None
+    """The trainer's arguments as plain values, if the source contains them (Megatron's ``args``)."""
+    nbytes: int = 0
+    """Bytes of the source's files that belong to the model."""
+    skipped_nbytes: int = 0
+    """Bytes left out on purpose: optimizer states and the like."""
+    padding_dropped: Mapping[str, int] = field(default_factory=dict)
+    """Name -> number of padding rows that a recipe removed from its end."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """(code, message) pairs for the report."""
+    hashes: tuple[RecordedHash, ...] = ()
+    """Hashes of whole files, which every command that reads all tensors compares while bytes move."""
+    roundings: tuple[StoredShard, ...] = ()
+    """Tensors that the source also holds in a type to which they are rounded, in files that record no step."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Further facts for `inspect`, by name."""
+    is_attribute: bool = False
+    """Whether the model is an attribute of the module that has the names, as of a LightningModule."""
+    layouts: Mapping[str, Sequence[StatedLayout]] = field(default_factory=dict)
+    """Name of the source -> its distinct declared layouts; filled if the hints ask for it."""
+
+
+def merge_models(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:
+    """Return one model with the tensors of both, b's under names that begin with `prefix`, to compare them."""
+    shards = [replace(shard, name=prefix + shard.name, record=shard.record + len(a.records)) for shard in b.shards]
+    records = a.records.join(b.records, len(a.files))
+    hashes = (*a.hashes, *b.hashes)
+    return replace(a, files=(*a.files, *b.files), records=records, shards=(*a.shards, *shards), hashes=hashes)

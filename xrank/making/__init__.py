@@ -1,1 +1,0 @@
-"""Makes tensors and files by plan, alone or with several ranks together."""

@@ -1,1 +1,0 @@
-"""The engine: tables of source and output, the proof of coverage, the plan, and its execution."""

@@ -1,0 +1,421 @@
+"""A live model for a conversion: ranks describe their parts, make the same plan, and read each other's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from xrank.engine.faults import difference_error
+from xrank.engine.planner import Plan, select_tensors
+from xrank.engine.replicas import digest_twins, find_different_twin, prefer_own_copies
+from xrank.engine.transforms import Transform, apply_transform, plan_held_tensors
+from xrank.engine.whole_tensors import TensorsAhead, WholeTensors, split_budget
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    NoSpaceError,
+    RankFailedError,
+    UsageError,
+    option,
+)
+from xrank.layout import LayoutMap
+from xrank.layout.nest_table import IntArray
+from xrank.layout.stored_model import StoredModel
+from xrank.ranks.loans import MemoryOffer, PeerSource, add_token
+from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_text, path_text, value_text
+from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
+from xrank.readers.live.modules import local_model
+from xrank.readers.live.ranks import LiveModel, read_ranks
+from xrank.recipes.folder_plan import FolderPlan, plan_export
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.own_config import OwnConfig, choose_config, read_own_config
+from xrank.storage import places
+from xrank.storage.entries import Entry
+from xrank.system import anonymous_memory, available_memory_nbytes
+from xrank.words import repr_text, size_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from xrank.engine.whole_tensors import Tensors
+
+
+_ALIGNMENT = 64
+"""Bytes; for the element types of all tensors."""
+
+
+def copy_part(
+    views: Sequence[torch.Tensor], *, rank: int, num_here: int, room_nbytes: int | None
+) -> Sequence[LocalBytes]:
+    """Return copies of tensors' bytes, all in one map of memory, which is freed with the last of them.
+
+    They may take `room_nbytes` (else UsageError); if None, this rank's share of the memory that the host has left for
+    the `num_here` ranks on it that copy at once (else NoSpaceError).
+    """
+    import torch
+
+    sources = [local_bytes(view) for view in views]
+    starts, nbytes = [], 0
+    for source in sources:
+        starts.append(nbytes)
+        nbytes += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+    _check_room(nbytes, rank, num_here, room_nbytes)
+    memory = anonymous_memory(nbytes or 1)  # no map is empty
+    content, copies = torch.frombuffer(memory, dtype=torch.uint8), []
+    for start, source in zip(starts, sources, strict=True):
+        source.read_into(0, memoryview(memory)[start : start + source.nbytes])
+        copies.append(local_bytes(content[start : start + source.nbytes]))
+    return copies
+
+
+def _check_room(nbytes: int, rank: int, num_here: int, room_nbytes: int | None) -> None:
+    if room_nbytes is not None:
+        if nbytes > room_nbytes:
+            raise UsageError(
+                f"the copy of rank {rank}'s part takes {size_text(nbytes)}, "
+                f"and {option('max_memory')} leaves {size_text(max(room_nbytes, 0))} beside the buffers",
+                rank=rank,
+                got=f"{nbytes:,} bytes of tensors on rank {rank}",
+                want=f"at most {max(room_nbytes, 0):,} bytes",
+                next_step=f"give a larger {option('max_memory')}, or leave {option('background', True)} out, "
+                "which copies nothing",
+            )
+        return
+    available = available_memory_nbytes()
+    if available is not None and nbytes > available // num_here:
+        raise NoSpaceError(
+            f"the copy of rank {rank}'s part takes {size_text(nbytes)}, and the host has {size_text(available)} of "
+            f"memory left for {num_here} rank(s)",
+            rank=rank,
+            needed_nbytes=nbytes * num_here,
+            free_nbytes=available,
+            next_step=f"leave {option('background', True)} out, which copies nothing; "
+            f"{option('max_memory')} lifts this check",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelRequest:
+    """The arguments of a call that converts a live model, as `xrank.commands.export.export_model`."""
+
+    model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]
+    options: GatherOptions
+    layouts: LayoutMap | None = None
+    mesh: Any = None
+    recipe: str | os.PathLike[str] | None = None
+    base_model: str | os.PathLike[str] | None = None
+    config_overrides: Mapping[str, Any] | None = None
+    transform: Transform | None = None
+    timeout_seconds: float = 1800.0
+    call: str = "export_model"
+    place: str | None = None
+    """Path of the output, if there is one."""
+    background: bool = False
+    """Whether the ranks copy their parts and convert the copies while their callers go on."""
+    takers: str | None = None
+    """Ranks that get tensors: ``"first"`` or ``"all"``; None: the output is a folder."""
+
+    def describe(self) -> dict[str, str | None]:
+        """Return the arguments that must be the same on all ranks, as text.
+
+        Layouts and a mesh may differ: a rank may know its own tensors only, and a later check names a tensor with two
+        layouts. Aliases are for the whole model.
+        """
+        aliases = {} if self.layouts is None else dict(self.layouts.aliases)
+        return {
+            "call": self.call,
+            "out": None if self.place is None else places.absolute(self.place),
+            "dtype": self.options.dtype,
+            "max_shard_size": nbytes_text(self.options.max_shard_nbytes),
+            "max_memory": nbytes_text(self.options.max_memory_nbytes),
+            "overwrite": str(self.options.overwrite),
+            "adapter": self.options.adapter,
+            "recipe": path_text(self.recipe),
+            "base_model": path_text(self.base_model),
+            "config_overrides": None if self.config_overrides is None else value_text(dict(self.config_overrides)),
+            "transform": None if self.transform is None else "a function",
+            "layouts.aliases": value_text(aliases),
+            "background": str(self.background),
+            "ranks": self.takers,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelPart:
+    """One rank's part of a model, ready to be lent."""
+
+    description: str
+    """Its tensors and their places, for `xrank.readers.live.ranks`."""
+    views: Sequence[LocalBytes]
+    """Bytes of its tensors, in place or copied."""
+    config: OwnConfig
+    """The config of its module."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LentModel:
+    """A model in the memory of all ranks, as one of them reads it."""
+
+    gather: FolderPlan
+    """The proven plan, the same on every rank."""
+    source: PeerSource
+    """To be closed by the caller."""
+    stored: StoredModel
+    """The model under the names of the ranks."""
+    holder: IntArray
+    """Record -> position in the team of the rank that holds it."""
+    parts: Sequence[dict[str, Any]]
+    """By position in the team, as JSON: the rank's model, its offer, and the config of its module."""
+
+
+_Parts = Sequence[dict[str, Any]]
+"""By position in the team: the rank's model, its offer, and the config of its module."""
+
+
+def locate_part(
+    request: ModelRequest, team: Team, view: Callable[[Sequence[torch.Tensor]], Sequence[LocalBytes]] | None = None
+) -> ModelPart:
+    """Return this rank's part of the model. Each rank raises its own error, and others name it.
+
+    `view` returns the bytes of tensors; None: in place.
+    """
+
+    def make() -> ModelPart:
+        # A mesh may have ranks of the world that are not in the group. With the world's size they can be named.
+        world_size = max(max(team.ranks) + 1, find_world()[1] if team.size > 1 else 0)
+        local = local_model(
+            request.model,
+            layouts=request.layouts,
+            mesh=request.mesh,
+            rank=team.rank,
+            world_size=world_size,
+            is_read=True,
+        )
+        views = [local_bytes(one) for one in local.views] if view is None else view(local.views)
+        return ModelPart(local.describe(), views, read_own_config(request.model))
+
+    return team.agree("this rank's part", make, lambda _: None, lambda _, __: None)[0]
+
+
+def lend_model(
+    request: ModelRequest,
+    team: Team,
+    loan: ExitStack,
+    *,
+    part: ModelPart | None = None,
+    check: Callable[[], None] = lambda: None,
+    across_hosts: bool = False,
+    failures: Callable[[], object] | None = None,
+    by_mooncake: bool = False,
+) -> LentModel:
+    """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
+
+    Args:
+        request: the arguments of the call; the same on all ranks.
+        team: the ranks, together.
+        loan: ends the loan; to be closed when all ranks have ended.
+        part: this rank's part; None: that of the request, in place.
+        check: called on the first rank once all ranks have described their parts; all ranks raise its error.
+        across_hosts: whether processes of other hosts also read, although all ranks may be on one host.
+        failures: raises if a rank has failed, while the source reads; None: the team's.
+        by_mooncake: whether processes that are no ranks read by Mooncake.
+
+    Raises:
+        XrankError: as `xrank.commands.export.export_model`, before anything is written or handed out.
+    """
+    # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
+    part = locate_part(request, team) if part is None else part
+    offer = MemoryOffer(
+        part.views,
+        across_hosts=across_hosts or team.needs_ports,
+        by_mooncake=by_mooncake,
+        addresses=() if across_hosts else team.addresses,
+        secret=team.secret,
+    )
+    loan.callback(offer.close)
+    loan.push(partial(_raise_own, team.rank, offer))
+    own = json.dumps({"model": part.description, "offer": offer.describe(), "own": asdict(part.config)})
+    _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, partial(_collect_parts, check))
+    parts = [json.loads(text) for text in texts]
+    for one in parts:
+        one["offer"] = add_token(one["offer"], team.secret)  # which the store, through which texts came, must not have
+    (gather, live), _ = team.agree(
+        "the plan", partial(_make_plan, request, team.ranks, parts), _describe_plan, partial(_check_plans, team)
+    )
+    source = PeerSource(
+        offer,
+        team.rank,
+        {rank: part["offer"] for rank, part in zip(team.ranks, parts, strict=True)},
+        live.rank.tolist(),
+        live.view.tolist(),
+        check=team.make_failure_check() if failures is None else failures,
+        timeout_seconds=request.timeout_seconds,
+    )
+    holder = live.stored.records.file
+    # Before any byte of the output: from now on each rank may read its own copy of a part in place of another's.
+    if team.size > 1:
+        try:
+            _compare_replicas(plan_held_tensors(gather.plan, gather.transforms), source, holder, team)
+        except BaseException:
+            source.close()
+            raise
+    return LentModel(gather, source, live.stored, holder, parts)
+
+
+def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -> list[str]:
+    check()
+    return list(texts)
+
+
+def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tuple[FolderPlan, LiveModel]:
+    """Return the plan of the whole model, and the tensors of all ranks."""
+    live = _read_parts([part["model"] for part in parts], ranks)
+    own, others = choose_config([OwnConfig.from_entry(Entry(part["own"], CorruptError)) for part in parts])
+    plan = plan_export(
+        live.stored,
+        request.options,
+        own,
+        base_model=request.base_model,
+        layouts=request.layouts,
+        recipe=request.recipe,
+        config_overrides=request.config_overrides,
+        transform=request.transform,
+    )
+    if others and plan.decision.small.config_text is not None:
+        position, other = next(iter(others.items()))
+        difference = _first_difference(asdict(own), asdict(other))
+        note = f"rank {ranks[position]}'s module has another config than the one that is written: {difference}"
+        plan = replace(plan, notes=(*plan.notes, ("config-differs", note)))
+    return plan, live
+
+
+def _raise_own(rank: int, offer: MemoryOffer, _: object, error: BaseException | None, __: object) -> None:
+    """Raise the error of this rank's own service, if another rank reported it after a failed read."""
+    if isinstance(error, RankFailedError) and error.rank == rank and offer.failure is not None:
+        raise offer.failure from error
+
+
+def _describe_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:
+    gather = made[0]
+    names = [shard.name for shard in gather.source.shards]
+    transformed = None if gather.transforms is None else gather.transforms.describe_kinds(names)
+    return {"digest": gather.digest, "transformed": transformed}
+
+
+def _check_plans(team: Team, made: tuple[FolderPlan, LiveModel], plans: Sequence[dict[str, Any]]) -> None:
+    """Refuse plans that differ. The outputs of a transform are compared too, because a plan's digest lacks them."""
+    names, first = [shard.name for shard in made[0].source.shards], plans[0]["transformed"]
+    for rank, one in zip(team.ranks, plans, strict=True):
+        for name, its, want in zip(names, one["transformed"] or (), first or (), strict=False):
+            if its != want:
+                ways = {"": "copied", "-": "left out"}
+                raise ContradictionError(
+                    f"{name}: transform returns other outputs on rank {rank} than on rank {team.ranks[0]}",
+                    tensor=name,
+                    rank=rank,
+                    got=f"{ways.get(its, 'transformed')} on rank {rank}",
+                    want=f"{ways.get(want, 'transformed')}, into the same names, shapes and dtypes on all ranks",
+                    next_step="give all ranks the same function, one that does not depend on the rank",
+                )
+    check_plans(team.ranks)(made, [one["digest"] for one in plans])
+
+
+def _read_parts(descriptions: Sequence[str], ranks: Sequence[int]) -> LiveModel:
+    """Return the parts of all ranks as one model; errors as `read_ranks`."""
+    try:
+        return read_ranks(descriptions, ranks=ranks)
+    except IncompleteError as error:
+        if error.rank is None or error.rank in ranks:
+            raise
+        raise UsageError(
+            f"the mesh of {error.tensor} has rank {error.rank}, which is not in the group of ranks {list(ranks)}",
+            tensor=error.tensor,
+            rank=error.rank,
+            next_step=f"let all ranks of the mesh {AGAIN}, or give the group of them",
+        ) from error
+
+
+def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Team) -> None:
+    """Compare all replicas by digests, which each rank computes from its own memory."""
+    failures = team.make_failure_check()
+    own = digest_twins(plan, holder, team.position, source, failures)
+
+    def compare(_: object, parts: Sequence[Any]) -> None:
+        different = find_different_twin(plan, holder, [part.numpy().tobytes() for part in parts])
+        if different is not None:
+            raise difference_error(plan, *different, source)
+
+    import torch
+
+    # torch refuses an empty buffer; a rank without replicas sends a byte that nothing reads.
+    digests = torch.frombuffer(bytearray(own) or bytearray(1), dtype=torch.uint8)
+    team.agree("digests of replicas", lambda: digests, lambda digests: digests, compare)
+
+
+def _first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    for part in own:
+        if own[part] != other[part]:
+            if part != "config" or own[part] is None or other[part] is None:
+                return part.removesuffix("_text")
+            a, b = own[part], other[part]
+            return next(
+                f"{repr_text(k)} {repr_text(b.get(k))}, not {repr_text(a.get(k))}"
+                for k in sorted({*a, *b})
+                if a.get(k) != b.get(k)
+            )
+    return "nothing"
+
+
+def make_tensors(ask: Callable[[], ModelRequest], team: Team, errors: AbstractContextManager[None]) -> Tensors:
+    """Yield an empty tensor once the plan is made, then the tensors that this rank takes.
+
+    `errors` wraps the whole iteration.
+    """
+    import torch
+
+    with errors, ExitStack() as loan, team.together():
+        request, _ = team.agree("the arguments", ask, ModelRequest.describe, check_alike(team.ranks))
+        model = lend_model(request, team, loan)
+        with closing(model.source):
+            try:
+                yield "", torch.empty(0)  # the plan is made
+                if request.takers == "all" or team.is_first:
+                    yield from _take_tensors(request, model, team)
+            except GeneratorExit:
+                pass  # the caller stopped early, which is not a failure
+            # Ranks lend their parts until the last rank has taken its tensors.
+            team.meet("the end of the iteration")
+            model.source.check_unchanged()
+
+
+def _take_tensors(request: ModelRequest, model: LentModel, team: Team) -> Tensors:
+    """Yield all tensors, made ahead. The calling thread applies the transform when it takes a tensor."""
+    options, gather = request.options, model.gather
+    budget, room_nbytes = split_budget(options.max_memory_nbytes, options.num_workers)
+    transforms = gather.transforms
+    compared = {tensor.output.name: tensor for tensor in plan_held_tensors(gather.plan, transforms).tensors}
+    names = [output.name for output in gather.selection.outputs] if transforms is None else transforms.order
+    plan = select_tensors(gather.plan, [compared[name] for name in names])
+    if team.size > 1:
+        plan = prefer_own_copies(plan, model.holder, team.position)  # all replicas have been compared
+    whole = WholeTensors(plan, model.source, budget)
+    failures = team.make_failure_check()
+    outputs = {} if transforms is None else {tensor.name: tensor.outputs for tensor in transforms.tensors}
+    ahead = TensorsAhead(whole, [whole.nbytes(number) for number in range(len(names))], room_nbytes, failures)
+    with closing(ahead):
+        # This frame keeps no reference to a yielded tensor, so that the caller can free it.
+        for number, name in enumerate(names):
+            if name not in outputs:
+                yield name, ahead.take(number)
+                continue
+            assert transforms is not None
+            made = apply_transform(transforms.function, name, ahead.take(number), outputs[name])
+            for output in outputs[name]:
+                yield output.name, made.pop(0).detach()

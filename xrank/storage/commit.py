@@ -1,0 +1,203 @@
+"""The one commit protocol of outputs, whose back ends are a folder on a disk and a prefix in a bucket.
+
+Order of events: `xrank.storage.staging.open_stage` refuses what may not be replaced, takes over or makes a journal
+(in a folder under a lock; in a bucket the journal's object is the lock), and yields a stage. Files are made, and the
+journal records each that is whole. `Stage.commit` checks that all are whole, makes them appear, and clears what they
+replace: on a disk by one rename, in a bucket object by object, the index last. A kill at any point leaves the output
+absent, old or whole, and a journal that the same command resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import xxhash
+
+from xrank.errors import OutputExistsError, XrankError, option
+from xrank.system import process_state
+
+_VERSION = 1
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLine:
+    """A file that is whole and in its place."""
+
+    file: str
+    nbytes: int
+    digest: str
+
+
+class DescriptorTarget(Protocol):
+    """What the executor writes to, where the output is on a disk."""
+
+    descriptors: dict[int, int]
+    """Index of the file in the plan -> its descriptor."""
+    in_memory: bool
+
+
+class OutputFiles(Protocol):
+    """The weight files of an output while they are made."""
+
+    @property
+    def target(self) -> Any:
+        """What the executor writes to, by the files' index."""
+
+    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
+        """Make a file, before its first byte is written; `late` are (offset, bytes) of the parts of its ending."""
+
+    def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
+        """Finish a file after its last byte; `tensors` are the digests of its tensors, in order."""
+
+    def close(self) -> None:
+        """Leave the files that a failure left open."""
+
+
+class Stage(ABC):
+    """An output while it is made. Several threads may call its methods; ``commit`` comes last.
+
+    Args:
+        path: where it is made: a folder, or the URL of the output.
+        notes: for the report.
+    """
+
+    def __init__(self, path: str, notes: tuple[str, ...] = ()) -> None:
+        self.path, self.notes = path, notes
+        self._finished: dict[str, JournalLine] = {}
+
+    @property
+    def finished(self) -> Mapping[str, JournalLine]:
+        """Finished files by name, of this run and of an interrupted one of the same plan."""
+        return MappingProxyType(self._finished)
+
+    def recall(self, name: str) -> tuple[bytes, list[bytes]] | None:
+        """Return the digests of a finished file and of its tensors; None: it must be read again for them."""
+        return None
+
+    def final_name(self, name: str) -> str:
+        """Return the name in the output of a weights file that the plan calls so."""
+        return name
+
+    @abstractmethod
+    def open_files(self, target: DescriptorTarget) -> OutputFiles:
+        """Return the output files of a plan, to write to; the caller closes them."""
+
+    @abstractmethod
+    def discard(self, name: str) -> None:
+        """Remove a finished file that turned out to be wrong or outdated."""
+
+    @abstractmethod
+    def write_file(self, name: str, content: bytes) -> JournalLine:
+        """Write a small file; return its entry for the manifest."""
+
+    @abstractmethod
+    def copy_file(self, name: str, source_path: str) -> JournalLine:
+        """Copy a regular file, following links; return its entry for the manifest.
+
+        Raises:
+            UnsafeError: the source is a FIFO, a device or a folder.
+            ContradictionError: the source changed while it was read.
+        """
+
+    @abstractmethod
+    def hash_file(self, name: str) -> bytes:
+        """Return the SHA-256 of a file that was written; in a bucket, of a small one."""
+
+    def commit(self) -> None:
+        """Make the stage the output.
+
+        Raises:
+            OutputExistsError: something took the output's name meanwhile, or another gather has taken over.
+            XrankError: a file is not whole, or does not read back as written; the same command resumes.
+        """
+        self._check_whole()
+        try:
+            self._appear()
+            try:
+                self._clear_replaced()
+            except XrankError as error:  # the output is complete; the next start, or xrank clean, removes the rest
+                self.notes += (f"what the output replaced, or its journal, could not be removed: {error}",)
+        except BaseException as error:
+            self._explain_failure(error)
+            raise
+
+    @abstractmethod
+    def _check_whole(self) -> None:
+        """Raise unless all files are whole."""
+
+    @abstractmethod
+    def _appear(self) -> None:
+        """Let readers see the output: nothing, the old one or the whole one at any instant; and look at it."""
+
+    @abstractmethod
+    def _clear_replaced(self) -> None:
+        """Remove what the output has replaced, and the journal."""
+
+    def _explain_failure(self, error: BaseException) -> None:  # noqa: B027  a bucket needs nothing
+        """Make ready for the next run after a failure, or raise an error that says more."""
+
+
+def make_exists_error(where: str, what: str, **facts: Any) -> OutputExistsError:
+    """Return the error for an output whose name is taken, or is being written."""
+    facts = {"file": where, "next_step": f"wait for the other gather, or choose another {option('out')}", **facts}
+    return OutputExistsError(f"{where}: {what}", **facts)
+
+
+def owner_state(host: str, pid: int) -> str:
+    """Return ``alive``, ``gone``, or ``unknown`` for a journal's owner on another host."""
+    return process_state(pid) if host == socket.gethostname() else "unknown"
+
+
+def seal(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line with its own checksum."""
+    return json.dumps({**record, "xxh3": _checksum(record)}).encode() + b"\n"
+
+
+def unseal(text: bytes) -> dict[str, Any] | None:
+    """Return a sealed record; None if it is damaged."""
+    try:
+        record = json.loads(text)
+        if isinstance(record, dict) and record.pop("xxh3", None) == _checksum(record):
+            return record
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
+
+
+def decode(kind: type[_Kind], value: Any) -> _Kind:
+    """Return a value of a type from what JSON has for it: texts, counts, and tuples, mappings and dataclasses of them.
+
+    Raises:
+        ValueError: it is a value of another type.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    made: Any = value
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if not isinstance(value, dict) or value.keys() != {one.name for one in fields(kind)}:
+            raise ValueError(f"not a record of {kind.__name__}")
+        made = kind(**{name: decode(hints[name], value[name]) for name in value})
+    elif origin is tuple and isinstance(value, list):
+        made = tuple(decode(inner[0], one) for one in value)
+    elif origin in (Union, types.UnionType):
+        made = None if value is None else decode(inner[0], value)
+    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
+        made = {name: decode(inner[1], one) for name, one in value.items()}
+    elif not (
+        (kind is str and isinstance(value, str)) or (kind is int and type(value) is int and 0 <= value < 1 << 62)
+    ):
+        raise ValueError(f"{value!r} in place of {kind}")
+    result: _Kind = made
+    return result

@@ -1,0 +1,649 @@
+"""The commit's back end on a disk: a hidden folder beside the output, in which files are synced one by one.
+
+Each file is written, synced, renamed to its name, its folder synced, and (shards) a line synced to the journal. The
+commit removes the journal, syncs, renames the folder to the output, syncs, and reads the manifest back. A gather takes
+over what a dead one left by renaming it to an id of its own: of two that try, one finds it gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+
+import xxhash
+
+from xrank import system
+from xrank.errors import AGAIN, CorruptError, OutputExistsError, XrankError
+from xrank.storage import disk
+from xrank.storage.commit import (
+    DescriptorTarget,
+    JournalLine,
+    Stage,
+    decode,
+    make_exists_error,
+    owner_state,
+    seal,
+    unseal,
+)
+from xrank.storage.disk import describe, explain, explain_errors, sync_folder
+from xrank.storage.output_place import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    OutputPlace,
+    check_folder_output,
+    check_inner_name,
+    check_replaceable,
+    find_other_files,
+    hold_lock,
+    make_parents,
+    make_taken_error,
+)
+from xrank.storage.places import hash_file
+from xrank.words import list_text
+
+_MODE = 0o666
+"""Permissions by the umask, not 0600: users who may read the folder may read the model."""
+_MAX_JOURNAL_NBYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """The journal of an earlier run."""
+
+    plan: str
+    """Digest of its plan."""
+    host: str
+    pid: int
+    lines: tuple[JournalLine, ...]
+    """Lines before the first damaged one."""
+
+
+def encode_journal(plan: str, host: str, pid: int, lines: Iterable[JournalLine] = ()) -> bytes:
+    """Return the bytes of a journal."""
+    head = seal({"version": 1, "plan": plan, "host": host, "pid": pid})
+    return head + b"".join(seal(asdict(line)) for line in lines)
+
+
+def parse_journal(content: bytes) -> Journal | None:
+    """Read a journal up to its first damaged line; None if the first is damaged or of another version.
+
+    Lines after a damaged one are not trusted either: their run did not know of the damage.
+    """
+    head, *rest = (unseal(text) for text in [*content.split(b"\n")[:-1], b""])  # what follows the last newline is torn
+    match head:
+        case {"version": 1, "plan": str(plan), "host": str(host), "pid": int(pid)}:
+            pass
+        case _:
+            return None
+    finished: dict[str, JournalLine] = {}
+    for record in rest:
+        try:
+            line = decode(JournalLine, record)
+        except ValueError:
+            break
+        if os.path.basename(line.file) != line.file:  # no file outside the stage counts as finished
+            break
+        finished[line.file] = line  # a file that was made again has two lines: the last counts
+    return Journal(plan, host, pid, tuple(finished.values()))
+
+
+def read_journal(stage: str) -> Journal | None:
+    """Read the journal in a stage; None without a valid one. Does not follow links or wait for FIFOs."""
+    try:
+        fd = os.open(os.path.join(stage, JOURNAL_NAME), system.READ | system.NO_LINK)
+    except OSError:
+        return None
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_JOURNAL_NBYTES:
+            return None
+        try:
+            return parse_journal(file.read())
+        except OSError:
+            return None
+
+
+def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] = ()) -> None:
+    """Replace the journal of a stage, atomically."""
+    path = os.path.join(stage, JOURNAL_NAME)
+    fresh = f"{path}.part"
+    with explain_errors(path):
+        with suppress(FileNotFoundError):
+            os.unlink(fresh)
+        fd = os.open(fresh, system.NEW, _MODE)
+        try:
+            system.write_all(fd, encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        disk.move(fresh, path)
+    sync_folder(stage)
+
+
+class FolderStage(Stage):
+    """A folder that becomes the output; see `Stage`."""
+
+    def __init__(
+        self,
+        place: OutputPlace,
+        path: str,
+        plan_digest: str,
+        *,
+        overwrite: bool,
+        replaces_states: bool,
+        finished: tuple[JournalLine, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(path, notes)
+        self._place, self._plan_digest = place, plan_digest
+        self._overwrite, self._replaces_states = overwrite, replaces_states
+        self._finished = {line.file: line for line in finished}
+        self._identity = disk.identity(path)
+        self._journal_lock = threading.Lock()
+        self._is_committed = False
+        self._replaced: str | None = None
+
+    def open_files(self, target: DescriptorTarget) -> PartFiles:
+        """Return the output files of a plan, to write to."""
+        return PartFiles(self, target)
+
+    def part_path(self, name: str) -> str:
+        """Return the path of a file until it is finished."""
+        return self._path_of(name) + ".part"
+
+    def create_part(self, name: str, nbytes: int) -> int:
+        """Make the file that will be finished under that name, at its full size; return its descriptor.
+
+        Raises:
+            NoSpaceError: there is less room.
+        """
+        part = self.part_path(name)
+        with self._explain_errors(part, nbytes):
+            fd = self._open_new(name)
+            with _discarded(fd, part):
+                disk.reserve_room(fd, part, nbytes)
+        return fd
+
+    def finish_part(self, name: str, fd: int, nbytes: int, digest: str) -> None:
+        """Sync a written file, give it its name and record it in the journal. Closes ``fd``, also on an error.
+
+        Raises:
+            CorruptError: the file does not have `nbytes` bytes.
+        """
+        final = self._path_of(name)
+        with self._explain_errors(final, nbytes):
+            self._seal(fd, final, nbytes)
+            # After the rename: a line promises a whole file under its name. A file without a line is only made again.
+            line = JournalLine(name, nbytes, digest)
+            with self._journal_lock:
+                journal = os.open(os.path.join(self.path, JOURNAL_NAME), system.APPEND)
+                try:
+                    system.write_all(journal, seal(asdict(line)))
+                    os.fsync(journal)
+                finally:
+                    os.close(journal)
+                self._finished[name] = line
+
+    def discard(self, name: str) -> None:
+        """Remove a finished file that turned out to be wrong."""
+        path = self._path_of(name)
+        with self._explain_errors(path), self._journal_lock:
+            # The journal keeps the line: a resume ignores lines without a file and verifies the digests of the others.
+            self._finished.pop(name, None)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def write_file(self, name: str, content: bytes) -> JournalLine:
+        """Write a small file atomically; return its entry for the manifest."""
+
+        def fill(fd: int) -> tuple[int, str]:
+            system.write_all(fd, content)
+            return len(content), xxhash.xxh3_128_hexdigest(content)
+
+        return self._write_small(name, fill, len(content))
+
+    def copy_file(self, name: str, source_path: str) -> JournalLine:
+        """Copy a regular file atomically; see `Stage`."""
+        with disk.open_companion(source_path) as source:
+            nbytes = os.fstat(source).st_size
+            return self._write_small(name, lambda fd: disk.copy_file_bytes(source, source_path, fd), nbytes)
+
+    def hash_file(self, name: str) -> bytes:
+        """Return the SHA-256 of a file that was written."""
+        return hash_file(os.path.join(self.path, *name.split("/")))
+
+    def abandon(self) -> None:
+        """Remove half-written files, and the stage itself if no file is finished."""
+        if self._is_committed or disk.identity(self.path) != self._identity:
+            return
+        with suppress(OSError, XrankError):
+            if not self._finished:
+                clear_folder(self._place, self.path)
+                return
+            for path in self._list_parts():
+                os.unlink(path)
+
+    def _check_whole(self) -> None:
+        with self._explain_errors(self.path):
+            for path in self._list_parts():
+                next_step = f"{AGAIN}, which goes on from the files already finished"
+                raise XrankError(
+                    f"{path}: was not finished, so the output is not whole", file=path, next_step=next_step
+                )
+            for line in self._finished.values():
+                path = self._path_of(line.file)
+                # The size alone: digests were made from the written bytes; reading all again costs as much as writing.
+                _check_size(path, "changed after it was finished", os.lstat(path).st_size, line.nbytes)
+            with open(os.path.join(self.path, MANIFEST_NAME), "rb") as file:
+                self._manifest = file.read()
+
+    def _appear(self) -> None:
+        with self._explain_errors(self.path):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, JOURNAL_NAME))
+            # All names inside must be on disk before the rename makes them an output.
+            sync_folder(self.path)
+        with self._explain_errors(self._place.path):
+            self._replaced = self._take_output_name()
+        self._is_committed = True
+        sync_folder(self._place.parent)
+        self._read_back()
+
+    def _read_back(self) -> None:
+        # NFS: the answer to a rename may be stale or repeated; only a new open shows the folder that is there.
+        path = os.path.join(self._place.path, MANIFEST_NAME)
+        with self._explain_errors(path), open(path, "rb") as file:
+            found = file.read()
+        if found != self._manifest:
+            next_step = f"another gather took the same output; {AGAIN}"
+            raise XrankError(f"{path}: is not the manifest this gather wrote", file=path, next_step=next_step)
+
+    def _take_output_name(self) -> str | None:
+        """Rename the stage to the output; return the present path of the replaced one."""
+        place = self._place
+        if not self._overwrite or not os.path.lexists(place.path):
+            try:
+                disk.move_new(self.path, place.path)
+            except FileExistsError as error:
+                raise make_taken_error(place.path, "something took its name while this gather ran") from error
+            return None
+        check_replaceable(place.path, replaces_states=self._replaces_states)
+        if disk.exchange(self.path, place.path):
+            return self.path
+        # Without an exchange the output is absent for an instant; the suffix "-old" lets the next start finish this.
+        aside = f"{self.path}-old"
+        disk.move_new(place.path, aside)
+        try:
+            sync_folder(place.parent)
+            disk.move_new(self.path, place.path)
+        except (OSError, XrankError):
+            with suppress(OSError):
+                disk.move_new(aside, place.path)
+            raise
+        return aside
+
+    def _clear_replaced(self) -> None:
+        if self._replaced is not None:  # only after the new output was read back: until here the old one exists
+            gone = find_other_files(self._replaced, self._place.path)
+            if gone:
+                removed = list_text(gone)
+                note = f"the folder that was replaced held {removed}, which xrank had not written: removed"
+                self.notes += (note,)
+            clear_folder(self._place, self._replaced)
+
+    def _explain_failure(self, error: BaseException) -> None:
+        if disk.identity(self._place.path) == self._identity:
+            self._is_committed = True
+            disk.raise_after_commit(self._place.path, error)
+        # The journal was removed; without it the next run could not resume.
+        if disk.identity(self.path) == self._identity:
+            with suppress(OSError, XrankError):
+                write_journal(self.path, self._plan_digest, tuple(self._finished.values()))
+
+    def _list_parts(self) -> list[str]:
+        found = []
+        for folder, _, names in os.walk(self.path):
+            found += [os.path.join(folder, name) for name in names if name.endswith(".part")]
+        return found
+
+    def _path_of(self, name: str) -> str:
+        check_inner_name(name)
+        return os.path.join(self.path, name)
+
+    def _open_new(self, name: str) -> int:
+        """Make the part of a file, and the folders above it."""
+        folder = self.path  # not made again: if it is gone, another gather took it over
+        for piece in name.split("/")[:-1]:
+            parent, folder = folder, os.path.join(folder, piece)
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+                sync_folder(parent)
+        part = self.part_path(name)
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+        return os.open(part, system.NEW, _MODE)
+
+    def _write_small(self, name: str, fill: Callable[[int], tuple[int, str]], nbytes: int) -> JournalLine:
+        final = self._path_of(name)
+        with self._explain_errors(final, nbytes):
+            fd = self._open_new(name)
+            with _discarded(fd, f"{final}.part"):
+                written, digest = fill(fd)
+            self._seal(fd, final, written)
+        return JournalLine(name, written, digest)
+
+    def _seal(self, fd: int, final: str, nbytes: int) -> None:
+        part = f"{final}.part"
+        try:
+            found = os.fstat(fd).st_size
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # NFS reports a used-up quota as late as here
+        _check_size(part, "has the wrong size", found, nbytes)
+        disk.move(part, final)
+        sync_folder(os.path.dirname(final))
+
+    @contextmanager
+    def _explain_errors(self, path: str, needed_nbytes: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except OutputExistsError:
+            raise
+        except (OSError, XrankError) as error:
+            if not self._is_committed and disk.identity(self.path) is None:
+                raise make_takeover_error(self._place) from error
+            if isinstance(error, XrankError):
+                raise
+            raise explain(error, path, needed_nbytes=needed_nbytes) from error
+
+
+@contextmanager
+def _discarded(fd: int, path: str) -> Iterator[None]:
+    """Close and remove a new file if the body fails."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        with suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def _check_size(path: str, what: str, found: int, wanted: int) -> None:
+    if found != wanted:
+        next_step = f"let nothing else write into the folder, then {AGAIN}"
+        raise CorruptError(
+            f"{path}: {what}", file=path, got=f"{found} bytes", want=f"{wanted} bytes", next_step=next_step
+        )
+
+
+class PartFiles:
+    """Files of a stage on a disk; see `xrank.storage.commit.OutputFiles`."""
+
+    def __init__(self, stage: FolderStage, target: DescriptorTarget) -> None:
+        self.target, self._stage = target, stage
+
+    def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
+        """Make a file at its full size."""
+        fd = self._stage.create_part(name, nbytes)
+        self.target.in_memory = disk.is_in_memory(fd)
+        self.target.descriptors[index] = fd
+
+    def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
+        """Sync a file, name it and record it in the journal."""
+        # The stage closes the descriptor in any case, so remove it from `close`'s reach first.
+        self._stage.finish_part(name, self.target.descriptors.pop(index), nbytes, digest)
+
+    def close(self) -> None:
+        """Close the files that a failure left open."""
+        for fd in self.target.descriptors.values():
+            os.close(fd)
+        self.target.descriptors.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """The files of a stage of another process, to which all ranks of a gather write; rank 0 makes and commits them.
+
+    That process may fail, and its successor take over the stage by a rename. Then no file is found here, and writes to
+    open files do not change the successor's, which makes new ones.
+    """
+
+    path: str
+    """Path of the stage."""
+
+    def has_plan(self, plan_digest: str) -> bool:
+        """Return whether the stage is visible here and belongs to that plan."""
+        journal = read_journal(self.path)
+        return journal is not None and journal.plan == plan_digest
+
+    def open(self, name: str, nbytes: int) -> int | None:
+        """Return a descriptor of the file that will be finished under that name, for reading and writing.
+
+        None if it is not visible here, not yet or not any more: it is never made here.
+
+        Raises:
+            CorruptError: it has another size.
+        """
+        path = os.path.join(self.path, f"{name}.part")
+        with explain_errors(path):
+            try:
+                fd = os.open(path, system.UPDATE)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ESTALE):
+                    return None
+                raise
+        status = os.fstat(fd)
+        # Rank 0 sizes the files before it sends the stage's name, so a file of another size is not rank 0's.
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+            os.close(fd)
+            got, want = f"{status.st_size:,} bytes ({describe(path)})", f"a file of {nbytes:,} bytes"
+            next_step = f"let nothing else write beside the output, then {AGAIN}"
+            what = f"{path}: is not the file that rank 0 made"
+            raise CorruptError(what, file=path, got=got, want=want, next_step=next_step)
+        return fd
+
+
+@contextmanager
+def open_folder_stage(
+    place: OutputPlace, plan_digest: str, *, overwrite: bool, replaces_states: bool, resume: bool
+) -> Iterator[FolderStage]:
+    """Yield a stage on a disk; see `xrank.storage.staging.open_stage`."""
+    check_folder_output(place.path, overwrite=overwrite, replaces_states=replaces_states)
+    make_parents(place)
+    with hold_lock(place.lock_path, place.path, owner=lambda: describe_owner(place)):
+        try:
+            roll_forward(place)
+            check_folder_output(place.path, overwrite=overwrite, replaces_states=replaces_states)  # now under the lock
+            path, finished, notes = _claim(place, plan_digest, resume=resume)
+            stage = FolderStage(
+                place,
+                path,
+                plan_digest,
+                overwrite=overwrite,
+                replaces_states=replaces_states,
+                finished=finished,
+                notes=notes,
+            )
+        except XrankError as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # the lock did not exclude another host's gather
+                raise make_takeover_error(place) from error
+            raise
+        try:
+            yield stage
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise  # stopped, not failed: leave the stage as it is, and the next run resumes it
+        except BaseException as error:
+            stage.abandon()
+            if isinstance(error, OSError) and not isinstance(error, XrankError):
+                # The error of a write by descriptor has no path; the body writes to the stage.
+                raise explain(error, os.fsdecode(error.filename or stage.path)) from error
+            raise
+        stage.abandon()  # after a commit this does nothing
+
+
+def roll_forward(place: OutputPlace) -> None:
+    """Finish a killed overwrite that had no exchange: restore the new output if it is whole, else the old."""
+    for identifier in place.identifiers("-old"):
+        stage = place.stage(identifier)
+        old = f"{stage}-old"
+        staged = os.path.isdir(stage)
+        if not os.path.lexists(place.path):
+            # The old output is moved aside only after the stage is whole and on disk.
+            complete = staged and os.path.isfile(os.path.join(stage, MANIFEST_NAME))
+            with explain_errors(place.path), suppress(FileNotFoundError, FileExistsError):
+                disk.move_new(stage if complete else old, place.path)
+            # Before the old output is removed: otherwise a power loss could leave neither of the two.
+            sync_folder(place.parent)
+            if complete:
+                clear_folder(place, old)
+        elif not staged:
+            clear_folder(place, old)
+        # else: something new took the name between the two renames; both folders stay until it is gone.
+
+
+def _claim(
+    place: OutputPlace, plan_digest: str, *, resume: bool
+) -> tuple[str, tuple[JournalLine, ...], tuple[str, ...]]:
+    """Take over the stage of an interrupted run of the same plan, or make one; remove this user's other stages.
+
+    Returns:
+        Its path, its finished files, and notes about the folders that were removed.
+    """
+    path, finished, notes = "", tuple[JournalLine, ...](), []
+    pending = set(place.identifiers("-old"))
+    for identifier in place.identifiers():
+        stage = place.stage(identifier)
+        name = os.path.basename(stage)
+        # An unfinished replacement whose name something else has taken: `roll_forward` has left it alone.
+        if identifier in pending:
+            continue
+        if not is_own(stage):
+            notes.append(f"{name}: left alone: nothing in it shows that xrank made it")
+            continue
+        journal = read_journal(stage)
+        why = ""
+        if not resume:
+            why = "left by an earlier run, cleared away: this run was not to resume"
+        elif journal is None:
+            why = "cleared away: no journal of this version of xrank, or a damaged one"
+        elif journal.plan != plan_digest:
+            why = "cleared away: its run had another plan (another source, or other options)"
+        elif path:
+            why = "cleared away: a second stage of the same plan"
+        if why or journal is None:
+            clear_folder(place, stage)
+            notes.append(f"{name}: {why}")
+            continue
+        mine = place.new_stage()
+        with explain_errors(stage):
+            try:
+                disk.move(stage, mine)
+            except FileNotFoundError:
+                continue  # another gather took it first
+        # Read again: until the rename its owner may have been alive and have added lines.
+        path, finished = mine, _keep_finished(mine, read_journal(mine) or journal)
+        write_journal(mine, plan_digest, finished)
+    if not path:
+        path = place.new_stage()
+        with explain_errors(path):
+            os.mkdir(path)
+        write_journal(path, plan_digest)
+    return path, finished, tuple(notes)
+
+
+def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:
+    finished = {}
+    for line in journal.lines:
+        with suppress(OSError):
+            status = os.lstat(os.path.join(stage, line.file))
+            # Sizes only; the run that resumes verifies the digests.
+            if stat.S_ISREG(status.st_mode) and status.st_size == line.nbytes:
+                finished[line.file] = line
+    with explain_errors(stage):
+        for entry in list(os.scandir(stage)):
+            # Folders contain companions only, which have no line in the journal and are copied again.
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name not in finished and entry.name != JOURNAL_NAME:
+                os.unlink(entry.path)
+    return tuple(finished.values())
+
+
+def is_own(stage: str) -> bool:
+    """Return whether a folder with a stage's name contains a file that only xrank writes, or nothing at all.
+
+    Every stage has a journal until it is whole, and then a manifest.
+    """
+    try:
+        names = os.listdir(stage)
+    except FileNotFoundError:  # its gather has made it the output
+        return True
+    return not names or not {JOURNAL_NAME, f"{JOURNAL_NAME}.part", MANIFEST_NAME}.isdisjoint(names)
+
+
+def clear_folder(place: OutputPlace, path: str) -> None:
+    """Remove a folder of this user beside the output; its rename comes first, so no half-removed output is left."""
+    with explain_errors(path):
+        doomed = place.new_stage()
+        try:
+            disk.move(path, doomed)
+        except FileNotFoundError:
+            return
+        with suppress(FileNotFoundError):  # another start may remove the same folder
+            # A journal that goes last shows that the folder is xrank's to remove, should a kill leave a part of it.
+            if not os.path.lexists(os.path.join(doomed, JOURNAL_NAME)):
+                with suppress(OSError, XrankError):  # such as on a full disk, where removing must go on
+                    write_journal(doomed, "")
+            for entry in list(os.scandir(doomed)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif entry.name != JOURNAL_NAME:
+                    os.unlink(entry.path)
+            shutil.rmtree(doomed)
+
+
+def describe_owner(place: OutputPlace) -> str:
+    """Describe the process that writes to the output, from its stage's journal."""
+    for identifier in place.identifiers():
+        journal = read_journal(place.stage(identifier))
+        if journal is not None:
+            return f"host {journal.host}, pid {journal.pid}"
+    return f"it has only begun; lock {describe(place.lock_path)}"
+
+
+def make_takeover_error(place: OutputPlace) -> OutputExistsError:
+    """Return the error for a gather whose stage another gather has taken over."""
+    return make_exists_error(place.path, f"another gather to it took over this one's stage ({describe_owner(place)})")
+
+
+def inspect_stage(path: str) -> dict[str, object] | None:
+    """Return the facts of a stage for a report, or None if the path is not a stage."""
+    journal = read_journal(path)
+    if journal is None:
+        return None
+    done = total = sum(line.nbytes for line in journal.lines)
+    try:
+        unfinished = [entry for entry in os.scandir(path) if entry.name.endswith(".part")]
+    except FileNotFoundError:  # its gather runs, and has committed it meanwhile
+        return None
+    for entry in unfinished:
+        with suppress(FileNotFoundError):  # finished meanwhile
+            total += entry.stat(follow_symlinks=False).st_size
+    return {
+        "files": [{"name": line.file, "nbytes": line.nbytes, "digest": line.digest} for line in journal.lines],
+        "finished_nbytes": done,
+        "begun_nbytes": total,
+        "host": journal.host,
+        "pid": journal.pid,
+        "owner": owner_state(journal.host, journal.pid),
+    }
