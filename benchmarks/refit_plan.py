@@ -13,11 +13,11 @@ import argparse
 import json
 import resource
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import asdict
 
 from xrank import dtypes
 from xrank.engine.replicas import spread_copies

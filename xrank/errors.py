@@ -28,10 +28,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pickle import UnpicklingError
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 __all__ = [
     "ContradictionError",
@@ -89,8 +91,7 @@ def needs(name: str, remedy: str) -> str:
     return f"{_OPTION}{name}{_VALUE}{_UNNAMED}{_OPTION_END}{remedy}"
 
 
-@dataclass(frozen=True, slots=True)
-class Wording:
+class Wording(Struct, frozen=True):
     """How texts are shown: as the command line's, or as Python's."""
 
     is_command: bool

@@ -143,7 +143,7 @@ def rewrite_record(folder: Path, rank: int, **fields: Any) -> None:
 
     def change(state: dict[str, Any]) -> None:
         found = RankRecord.from_json(state["xrank"], file="made")
-        kept = {name: getattr(found, name) for name in RankRecord.__dataclass_fields__}
+        kept = {name: getattr(found, name) for name in RankRecord.__struct_fields__}
         state["xrank"] = RankRecord(**{**kept, **fields}).to_json()
 
     rewrite(folder, rank, change)

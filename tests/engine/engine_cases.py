@@ -8,13 +8,13 @@ import random
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine import object_source, windows

@@ -6,10 +6,10 @@ import math
 import random
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.engine_cases import MadeModel, add_random, box_nest, cut_boxes, pairs_of, plain_digest, use_as_store
 from xrank import dtypes

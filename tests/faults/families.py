@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from math import prod
+
+from msgspec.structs import replace
 
 from tests.faults.mutation import Mutator
 from tests.recipes.families import FAMILIES

@@ -10,12 +10,12 @@ import re
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.cli.bench import Bench, refusal, run
 from tests.commands.made_workspaces import leave

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from xrank import NFSWorkspace
 from xrank.errors import ContradictionError, CorruptError, UsageError

@@ -1,12 +1,12 @@
 """Megatron-core's ShardedTensors by stand-ins with the same attributes, both ways."""
 
-from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.layout.cut_layouts import cases, elements
 from xrank.errors import ContradictionError, IncompleteError, LayoutError

@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.ranks import store_wire

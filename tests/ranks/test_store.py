@@ -2,10 +2,10 @@
 
 import gc
 import time
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from tests.free_port import free_port
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError

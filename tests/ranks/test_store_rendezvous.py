@@ -10,10 +10,10 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.ranks.failure import Deadline, FailureRecord

@@ -6,10 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from xrank.errors import RankFailedError
 from xrank.ranks import store_wire

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.stored_model import StoredShard
 from xrank.readers.claims import HeldTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Part(HeldTensor):
+class Part(HeldTensor, frozen=True):
     """A held tensor with its storage: numbers of the whole's elements, -1 around them."""
 
     storage: Any = None
@@ -22,7 +21,7 @@ class Part(HeldTensor):
         return replace(self, **changes)
 
 
-assert {f.name for f in fields(HeldTensor)} < {f.name for f in fields(Part)}
+assert {*HeldTensor.__struct_fields__} < {*Part.__struct_fields__}
 
 
 def held(rank: int, values: np.ndarray, *, storage: str = "contiguous", offset: int = 0, **known: Any) -> Part:

@@ -6,12 +6,12 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.readers.dcp_checkpoints import CUTS, expected
 from tests.readers.rank_checkpoints import accelerate, base_model, verl

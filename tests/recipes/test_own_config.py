@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
+from msgspec.structs import asdict
 
 from xrank.errors import CorruptError
 from xrank.recipes.own_config import OwnConfig, choose_config

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
 from xrank.errors import ContradictionError, LayoutError, UsageError

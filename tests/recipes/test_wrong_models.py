@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.recipes.families import FAMILIES
 from tests.recipes.families.wrong_models import Case, list_mistakes

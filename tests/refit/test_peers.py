@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from xrank.errors import RankFailedError
 from xrank.ranks.loans import MemoryOffer

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load
 
 import xrank

@@ -14,12 +14,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
+from msgspec.structs import replace
 
 from xrank.environment import environ
 from xrank.errors import COMMAND, NoSpaceError, Text, UsageError, Wording, XrankError, option

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from xrank.dtypes import dtype as dtype_of
 from xrank.engine.buffers import MemoryTarget
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
+class CheckpointTensor(Struct, frozen=True):
     """Facts of a tensor that are known before it is read."""
 
     dtype: str

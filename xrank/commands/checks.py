@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.engine.checksums import digest_text
 from xrank.engine.decoding import open_source
@@ -32,8 +34,7 @@ from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.storage.places import digest_plain_file
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
+class Verdict(Struct, frozen=True, eq=False):
     """Facts of a check that passed."""
 
     source: SourceFacts
@@ -43,8 +44,7 @@ class Verdict:
     notes: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Check:
+class Check(Struct, frozen=True, eq=False):
     """A check that was planned from metadata and has not read the data yet."""
 
     plan: Plan

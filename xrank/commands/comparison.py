@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.commands.checks import Check, Verdict
@@ -85,8 +86,7 @@ def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: B
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ComparedPair:
+class ComparedPair(Struct, frozen=True, eq=False):
     """The two models under the same names."""
 
     ours: Compared
@@ -228,8 +228,7 @@ def pair_merged(
 _APART = FOLDER + WEIGHTS_NAME
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ComparedSide:
+class ComparedSide(Struct, frozen=True, eq=False):
     """One of the two sides of a comparison."""
 
     path: str
@@ -279,8 +278,7 @@ class ComparedSide:
         return replace(model, shards=(*model.shards, *aliases), aliases={**model.aliases, **tied})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _FoundSide:
+class _FoundSide(Struct, frozen=True, eq=False):
     """A side before the contents of the other one are known."""
 
     path: str
@@ -412,8 +410,7 @@ NOT_COPIES = "find out which of the two is the right one"
 OR_CONFIG = f"{NOT_COPIES}; if the gather was given {option('adapter_config')}, give the same here"
 
 
-@dataclass(frozen=True, eq=False)
-class Compared:
+class Compared(Struct, frozen=True, eq=False, dict=True):
     """One of two models in a comparison."""
 
     path: str
@@ -430,8 +427,7 @@ class Compared:
         return {shard.name: shard for shard in self.model.shards}
 
 
-@dataclass(frozen=True, slots=True)
-class TiedName:
+class TiedName(Struct, frozen=True):
     """A name on one side alone, whose tensor must equal `target`, which both sides have."""
 
     side: int
@@ -439,8 +435,7 @@ class TiedName:
     target: str
 
 
-@dataclass(frozen=True, slots=True)
-class Correspondence:
+class Correspondence(Struct, frozen=True):
     """How the tensors of two models belong together."""
 
     names: tuple[str, ...]

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
+
+from msgspec.structs import replace
 
 from xrank.commands.folder_filling import make_output
 from xrank.commands.report import begin_counting, folder_report, read_report, report_text, with_traffic

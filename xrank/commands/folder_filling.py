@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.engine.buffers import OpenSource
 from xrank.engine.checksums import digest_text
@@ -44,8 +46,7 @@ if TYPE_CHECKING:
     from xrank.recipes.reshard_plan import Reshard
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenOutput:
+class WrittenOutput(Struct, frozen=True):
     """An output that is in place, with the facts that one rank of its team knows."""
 
     files: tuple[FileFacts, ...]

@@ -10,9 +10,11 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.commands.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.commands.report import EARLIER_NOTE, counts_requests, folder_report, plan_report
@@ -35,8 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(Struct, frozen=True):
     """A repository, and the folder that is uploaded to it."""
 
     repository: str

@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from xrank.commands.report import check_survey, survey_facts
 from xrank.engine.holdings import Holdings, Survey, compute_shapes, survey
@@ -186,13 +188,13 @@ def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
         started,
         path=b,
         source=SourceFacts(path=a),
-        details=LayoutDetails(equal=not found, differences=asdict(found)),
+        details=LayoutDetails(equal=not found, differences=to_builtins(found)),
     )
     return report, found
 
 
 def _row(one: Holdings) -> dict[str, Any]:
-    misfit = None if one.misfit is None else {**asdict(one.misfit), "ranks": list(one.misfit.ranks)}
+    misfit = None if one.misfit is None else {**to_builtins(one.misfit), "ranks": list(one.misfit.ranks)}
     return {
         "name": one.name,
         "dtype": one.dtype,

@@ -6,9 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.commands.report import count_outputs
 from xrank.engine.checksums import TensorDigest, digest_text
@@ -99,8 +101,7 @@ def _is_as_stored(tensor: TensorPlan) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedLoad:
+class PreparedLoad(Struct, frozen=True, eq=False):
     """One rank's proven load, before any tensor changes."""
 
     local: LocalModel

@@ -8,9 +8,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, ParamSpec
+
+from msgspec.structs import fields, replace
 
 from xrank.dtypes import DTYPES, dtype
 from xrank.engine.checksums import digest_text

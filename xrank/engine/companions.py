@@ -7,7 +7,8 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from xrank import system
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, option
@@ -40,8 +41,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class CompanionFile:
+class CompanionFile(Struct, frozen=True):
     """A file to copy byte for byte."""
 
     name: str

@@ -10,10 +10,10 @@ The division follows from the plan alone: ranks with equal plans divide it equal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.engine import windows
@@ -130,8 +130,7 @@ ROUND_NBYTES = 2 << 30
 """Bytes of a round for each rank: after each, the ranks wait for the slowest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(Struct, frozen=True):
     """Files that are made together."""
 
     files: tuple[int, ...]
@@ -139,8 +138,7 @@ class Round:
     """By rank: file -> ranges of its windows that the rank makes, rising; files without any are left out."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Division:
+class Division(Struct, frozen=True, eq=False):
     """A plan's unfinished files in rounds, and the ranks that read each source record."""
 
     rounds: tuple[Round, ...]

@@ -6,13 +6,18 @@ while they are in cache, and writes the window. Memory is the workers' buffers, 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Literal, cast
 from weakref import WeakValueDictionary
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.buffers import PlacingTarget, SharedExtents, SharedRun, Source, Target, take_memory
@@ -65,7 +70,7 @@ class Budget:
 
     workers: int
     staging_nbytes: int
-    allowed_nbytes: int = field(default=0, compare=False)
+    allowed_nbytes: int = dataclass_field(default=0, compare=False)
     """Memory that the caller allows; buffers may take less."""
     num_windows: int = 1
     """Windows that a worker makes at once in its own memory."""
@@ -124,7 +129,9 @@ class Budget:
         rest = max(2 * smallest, allowed - nbytes)
         objects.limit(min(rest // 2, _MOST_BLOCKS_NBYTES))
         own = max(smallest, min(rest // 4, ROOM_NBYTES))
-        return replace(Budget.from_memory(own, workers, window_nbytes=window_nbytes), num_windows=num_windows)
+        return dataclasses.replace(
+            Budget.from_memory(own, workers, window_nbytes=window_nbytes), num_windows=num_windows
+        )
 
     @property
     def nbytes(self) -> int:
@@ -417,8 +424,7 @@ class CancelledError(Exception):
     """`cancelled()` returned True; finished files stay finished."""
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(Struct):
     """The results of an execution."""
 
     files: dict[int, FinishedFile] = field(default_factory=dict)

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from time import monotonic
 
 import xxhash
+from msgspec import Struct
 
 from xrank.engine.buffers import FileTarget, NullTarget
 from xrank.engine.checksums import digest_text
@@ -50,8 +50,7 @@ _LOOK_SECONDS = 0.2
 """Time between two looks for failed ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileDigests:
+class FileDigests(Struct, frozen=True):
     """Digests of a file on disk."""
 
     name: str
@@ -111,13 +110,14 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
         ending = output.ending([0] * len(output.tensors)) if output.ending is not None else ()
         found = tuple((at, file.read(at, len(data))) for at, data in ending)
     rows = [(0, tensor.offset, tensor.nbytes, NO_CHECKSUM) for tensor in output.tensors]
+    records, offset, nbytes, crc32 = (int_array(row[i] for row in rows) for i in range(4))
     # As bytes, and under numbers: every tensor is one record, whichever part of a tensor it is.
     tensors = tuple(OutputTensor(str(i), "U8", (row[2],), row[1]) for i, row in enumerate(rows))
     model = StoredModel(
         format="file",
         path=path,
         files=(SourceFile.from_status(path, status),),
-        records=RecordTable(*(int_array(row[i] for row in rows) for i in range(4))),
+        records=RecordTable(records, offset, nbytes, crc32),
         shards=tuple(_as_bytes(tensor, record) for record, tensor in enumerate(tensors)),
     )
     again = OutputFile(
@@ -276,8 +276,7 @@ def find_earlier_output(
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFiles:
+class WrittenFiles(Struct, frozen=True):
     """A plan's files, all finished in their stage, and the findings of the run."""
 
     digests: dict[int, FileDigests]

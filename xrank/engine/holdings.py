@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.engine.planner import divide_pieces
 from xrank.errors import LayoutError
@@ -27,8 +28,7 @@ from xrank.layout.tensor_name import NameTable, TensorName, name_table
 from xrank.words import ranks_text
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
+class Misfit(Struct, frozen=True):
     """The first elements, in row-major order, that are not held exactly once."""
 
     kind: str
@@ -96,8 +96,7 @@ def _run_end(nest: Nest, address: int) -> int:
     return address - place + run - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """One part of a tensor, and all ranks that hold exactly this part."""
 
     ranks: tuple[int, ...]
@@ -115,8 +114,7 @@ class Share:
         return sum(map(size, self.nests))
 
 
-@dataclass(frozen=True, slots=True)
-class Holdings:
+class Holdings(Struct, frozen=True):
     """The parts of one tensor and the ranks that hold them."""
 
     name: str
@@ -152,8 +150,7 @@ class Holdings:
         return tuple(sorted(set(self.mesh.ranks).difference(self.parts.ranks.tolist())))
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(Struct, frozen=True):
     """The holdings of every tensor."""
 
     meshes: Mapping[str, DeviceMesh]
@@ -308,8 +305,7 @@ def survey(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
+class _Names(Struct, frozen=True):
     """The tensors of a name with dims, and the ranks that hold them."""
 
     groups: tuple[tuple[int, ...], ...]

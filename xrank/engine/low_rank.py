@@ -9,11 +9,11 @@ the borders of windows; with a fixed order the same input gives the same bytes e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.engine.casts import copy_cast
@@ -24,8 +24,7 @@ _BLOCK = 1 << 15
 """Elements computed at a time: sum and product of float32 stay in a core's own cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRank(Struct, frozen=True):
     """An update of a tensor by two other tensors of the source, A [r, n] and B [m, r]."""
 
     a: str
@@ -41,8 +40,7 @@ class LowRank:
     """Row-major address of the output's first element in the updated tensor; an output may be a part of it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Factors:
+class Factors(Struct, frozen=True, eq=False):
     """A and B as they are multiplied, block by block: `left` [blocks, rows, r] @ `right` [blocks, r, columns]."""
 
     left: _Array

@@ -12,9 +12,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from xrank.engine.buffers import FileSource, make_change_error
 from xrank.engine.windows import Read
@@ -44,8 +44,7 @@ def count_requests(model: StoredModel) -> tuple[int, int]:
     return sum(-(-one // BLOCK_NBYTES) for one in nbytes), sum(nbytes)
 
 
-@dataclass(slots=True)
-class Unit:
+class Unit(Struct):
     """A large record, or small neighbours, in one object."""
 
     file: int
@@ -97,8 +96,7 @@ def holds_objects(model: StoredModel) -> bool:
     return any(file.in_store is not None for file in model.files)
 
 
-@dataclass(slots=True)
-class _Block:
+class _Block(Struct):
     nbytes: int
     used_nbytes: int
     """Bytes that will be used."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.low_rank import LowRank
@@ -54,8 +55,7 @@ def _compose(pieces: _PieceKey, part: tuple[Nest, ...]) -> tuple[IntArray, NestT
     return int_array(row for row, _ in found), NestTable.from_nests([nest for _, nest in found])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class Copies(Struct, frozen=True, eq=False):
     """Pieces of one tensor; row i copies from the x side of nest i, in that record, to the tensor's y addresses."""
 
     rank: IntArray
@@ -67,8 +67,7 @@ class Copies:
         return len(self.rank)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorPlan:
+class TensorPlan(Struct, frozen=True, eq=False):
     """How one output tensor is made."""
 
     output: OutputTensor
@@ -99,8 +98,7 @@ class TensorPlan:
             yield from (self.update.a.replicas, self.update.b.replicas)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdatePlan:
+class UpdatePlan(Struct, frozen=True, eq=False):
     """How the two tensors of a `LowRank` are made; each is read whole, and checked as any other."""
 
     a: TensorPlan
@@ -108,16 +106,14 @@ class UpdatePlan:
     rule: LowRank
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FilePlan:
+class FilePlan(Struct, frozen=True, eq=False):
     """An output file and how its tensors are made, in the file's order."""
 
     output: OutputFile
     tensors: tuple[TensorPlan, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(Struct, frozen=True, eq=False):
     """A whole conversion: its source and its output files."""
 
     source: StoredModel

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.buffers import Source

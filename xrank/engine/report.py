@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, NoReturn, Self, dataclass_transform
+
+from msgspec import Struct, field
 
 from xrank.errors import XrankError
 from xrank.layout.stored_model import StoredModel
@@ -337,8 +338,7 @@ def report_html(report: Report) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Struct, frozen=True):
     """The result of a command or call; `to_dict` is its JSON form, whose keys are stable."""
 
     command: str

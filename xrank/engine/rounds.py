@@ -13,11 +13,12 @@ import mmap
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from xrank.engine import windows
 from xrank.engine.buffers import NullTarget, OpenSource, Target
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from xrank.engine.transforms import Transforms
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class Work(Struct, frozen=True, eq=False):
     """A plan, and the settings by which one rank makes its files. The opener of the source also closes it."""
 
     plan: Plan
@@ -63,8 +63,7 @@ class Work:
         return parts
 
 
-@dataclass(frozen=True, slots=True)
-class PartialResults:
+class PartialResults(Struct, frozen=True):
     """One rank's findings."""
 
     parts: tuple[FilePart, ...]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct, field
 
 from xrank import dtypes
 from xrank.engine.checksums import TensorDigest
@@ -142,8 +142,7 @@ def _count_held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> 
     return np.minimum(held, tensor.output.nbytes)
 
 
-@dataclass(slots=True)
-class _RoundOutputs:
+class _RoundOutputs(Struct):
     """The outputs that a rank has made of the files of a round."""
 
     outputs: Outputs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.hf_folder import lay_out
@@ -176,8 +177,7 @@ def _text(kind: tuple[str, str, tuple[int, ...]] | None) -> str:
     return "none" if kind is None else f"{kind[0]}, {kind[1]} {list(kind[2])}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TransformedTensor:
+class TransformedTensor(Struct, frozen=True, eq=False):
     """A tensor that the transform changes."""
 
     number: int
@@ -191,8 +191,7 @@ class TransformedTensor:
     """Index of each output among the file's tensors."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Transforms:
+class Transforms(Struct, frozen=True, eq=False):
     """All tensors that a caller's function transforms."""
 
     function: Transform

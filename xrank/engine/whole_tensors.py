@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.engine.buffers import Source
@@ -87,8 +88,7 @@ def _empty(tensor: TensorPlan) -> torch.Tensor:
     return torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
 
 
-@dataclass(slots=True)
-class _Bucket:
+class _Bucket(Struct):
     """Tensors that are made together, and the bytes that they occupy until the caller takes them."""
 
     numbers: list[int]

@@ -10,11 +10,11 @@ import hashlib
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from isal import isal_zlib
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.engine.checksums import DigestPart, JoinedCrc32, TensorDigest, digest_of_file
@@ -23,8 +23,7 @@ from xrank.layout.nests import Nest, restrict, size, swap
 from xrank.layout.output_files import OutputFile, PlacedBytes
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedFile:
+class FinishedFile(Struct, frozen=True):
     """An output file whose every byte is written and whose sources are checked."""
 
     index: int
@@ -33,8 +32,7 @@ class FinishedFile:
     """In the file's order."""
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart:
+class FilePart(Struct, frozen=True):
     """The digests and CRCs of an output file's windows that one execution has written."""
 
     index: int

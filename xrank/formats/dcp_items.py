@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from xrank.errors import XrankError
 from xrank.formats.pickles import inert_error
@@ -57,8 +57,7 @@ _ANNOUNCED = 256
 _NO_CHECKSUM = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ItemKind:
+class ItemKind(Struct, frozen=True):
     """The type and view of a piece, as its archive records them."""
 
     dtype: str
@@ -70,8 +69,7 @@ class ItemKind:
     """Offset from the record's first byte, in elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pattern:
+class _Pattern(Struct, frozen=True):
     """A parsed item: the bytes that all other items of its kind must share."""
 
     kind: int
@@ -218,8 +216,7 @@ def _places(tail: bytes, crc32: int) -> tuple[int, int] | None:
 # ---- safetensors
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsPart:
+class SafetensorsPart(Struct, frozen=True):
     """The tensors at the end of a file of ``SerializationFormat.SAFETENSORS``."""
 
     places: Mapping[str, tuple[ItemKind, int, int]]

@@ -15,10 +15,10 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
+from msgspec import Struct
 
 from xrank.errors import XrankError
 from xrank.formats.dcp_items import IntArray
@@ -46,8 +46,7 @@ _MAX_EXTENT = (1 << 63) - 1
 _MIN_MADE_NBYTES, _MADE_NBYTES_A_BYTE = 1 << 26, 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DcpTensor:
+class DcpTensor(Struct, frozen=True, eq=False):
     """One tensor and its n saved pieces, sorted by offsets, without empty pieces."""
 
     name: str
@@ -68,8 +67,7 @@ class DcpTensor:
     """Bytes of each item, [n]; more than the piece's, because an item is a whole ``torch.save`` archive."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DcpMetadata:
+class DcpMetadata(Struct, frozen=True, eq=False):
     """The content of a ``.metadata``; all numbers in it are counts of at most 63 bits."""
 
     path: str

@@ -13,11 +13,11 @@ import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from xrank.errors import XrankError
 from xrank.storage.entries import MAX_INTEGER_NBYTES
@@ -29,8 +29,7 @@ MAX_DEPTH = 200
 """Largest nesting depth of a state, so callers can walk it by plain recursion."""
 
 
-@dataclass(eq=False, slots=True, repr=False)
-class InertRecord:
+class InertRecord(Struct, eq=False):
     """A class or function that a pickle names, or an object that it would have made; nothing was imported or called.
 
     It is mutable because a pickle fills an object after naming it. Equality is identity, so it can be a key.
@@ -906,8 +905,7 @@ class PickleReader(pickle.Unpickler):
         return target
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
+class Pickled(Struct, frozen=True):
     """The content of a pickle."""
 
     value: object

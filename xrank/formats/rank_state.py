@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NoReturn, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, CorruptError, UsageError
@@ -32,8 +34,7 @@ _FREQUENT = {"layout", "mesh", "shape"}
 """Optional keys of a tensor's entry."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(Struct, frozen=True):
     """The global tensor of one rank's tensor."""
 
     layout: str | None = None
@@ -48,8 +49,7 @@ class TensorRecord:
     """The tensor's name with dims, if its index on the rank differs from that in the whole model."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRecord:
+class RankRecord(Struct, frozen=True):
     """The rank, run and step of a state, and the layouts and meshes of its tensors."""
 
     run_id: str | None
@@ -72,7 +72,7 @@ class RankRecord:
                 got=fault,
                 next_step="let the rank write its state again",
             )
-        object.__setattr__(self, "tensors", dict(self.tensors))
+        force_setattr(self, "tensors", dict(self.tensors))
 
     def to_json(self) -> str:
         """Return the record as a text, which is the same for equal records."""
@@ -331,8 +331,7 @@ def _tensor(tensor: ArchivedTensor) -> bytes:
     return b"".join([*parts, pickle.TUPLE, pickle.REDUCE])
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
+class SavedState(Struct, frozen=True):
     """One rank's state: the archive and its record."""
 
     rank: int

@@ -12,9 +12,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
+
+from msgspec import Struct
 
 from xrank.dtypes import DTYPES, dtype, unsupported
 from xrank.errors import UsageError, XrankError
@@ -42,8 +43,7 @@ _MARK = re.compile(_SPACE + b"([,}])")
 _EMPTY = re.compile(b"{" + _SPACE + b"}")
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderTensor:
+class HeaderTensor(Struct, frozen=True):
     """The entry of a tensor in a header."""
 
     name: str
@@ -57,8 +57,7 @@ class HeaderTensor:
     """The byte after the last one."""
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
+class SafetensorsHeader(Struct, frozen=True):
     """A header whose tensors cover all bytes of the file."""
 
     path: str

@@ -13,8 +13,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from xrank.errors import CorruptError, IncompleteError, UsageError, option, require_cryptography
 from xrank.storage.entries import Entry
@@ -198,8 +199,7 @@ _HASHES = ("sha256", "blake2b")
 _SHARD = re.compile(r"(?as)(.+):(\d{1,18}):(\d{1,18})")
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(Struct, frozen=True):
     """Bytes of a file with one digest: all of it, or a shard."""
 
     file: str
@@ -209,8 +209,7 @@ class Stretch:
     """One past the last byte; None: the file's end."""
 
 
-@dataclass(frozen=True, slots=True)
-class SignedFiles:
+class SignedFiles(Struct, frozen=True):
     """The digests of a signed statement."""
 
     hash_name: str

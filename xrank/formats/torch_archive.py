@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from isal import isal_zlib
+from msgspec import Struct
 
 from xrank.dtypes import by_torch_name, dtype
 from xrank.errors import CorruptError, UsageError
@@ -63,8 +63,7 @@ _DTYPE_NAMES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveRecord:
+class ArchiveRecord(Struct, frozen=True):
     """The place of one storage's bytes in the file."""
 
     key: str
@@ -75,8 +74,7 @@ class ArchiveRecord:
     """The checksum in the archive's directory; meaningless if the archive has no checksums."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArchivedTensor:
+class ArchivedTensor(Struct, frozen=True):
     """A view on one record; several tensors may share a record."""
 
     key: str
@@ -97,8 +95,7 @@ def load_global(module: str, name: str) -> object:
     return InertRecord(module, name)
 
 
-@dataclass(eq=False, slots=True, repr=False)
-class _Storage(InertRecord):
+class _Storage(InertRecord, eq=False):
     """A storage that a tensor will view; otherwise it stays in the tree as an inert record."""
 
     key: str = ""
@@ -106,8 +103,7 @@ class _Storage(InertRecord):
     """None for an untyped storage; the tensor defines the type."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRebuilder:
+class TensorRebuilder(Struct, frozen=True):
     """Build checked tensors from the persistent ids and rebuild calls of a pickle."""
 
     records: Mapping[str, ArchiveRecord]
@@ -264,8 +260,7 @@ def _is_plain_state(state: object) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TorchArchive:
+class TorchArchive(Struct, frozen=True):
     """The content of a ``torch.save`` archive; its tensors' bytes are still in the file."""
 
     path: str

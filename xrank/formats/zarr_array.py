@@ -6,10 +6,11 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
+
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.errors import UnsafeError, UsageError
@@ -53,8 +54,7 @@ _MISSING = (1 << 64) - 1
 """Offset and size of a chunk that a shard does not contain."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZarrArray:
+class ZarrArray(Struct, frozen=True):
     """One array, as its metadata describes it."""
 
     dtype: str
@@ -259,8 +259,7 @@ _MAX_NODE_NBYTES = 1 << 28
 _MAX_HEIGHT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class StoredValue:
+class StoredValue(Struct, frozen=True):
     """Where the value of a key lies."""
 
     file: str

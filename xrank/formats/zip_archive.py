@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from isal import isal_zlib
+from msgspec import Struct
 
 from xrank.storage.regular_file import RegularFile, quote
 
@@ -31,8 +31,7 @@ _HAS_DESCRIPTOR = 0x8  # 4.4.4: bit 3, a data descriptor follows the payload
 _DESCRIPTORS = {16: struct.Struct("<4sLLL"), 24: struct.Struct("<4sLQQ")}  # 4.3.9; miniz always signs it
 
 
-@dataclass(frozen=True, slots=True)
-class ZipMember:
+class ZipMember(Struct, frozen=True):
     """A stored member; ``offset`` is the first byte of its payload from the archive's start."""
 
     name: str
@@ -41,8 +40,7 @@ class ZipMember:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class ItemBytes:
+class ItemBytes(Struct, frozen=True):
     """The bytes of one archive inside a file, with its tail in memory; offsets count from the archive's start."""
 
     file: RegularFile
@@ -138,8 +136,7 @@ def _ranges(item: ItemBytes, entries: list[_Entry], end: int) -> Iterator[tuple[
     yield item.start + max(0, end - widest), widest
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Struct, frozen=True):
     name: str
     raw_name: bytes
     flags: int
@@ -281,8 +278,7 @@ _UTF8 = 0x800
 _Placed: TypeAlias = tuple[int, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
+class _Member(Struct, frozen=True):
     name: bytes
     header: int
     """First byte of the local header."""
@@ -334,8 +330,7 @@ def _place(name: str, nbytes: int, start: int) -> _Member:
     return _Member(raw, start, -(-payload // ALIGNMENT) * ALIGNMENT, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveLayout:
+class ArchiveLayout(Struct, frozen=True):
     """All bytes of an archive except its records' payloads; the other bytes are padding with any value."""
 
     front: bytes

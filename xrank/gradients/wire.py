@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from xxhash import xxh128_hexdigest
 
 from xrank import environment
@@ -163,7 +164,7 @@ class RankWatch:
         with suppress(RankFailedError):
             claimed = self._store.claim(self._name, record.to_text())
             record = FailureRecord.from_text(claimed) if claimed else record
-        raise replace(record, id="").to_error()
+        raise structs.replace(record, id="").to_error()
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, RankWatch] = WeakKeyDictionary()

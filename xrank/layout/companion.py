@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 from xrank.layout.binding import check_shape
@@ -22,8 +24,7 @@ _BLOCKS = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
 _RULE = re.compile(r'[^"]*')
 
 
-@dataclass(frozen=True, slots=True)
-class Companion:
+class Companion(Struct, frozen=True):
     """The relation of a tensor to its base; exactly one of `of` and `base` is given.
 
     Args:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from xrank.errors import LayoutError
 from xrank.layout.nest_table import IntArray, NestTable
@@ -26,8 +26,7 @@ MAX_BOXES = 1 << 24
 """Boxes that the nests of one tensor may be cut into before the proof is refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoverageFault:
+class CoverageFault(Struct, frozen=True):
     """The first element, in row-major order, that is not covered exactly once."""
 
     kind: Literal["gap", "overlap", "outside"]

@@ -8,11 +8,12 @@ numbers them from 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from xrank.errors import LayoutError
 from xrank.layout.nests import Nest, canonical, restrict
@@ -41,8 +42,7 @@ Sizes: TypeAlias = tuple[tuple[str, int], ...]
 """(name, number) for each name that the dim depends on: a size, or an axis in a count with its length."""
 
 
-@dataclass(frozen=True, slots=True)
-class DimPart:
+class DimPart(Struct, frozen=True):
     """One dim compiled for one place; x of its canonical nests is an index of the local dim, y of the global dim."""
 
     global_size: int

@@ -8,8 +8,10 @@ import re
 import secrets
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank import system
 from xrank.errors import AGAIN, LayoutError, UsageError
@@ -78,8 +80,7 @@ MAX_FILE_NBYTES = 64 << 20
 """The largest layout file that is read, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutFile:
+class LayoutFile(Struct, frozen=True):
     """The content of a layout file; rules are still texts.
 
     Args:
@@ -328,8 +329,7 @@ def write_whole(content: bytes, file: str) -> None:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutChange:
+class LayoutChange(Struct, frozen=True):
     """One entry that differs.
 
     Args:
@@ -346,8 +346,7 @@ class LayoutChange:
         return f"{self.name}: {'none' if self.old is None else self.old} -> {'none' if self.new is None else self.new}"
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutDiff:
+class LayoutDiff(Struct, frozen=True):
     """The differences between two layout maps; false if there are none. The order of rules does not count.
 
     Args:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
+
+from msgspec import Struct
 
 from xrank.errors import IncompleteError, LayoutError
 from xrank.layout.binding import (
@@ -43,8 +44,7 @@ from xrank.layout.notation import (
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPart:
+class LocalPart(Struct, frozen=True):
     """The part of a tensor that a rank holds.
 
     Args:

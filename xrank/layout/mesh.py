@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from xrank.errors import LayoutError
 
@@ -54,11 +57,11 @@ class DeviceMesh:
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
-    ranks: tuple[int, ...] = field(repr=False)
-    device_kind: str | None = field(repr=False, compare=False)
+    ranks: tuple[int, ...] = dataclass_field(repr=False)
+    device_kind: str | None = dataclass_field(repr=False, compare=False)
     """The kind in the devices' texts (``"cuda"``); None if the devices are numbers."""
-    _positions: Mapping[int, int] = field(repr=False, compare=False)
-    _hash: int = field(repr=False, compare=False)
+    _positions: Mapping[int, int] = dataclass_field(repr=False, compare=False)
+    _hash: int = dataclass_field(repr=False, compare=False)
     """Computed once: thousands of tensors are looked up by their mesh, which may have thousands of ranks."""
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str], devices: Any = None) -> None:
@@ -306,8 +309,7 @@ def _as_int(value: Any, label: str) -> int:
     raise LayoutError(f"{label} is not an integer", got=repr(value), want="an integer")
 
 
-@dataclass(frozen=True, slots=True)
-class MeshIndex:
+class MeshIndex(Struct, frozen=True):
     """One place of a mesh; ``index["tp"]`` is the place along an axis.
 
     Args:
@@ -379,8 +381,7 @@ MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's default: tensor-parallel ranks are adjacent (megatron/core/parallel_state.py: RankGenerator)."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeshViews:
+class MeshViews(Struct, frozen=True):
     """One world of ranks with several factorings; a layout belongs to one of them.
 
     Args:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import prod
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from xrank.errors import LayoutError
 from xrank.layout.binding import bind, check_shape, check_sizes
@@ -25,8 +25,7 @@ PlaceArrays: TypeAlias = Mapping[str, tuple[int, IntArray]]
 """Axis -> (its length, the coordinate of each place along it)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DimTable:
+class DimTable(Struct, frozen=True, eq=False):
     """One dim compiled for n places; each as in `DimPart`."""
 
     global_size: int
@@ -160,8 +159,7 @@ def _largest(combined: Callable[[Iterable[int]], int], *sizes: IntArray) -> int:
     return most if most <= MAX_SIZE else max(map(combined, zip(*(each.tolist() for each in sizes), strict=True)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MeshParts:
+class MeshParts(Struct, frozen=True, eq=False):
     """The parts of a tensor on ranks: n ranks and p distinct parts; each rank has one part."""
 
     ranks: IntArray
@@ -268,8 +266,7 @@ def combine_dims(placed: PlacedRanks, dims: Sequence[DimTable]) -> MeshParts:
     return MeshParts(placed.ranks, placed.part, whole.local_sizes, whole.owner, whole.nests, shapes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedRanks:
+class PlacedRanks(Struct, frozen=True, eq=False):
     """The ranks in a layout's "where", and their distinct places along the axes that cut."""
 
     ranks: IntArray
@@ -337,8 +334,7 @@ def _distinct(keys: IntArray) -> tuple[IntArray, IntArray]:
     return firsts[by_first], index
 
 
-@dataclass(frozen=True, slots=True)
-class FlatPart:
+class FlatPart(Struct, frozen=True):
     """The part of a flat buffer that one rank holds.
 
     Args:

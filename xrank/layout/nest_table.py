@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from xrank.layout.nests import Nest
 
@@ -19,8 +19,7 @@ def int_array(values: Iterable[int] | Sequence[int]) -> IntArray:
     return np.fromiter(values, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NestTable:
+class NestTable(Struct, frozen=True, eq=False):
     """n nests, one per row; x and y in elements, as in `Nest`."""
 
     x: IntArray

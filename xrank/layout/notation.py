@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
 
 MAX_CHARACTERS = 10_000
 """The longest text that is parsed; layouts in use have fewer than a hundred characters."""
@@ -24,30 +28,26 @@ Count: TypeAlias = tuple[int | str, ...]
 """A number of positions as factors: integers, sizes, or axes, which stand for their lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(Struct, frozen=True):
     """A whole dim: an integer, or a name that a shape binds to an integer."""
 
     value: int | str
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(Struct, frozen=True):
     """Dims as digits of one dim, major first; the factors are not products."""
 
     factors: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """One dim of `Parts`; its name is empty in a sum."""
 
     name: str
     of: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Struct, frozen=True):
     """Dims laid end to end, locally and globally: ``<q: a | k: b>``, or without names the sum ``(a + b)``."""
 
     parts: tuple[Part, ...]
@@ -58,16 +58,14 @@ class Parts:
         return not self.parts[0].name
 
 
-@dataclass(frozen=True, slots=True)
-class Pad:
+class Pad(Struct, frozen=True):
     """A dim whose local size is rounded up to a multiple; the added positions are padding."""
 
     of: Node
     multiple: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(Struct, frozen=True):
     """A range of the local positions of a dim for each coordinate along an axis.
 
     Args:
@@ -85,16 +83,14 @@ class Split:
     sizes: tuple[Count, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """A tensor whose local elements are in a flat buffer, row-major."""
 
     name: str
     dims: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
+class Flat(Struct, frozen=True):
     """The local elements of tensors end to end in one dim, padded at the end; the only dim of its layout."""
 
     members: tuple[Member, ...]
@@ -104,8 +100,7 @@ class Flat:
 Node: TypeAlias = Size | Product | Parts | Pad | Split | Flat
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
+class Where(Struct, frozen=True):
     """The places along an axis whose ranks hold the tensor: first to last, inclusive; None is the last place."""
 
     axis: str
@@ -128,7 +123,7 @@ class LayoutTree:
     view: str | None = None
     where: tuple[Where, ...] = ()
     sums: tuple[str, ...] = ()
-    _hash: int = field(init=False, repr=False, compare=False)
+    _hash: int = dataclass_field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Caches look up a layout for each rank and tensor, and hashing its tree again would dominate the time.
@@ -255,7 +250,7 @@ def _counts(node: Node) -> tuple[Count, ...]:
 
 def with_sizes(tree: LayoutTree, sizes: Mapping[str, int]) -> LayoutTree:
     """Return the layout with these names replaced by numbers."""
-    return replace(tree, dims=tuple(_with_sizes(dim, sizes) for dim in tree.dims))
+    return dataclasses.replace(tree, dims=tuple(_with_sizes(dim, sizes) for dim in tree.dims))
 
 
 def _with_sizes(node: Node, sizes: Mapping[str, int]) -> Node:

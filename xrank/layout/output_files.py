@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.layout.nests import Nest, restrict, size
@@ -14,8 +16,7 @@ PlacedBytes: TypeAlias = tuple[int, bytes]
 """Offset in an output file, and the bytes there."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPart:
+class TensorPart(Struct, frozen=True):
     """The part of a tensor that an output contains: one rank's, in another layout."""
 
     shape: tuple[int, ...]
@@ -27,8 +28,7 @@ class TensorPart:
     one of them only."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(Struct, frozen=True):
     """A tensor, or a part of one, at its place in an output file."""
 
     name: str
@@ -68,8 +68,7 @@ class OutputTensor:
         return next(piece.y for nest in self.part.nests for piece in restrict(nest, address, address + 1))
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
+class OutputFile(Struct, frozen=True):
     """A file to write: header, tensors, `fragments`, `ending`, and zeros in between.
 
     A safetensors file has neither fragments nor zeros in between; a torch archive has both.
@@ -102,8 +101,7 @@ class OutputFile:
         return cls(tensor.name, b"", (replace(tensor, offset=0),), tensor.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """The source's tensors that are written, tied, cast or left out."""
 
     outputs: tuple[OutputTensor, ...]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.companion import Companion
@@ -22,8 +23,7 @@ PLAIN = -1
 """In `RecordTable.encoded_nbytes`: the file contains the record's bytes as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
+class SourceFile(Struct, frozen=True):
     """Size, inode and time of a file when its metadata was read, to detect later changes.
 
     An object of a store has no inode and a version in the place of the time.
@@ -49,8 +49,7 @@ class SourceFile:
         return (os.path.basename(self.path), self.nbytes, *changing)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedHash:
+class RecordedHash(Struct, frozen=True):
     """The hash of a whole file, as a list beside it records it."""
 
     path: str
@@ -61,8 +60,7 @@ class RecordedHash:
     """Path of the list."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordTable:
+class RecordTable(Struct, frozen=True, eq=False):
     """Contiguous byte ranges of source files, each under one checksum; row i is record i."""
 
     file: IntArray
@@ -72,9 +70,9 @@ class RecordTable:
     nbytes: IntArray
     crc32: IntArray
     """CRC-32 of the bytes as the format recorded it, or `NO_CHECKSUM`."""
-    encoded_nbytes: IntArray | None = field(default=None, kw_only=True)
+    encoded_nbytes: IntArray | None = None
     """Bytes of each record in its file where they are a frame of zstd, or `PLAIN`; None: all records are plain."""
-    inline: Mapping[int, bytes] = field(default_factory=dict, kw_only=True)
+    inline: Mapping[int, bytes] = field(default_factory=dict)
     """Record -> its bytes, for records inside of compressed metadata; `offset` is that of the metadata."""
 
     def __len__(self) -> int:
@@ -106,8 +104,7 @@ class RecordTable:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredShard:
+class StoredShard(Struct, frozen=True, eq=False):
     """One tensor with all its pieces, as a table of arrays; row i is piece i.
 
     A piece maps the elements of its record at the nest's x addresses to the tensor's elements at its y addresses.
@@ -130,8 +127,7 @@ class StoredShard:
     """Number that is then added to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatedLayout:
+class StatedLayout(Struct, frozen=True):
     """Layout of a tensor as ranks or a layout file declare it."""
 
     layout: TensorLayout
@@ -142,8 +138,7 @@ class StatedLayout:
     """Rule by which the tensor follows from another one, whose layout `layout` then is."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredModel:
+class StoredModel(Struct, frozen=True, eq=False):
     """A sharded model as its reader describes it, from metadata alone."""
 
     format: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
+
+from msgspec import Struct
 
 from xrank.errors import LayoutError
 from xrank.layout.binding import check_sizes, collect_known_names, global_size
@@ -38,8 +39,7 @@ MAX_NAMES = 1 << 20
 _QUANTIFIER = re.compile(r"\{\d*(,\d*)?\}")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorName:
+class TensorName(Struct, frozen=True):
     """A name with dims.
 
     Args:
@@ -101,8 +101,7 @@ def has_groups(pattern: str) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class NameTable:
+class NameTable(Struct, frozen=True):
     """The tensors that one rank holds under a name with dims.
 
     Args:

@@ -6,10 +6,11 @@ import base64
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from itertools import pairwise
+
+from msgspec import Struct
 
 from xrank.engine.report import OutputFacts, Report, report_rows
 from xrank.words import one_line, plural, size_text
@@ -35,8 +36,7 @@ SEARCH_SCRIPT_HASH = base64.b64encode(hashlib.sha256(SEARCH_SCRIPT.encode()).dig
 """Hash of the script for the page's policy, so that no other script runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Colour:
+class Colour(Struct, frozen=True):
     """A colour for an area, and one that can be read on it."""
 
     fill: str
@@ -117,8 +117,7 @@ def draw_rows(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 _CHART_WIDTH = 480
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(Struct, frozen=True):
     """One bar."""
 
     label: str
@@ -156,8 +155,7 @@ _LABEL_WIDTH = 6.6
 _MAX_SPANS = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """A stretch of time in a lane."""
 
     start: float
@@ -169,8 +167,7 @@ class Span:
     """Text for a pointer that rests on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(Struct, frozen=True):
     """One row of a timeline."""
 
     name: str

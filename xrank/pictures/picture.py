@@ -6,9 +6,10 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise, product
 from typing import Any
+
+from msgspec import Struct
 
 from xrank.dtypes import DTYPES, by_torch_name
 from xrank.engine.holdings import Holdings, Share, Survey, apply_layout, sum_held_nbytes, survey
@@ -43,8 +44,7 @@ _BAND_HEIGHT = 10.5
 _Run = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
+class _Box(Struct, frozen=True):
     """A rectangle of a part, in the indices of the two drawn dims; both ends included."""
 
     down: _Run
@@ -54,8 +54,7 @@ class _Box:
     share: Share
 
 
-@dataclass(frozen=True, slots=True)
-class _Plane:
+class _Plane(Struct, frozen=True):
     """The dims of a drawing; None for a direction without one. Without any dim, all elements are drawn in a row."""
 
     down: int | None
@@ -458,8 +457,7 @@ def _draw_parts(one: Holdings, max_parts: int) -> Iterator[str]:
         yield f'<p class="note">{page_text(ranks_text(one.absent, compact=True))}: without it</p>'
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Picture:
+class Picture(Struct, frozen=True):
     """One picture: text in a terminal, HTML in a notebook."""
 
     title: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+
+from msgspec import Struct
 
 from xrank.dtypes import DTYPES
 from xrank.engine.holdings import Holdings, Share, Survey, sum_held_nbytes, survey
@@ -23,8 +24,7 @@ _MAX_RUNS = 4096
 _MAX_BANDS = 48
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(Struct, frozen=True):
     """The part of a tensor that a nest covers.
 
     Args:
@@ -41,8 +41,7 @@ class Region:
     dims: tuple[tuple[tuple[int, int], ...], ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
+class Band(Struct, frozen=True):
     """The indices of a dim that a fused part covers, both ends included."""
 
     name: str

@@ -13,10 +13,10 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
+from msgspec import Struct, to_builtins
 
 from xrank import system
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
@@ -142,8 +142,7 @@ _STEP_NBYTES = 8 << 20
 """Bytes per read or write: the checksum then finds them in the processor's cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessagePart:
+class MessagePart(Struct, frozen=True):
     """A run of bytes in a message file."""
 
     offset: int
@@ -152,8 +151,7 @@ class MessagePart:
     """XXH3-128 in hexadecimal digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageReceipt:
+class MessageReceipt(Struct, frozen=True):
     """Describes a message to its reader; with the directory it suffices to read the message."""
 
     name: str
@@ -169,7 +167,7 @@ class MessageReceipt:
 
     def to_json(self) -> str:
         """Return the receipt as text."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(to_builtins(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str, rank: int) -> MessageReceipt:

@@ -8,8 +8,10 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from time import monotonic
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from xrank.errors import AGAIN, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError, marked, option
 from xrank.words import ranks_text
@@ -40,8 +42,7 @@ class Deadline:
         return self.clock() >= self._end
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRecord:
+class FailureRecord(Struct, frozen=True):
     """The rank that failed, its process and the cause."""
 
     rank: int
@@ -82,10 +83,10 @@ class FailureRecord:
 
     def to_text(self) -> str:
         """Return the record as ASCII JSON of at most `MAX_NBYTES`."""
-        text = json.dumps(asdict(self))
+        text = json.dumps(to_builtins(self))
         if len(text) > MAX_NBYTES:
             # Escapes make a character up to 12 bytes long, so a cause of this length always fits.
-            short = {**asdict(self), "cause": self.cause[:100] + " ...", "call": self.call[:50], "absent": ()}
+            short = {**to_builtins(self), "cause": self.cause[:100] + " ...", "call": self.call[:50], "absent": ()}
             text = json.dumps(short)
         return text
 

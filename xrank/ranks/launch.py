@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from xrank.environment import setting
 from xrank.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """This process among those that a launcher started."""
 
     rank: int
@@ -40,8 +40,7 @@ class Launch:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class KerasJobs:
+class KerasJobs(Struct, frozen=True):
     """Keras' own variables about the processes of a job; None for those that are not set."""
 
     addresses: str | None

@@ -8,11 +8,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
 
 from xrank.errors import AGAIN, ContradictionError, CorruptError, RankFailedError, RankTimeoutError, XrankError
 from xrank.ranks.byte_service import (
@@ -111,8 +111,7 @@ def add_token(description: Mapping[str, Any], secret: bytes) -> dict[str, Any]:
     return {**description, "token": derive_token(secret, str(description.get("socket"))).hex()}
 
 
-@dataclass(slots=True, eq=False)
-class PeerOffer:
+class PeerOffer(Struct, eq=False):
     """Another rank's offer: its description, and the ways in which this process can read it."""
 
     rank: int

@@ -13,11 +13,11 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct, to_builtins
 
 from xrank.errors import CorruptError, IncompleteError, UsageError, XrankError
 from xrank.ranks.failure import damage_error
@@ -35,8 +35,7 @@ _SEALS = _SIZE_SEALS | 8
 _MARK = "xrank-"
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlace:
+class MemoryPlace(Struct, frozen=True):
     """Where a sealed file lies, as its writer describes it and its reader checks it."""
 
     pid: int
@@ -52,7 +51,7 @@ class MemoryPlace:
 
     def to_json(self) -> str:
         """Return the place as text for the store."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(to_builtins(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str, rank: int) -> MemoryPlace:

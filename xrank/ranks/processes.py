@@ -9,11 +9,12 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import cache
 from time import monotonic
 from typing import Any
 from weakref import WeakSet
+
+from msgspec import Struct, to_builtins
 
 from xrank.errors import XrankError
 from xrank.ranks.failure import FailureRecord, damage_error
@@ -24,8 +25,7 @@ PERIOD_SECONDS = 2.0
 MAX_MISSED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(Struct, frozen=True):
     """A rank's process."""
 
     rank: int
@@ -47,7 +47,8 @@ class Peer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the peer as a JSON object."""
-        return asdict(self)
+        record: dict[str, Any] = to_builtins(self)
+        return record
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Peer:

@@ -12,10 +12,11 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import sleep
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
+
+from msgspec import Struct
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.failure import Deadline, FailureRecord, absence_error
@@ -28,8 +29,7 @@ _PAUSE_SECONDS = (0.0005, 0.02)
 """Shortest and longest pause between two looks: ranks of one program come almost together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Registration:
+class Registration(Struct, frozen=True):
     """One piece of work, as one of its ranks sees it."""
 
     group: LaunchedRanks

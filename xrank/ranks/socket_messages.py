@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
+from msgspec import Struct
 
 from xrank.errors import CorruptError, IncompleteError
 from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, PeerService, connect, derive_token
@@ -151,8 +151,7 @@ class _Content:
         into[:] = self.find_row(start, len(into))
 
 
-@dataclass(frozen=True, slots=True)
-class _Receipt:
+class _Receipt(Struct, frozen=True):
     """A receipt's fields."""
 
     socket: str

@@ -10,10 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from time import monotonic
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, RankFailedError
 from xrank.ranks.failure import FailureRecord, failure_of, mark_failure
@@ -260,8 +262,7 @@ class Awaits(StrEnum):
     """Another rank waits for the first rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """One wait of a rank, as all ranks of the group can read it."""
 
     id: str
@@ -293,7 +294,7 @@ class Wait:
 
     def to_text(self) -> str:
         """Return the wait as JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(to_builtins(self))
 
     @classmethod
     def from_text(cls, text: str) -> Wait:
@@ -380,7 +381,7 @@ class LongWait:
                 self._membership.publish_wait(self._id, None)
 
     def _publish(self, awaited: Sequence[int]) -> Wait:
-        mine = Wait(**{**asdict(self._description), "id": self._id, "awaited": tuple(awaited[:_MAX_LISTED])})
+        mine = Wait(**{**to_builtins(self._description), "id": self._id, "awaited": tuple(awaited[:_MAX_LISTED])})
         if (text := mine.to_text()) != self._published:
             self._membership.publish_wait(self._id, text)
             self._published = text

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from xrank.layout import LayoutMap
 from xrank.layout.stored_model import StoredModel
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(Struct, frozen=True):
     """Facts that the caller knows and a source may not record."""
 
     layouts: LayoutMap | None = None

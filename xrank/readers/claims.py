@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     from xrank.formats.torch_archive import ArchivedTensor
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
+class HeldTensor(Struct, frozen=True):
     """One rank's part of a tensor, as it lies in a record."""
 
     rank: int
@@ -132,8 +133,7 @@ def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
     return intersect(storage, local)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """The declared cut of the tensor that a rank's part belongs to, and its mesh."""
 
     layout: TensorLayout

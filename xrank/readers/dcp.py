@@ -8,12 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 import xxhash
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.errors import (
@@ -168,8 +168,7 @@ _ARCHIVE = b"PK\x03\x04"
 """First bytes of an item."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DcpPieces:
+class DcpPieces(Struct, frozen=True, eq=False):
     """The selected tensors in the form of a `StoredModel`."""
 
     files: tuple[SourceFile, ...]
@@ -223,7 +222,8 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
     # From the metadata's numbers of files to those of the files with pieces of the model.
     place = np.zeros(len(metadata.files), dtype=np.int64)
     place[used] = np.arange(len(used))
-    records = RecordTable(place[file], *(np.ascontiguousarray(rows[:, k]) for k in (1, 2, 3)))
+    offset, nbytes, crc32 = (np.ascontiguousarray(rows[:, k]) for k in (1, 2, 3))
+    records = RecordTable(place[file], offset, nbytes, crc32)
     bare = np.bincount(records.file[records.crc32 == NO_CHECKSUM], minlength=len(files))
     unchecked = tuple(metadata.files[number] for number, count in zip(used, bare.tolist(), strict=True) if count)
     return DcpPieces(tuple(files), records, tuple(shards), unchecked)

@@ -6,10 +6,11 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError, XrankError, option
 from xrank.layout.stored_model import StoredModel
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint, EntryPoints
 
 
-@dataclass(frozen=True, slots=True)
-class ListedReader:
+class ListedReader(Struct, frozen=True):
     """A reader's place, and the file names that hint at its format."""
 
     name: str
@@ -225,8 +225,7 @@ _MAX_OPENED_FILES = 64
 _MAX_MAGIC_NBYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _ForeignKind:
+class _ForeignKind(Struct, frozen=True):
     noun: str
     next_step: str
     name: re.Pattern[str] | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from types import MappingProxyType
 from typing import Any, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import UsageError, either, option
 from xrank.formats.pickles import is_extra_state
@@ -220,8 +222,7 @@ _Path: TypeAlias = tuple[str | int, ...]
 _MAX_SHOWN = 12
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedTree:
+class SavedTree(Struct, frozen=True, eq=False):
     """A nested dict of tensors and other values, by flat names."""
 
     path: str
@@ -238,8 +239,7 @@ class SavedTree:
     """Flat names of values that a planner pickled whole, which may contain a model."""
 
 
-@dataclass(frozen=True, slots=True)
-class TopPart:
+class TopPart(Struct, frozen=True):
     """Summary of the tensors under one key."""
 
     key: str
@@ -248,8 +248,7 @@ class TopPart:
     is_model: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelPart:
+class ModelPart(Struct, frozen=True, eq=False):
     """The model's tensors, and summaries of the other parts."""
 
     tensors: Mapping[str, str]
@@ -261,8 +260,7 @@ class ModelPart:
     """Values beside them that are not tensors: name -> flat name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Branch:
+class _Branch(Struct, frozen=True, eq=False):
     """The content under some keys, by flat names."""
 
     keys: tuple[str, ...]

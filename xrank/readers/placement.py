@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
 
 from xrank.errors import ContradictionError, LayoutError, either, option
 from xrank.layout.binding import collect_known_names, global_size
@@ -114,8 +114,7 @@ def _are_alike(claims: Sequence[Claim]) -> bool:
     return all(claim.pattern is None for claim in claims) and all(one == own[0] for one in own)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Alike:
+class _Alike(Struct, frozen=True, eq=False):
     """The pieces of all tensors with one layout, whose parts have the same shapes on the same ranks."""
 
     shape: tuple[int, ...]
@@ -309,8 +308,7 @@ def _coordinate(claim: Claim, held: HeldTensor) -> Mapping[str, int]:
     return claim.mesh.coordinate(held.rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """The pieces of all tensors in the whole."""
 
     shards: tuple[StoredShard, ...]

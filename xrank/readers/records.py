@@ -240,9 +240,9 @@ class Records:
 
     def table(self) -> RecordTable:
         """Return all records."""
-        return RecordTable(
-            *(np.array(column, dtype=np.int64) for column in (self._file, self._offset, self._nbytes, self._crc32))
-        )
+        columns = (self._file, self._offset, self._nbytes, self._crc32)
+        file, offset, nbytes, crc32 = (np.array(column, dtype=np.int64) for column in columns)
+        return RecordTable(file, offset, nbytes, crc32)
 
 
 def note_bare_files(paths: Sequence[str]) -> list[tuple[str, str]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import (
     AGAIN,
@@ -51,8 +53,7 @@ _PLACEMENTS = {"Shard": "Shard", "StridedShard": "_StridedShard", "Replicate": "
 _MAX_RANKS = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class SavedCut:
+class SavedCut(Struct, frozen=True):
     """How a tensor was cut over a mesh."""
 
     dtype: str
@@ -63,8 +64,7 @@ class SavedCut:
     mesh: DeviceMesh
 
 
-@dataclass(frozen=True, slots=True)
-class ItemMetadata:
+class ItemMetadata(Struct, frozen=True):
     """One item of a checkpoint, such as the model."""
 
     files: Mapping[int, tuple[str, str]]
@@ -77,8 +77,7 @@ class ItemMetadata:
         return {name: cut for name, ranks, cut in self.cuts if rank in ranks}
 
 
-@dataclass(frozen=True, slots=True)
-class SavedMetadata:
+class SavedMetadata(Struct, frozen=True):
     """Content of the file."""
 
     path: str
@@ -219,8 +218,7 @@ _MARK = b"nested_path_to_metadata"
 _MAX_MARK_NBYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFiles(Struct, frozen=True):
     """The files of the item that is the model."""
 
     item: str

@@ -7,10 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import IncompleteError, UsageError, XrankError
@@ -45,8 +47,7 @@ _Path: TypeAlias = tuple[str | int, ...]
 _STEPS = ("global_step", "step", "iteration")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WholeState:
+class WholeState(Struct, frozen=True, eq=False):
     """The model in one file."""
 
     archive: TorchArchive

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
 from xrank.formats.safetensors_header import HeaderTensor, read_header
@@ -27,8 +29,7 @@ _NAME = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RankParts:
+class RankParts(Struct, frozen=True):
     """The files by rank, in the order of their parts."""
 
     files: Mapping[int, tuple[str, ...]]
@@ -102,8 +103,7 @@ _FUSED = re.compile(r"(?P<module>.*\.)(?P<kind>qkv_proj|gate_up_proj)(?P<rest>\.
 _FIX = "put the config.json of this model into the folder"
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Struct, frozen=True):
     """Sizes of the model by config.json, and the number of ranks that share its tensors."""
 
     num_heads: int

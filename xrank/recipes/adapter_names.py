@@ -25,8 +25,9 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from xrank.errors import (
     ContradictionError,
@@ -77,8 +78,7 @@ _NEXT_STEPS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """A module's adapter; all fields but `module` are names in the source."""
 
     module: str
@@ -94,8 +94,7 @@ class Pair:
     """Number of wrappers around this one, where several parameters of the module are adapted."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterNames:
+class AdapterNames(Struct, frozen=True):
     """The one adapter in a source, as far as the source's names describe it."""
 
     adapter: str | None
@@ -319,8 +318,7 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 _CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class AdapterConfig(Struct, frozen=True):
     """The content of an adapter_config.json, with checked numbers and patterns."""
 
     values: Mapping[str, Any]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.low_rank import LowRank
@@ -194,8 +196,7 @@ _NO_CONFIG = (
 _BESIDE = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted:
+class Adapted(Struct, frozen=True):
     """A source with an adapter, in the form of the output."""
 
     source: StoredModel

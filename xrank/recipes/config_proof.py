@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from xrank.errors import AGAIN, ContradictionError, option
 from xrank.layout.output_files import OutputTensor
@@ -46,8 +47,7 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _MODULES = {"vision": "vis|image|vit|pixel", "audio": "audio|speech|sound", "text": "text|language|llm"}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorKind:
+class TensorKind(Struct, frozen=True):
     """Tensors of one shape whose names differ in indices alone."""
 
     pattern: str
@@ -56,8 +56,7 @@ class TensorKind:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(Struct, frozen=True):
     """An object in config.json, and the tensors that it sizes."""
 
     prefix: str
@@ -136,8 +135,7 @@ def _is_within(kind: TensorKind, word: str) -> bool:
     return any(re.search(expression, module) for module in kind.pattern.split(".")[:-1])
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Where tensors have a length."""
 
     tensor: str
@@ -145,8 +143,7 @@ class Place:
     """``in dim 0 of model.norm.weight``, or ``layers under model.layers``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """A number that follows from config.json, and the lengths that the tensors have for it."""
 
     kind: str
@@ -385,8 +382,7 @@ _PATH = Path(__file__).parent / "config_sizes.json"
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
-@dataclass(frozen=True, slots=True)
-class Equation:
+class Equation(Struct, frozen=True):
     """A length: a product of sizes in config.json, or of their squares, and of divisors, with a constant added."""
 
     length: str

@@ -12,12 +12,14 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError, option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
@@ -26,8 +28,7 @@ from xrank.layout.stored_model import StoredModel, StoredShard
 _PATH = Path(__file__).parent / "transformers.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Rearrangement:
+class Rearrangement(Struct, frozen=True):
     """A rearrangement of tensors; `xrank.recipes.conversions` carries it out."""
 
     kind: str
@@ -36,8 +37,7 @@ class Rearrangement:
     """Arguments that differ from the class' defaults."""
 
 
-@dataclass(frozen=True, slots=True)
-class Direction:
+class Direction(Struct, frozen=True):
     """One direction of a transform."""
 
     patterns: tuple[str, ...]
@@ -49,8 +49,7 @@ class Direction:
     """Number to add to an index that the group matches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(Struct, frozen=True):
     """One entry of transformers' table, for a model or for a model inside it."""
 
     kind: str
@@ -177,8 +176,7 @@ def _parse_side(side: Mapping[str, Any]) -> Direction:
     return Direction(tuple(side["from"]), tuple(side["to"]), tuple(operations), side.get("offset", 0))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorGroup:
+class TensorGroup(Struct, frozen=True):
     """Tensors that are converted together; a tensor that is only renamed is a group of its own."""
 
     name: str
@@ -318,8 +316,7 @@ def _compile(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(branches))
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """A tensor made of elements of inputs."""
 
     shape: tuple[int, ...]
@@ -369,8 +366,7 @@ def run_operations(
     return {name: each[0] for name, each in tensors.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
+class _Chain(Struct, frozen=True):
     """The converter that an operation belongs to, and the operation's arguments."""
 
     side: Direction
@@ -602,8 +598,7 @@ _FUNCTIONS: Mapping[str, Callable[[_Chain, _Tensors], _Tensors]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Converted:
+class Converted(Struct, frozen=True, eq=False):
     """A model in its other form."""
 
     model: StoredModel

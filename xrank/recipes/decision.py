@@ -6,10 +6,12 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.companions import CompanionFile, check_companions
@@ -45,8 +47,7 @@ from xrank.words import list_text, plural
 _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-@dataclass(frozen=True, slots=True)
-class SmallFiles:
+class SmallFiles(Struct, frozen=True):
     """The files beside the weights, except texts that the conversion itself adds."""
 
     companions: tuple[CompanionFile, ...] = ()
@@ -242,8 +243,7 @@ class Purpose(Enum):
     PROOF = "nothing; Hugging Face's names"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class Request(Struct, frozen=True, eq=False):
     """The caller's choices for a conversion."""
 
     purpose: Purpose
@@ -260,8 +260,7 @@ class Request:
     """Names of the same model in other files; a base model's count first."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decision:
+class Decision(Struct, frozen=True, eq=False):
     """The decided output of a source; no tensor is planned or read yet."""
 
     found: FoundSource

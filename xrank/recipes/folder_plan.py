@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import xxhash
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.engine.hf_folder import lay_out, lay_out_file
 from xrank.engine.planner import Plan, make_plan
@@ -66,8 +67,7 @@ _AS_IN_MEMORY = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class FolderPlan:
+class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     """A planned and proven model folder; nothing is written yet."""
 
     decision: Decision

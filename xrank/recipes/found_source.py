@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from xrank.engine.companions import CompanionFile
 from xrank.errors import CorruptError
@@ -17,8 +18,7 @@ _MAX_CONFIG_NBYTES = 4 << 20
 """As Python's objects up to 160 MB. The largest known have some hundred KB, lists of modules left unquantized."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseModel:
+class BaseModel(Struct, frozen=True):
     """A model folder that defines the names and shapes of the result."""
 
     path: str
@@ -45,8 +45,7 @@ def read_config(path: str) -> Mapping[str, Any]:
     return config
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FoundSource:
+class FoundSource(Struct, frozen=True, eq=False):
     """A source under its own names: tensors that a reader found in files, or that ranks hold in memory."""
 
     model: StoredModel

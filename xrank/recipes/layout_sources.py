@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.engine.holdings import Holdings, Survey, apply_layout, apply_pieces, compute_shapes, survey
 from xrank.errors import LayoutError, UsageError, option
@@ -108,7 +111,7 @@ def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> State
 
 
 def _is_whole(layout: TensorLayout) -> bool:
-    return not any(layout.cut_axes) and layout.tree == replace(layout.tree, where=(), sums=(), view=None)
+    return not any(layout.cut_axes) and layout.tree == dataclasses.replace(layout.tree, where=(), sums=(), view=None)
 
 
 @lru_cache(maxsize=4096)
@@ -171,7 +174,7 @@ def _file_layout(
     """Return a tensor's layout as a file with that mesh and these views states it."""
     if stated is not None:
         own = stated.layout.view_mesh or stated.mesh
-        tree = replace(stated.layout.tree, view=None if own == mesh else views[own])
+        tree = dataclasses.replace(stated.layout.tree, view=None if own == mesh else views[own])
         if stated.companion is not None:
             return replace(stated.companion, base=tree)
         return TensorLayout.from_tree(tree)
@@ -199,8 +202,7 @@ def _rules(texts: Mapping[str, TensorLayout | Companion]) -> dict[str, TensorLay
     return rules
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutSource:
+class LayoutSource(Struct, frozen=True):
     """Layouts at a path, and the part of each tensor on each rank by them."""
 
     path: str

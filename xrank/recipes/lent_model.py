@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from xrank.engine.faults import difference_error
 from xrank.engine.planner import Plan, select_tensors
@@ -101,8 +103,7 @@ def _check_room(nbytes: int, rank: int, num_here: int, room_nbytes: int | None) 
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelRequest:
+class ModelRequest(Struct, frozen=True, eq=False):
     """The arguments of a call that converts a live model, as `xrank.commands.export.export_model`."""
 
     model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]
@@ -147,8 +148,7 @@ class ModelRequest:
         }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelPart:
+class ModelPart(Struct, frozen=True, eq=False):
     """One rank's part of a model, ready to be lent."""
 
     description: str
@@ -159,8 +159,7 @@ class ModelPart:
     """The config of its module."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LentModel:
+class LentModel(Struct, frozen=True, eq=False):
     """A model in the memory of all ranks, as one of them reads it."""
 
     gather: FolderPlan
@@ -241,7 +240,7 @@ def lend_model(
     )
     loan.callback(offer.close)
     loan.push(partial(_raise_own, team.rank, offer))
-    own = json.dumps({"model": part.description, "offer": offer.describe(), "own": asdict(part.config)})
+    own = json.dumps({"model": part.description, "offer": offer.describe(), "own": to_builtins(part.config)})
     _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, partial(_collect_parts, check))
     parts = [json.loads(text) for text in texts]
     for one in parts:
@@ -290,7 +289,7 @@ def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tu
     )
     if others and plan.decision.small.config_text is not None:
         position, other = next(iter(others.items()))
-        difference = _first_difference(asdict(own), asdict(other))
+        difference = _first_difference(to_builtins(own), to_builtins(other))
         note = f"rank {ranks[position]}'s module has another config than the one that is written: {difference}"
         plan = replace(plan, notes=(*plan.notes, ("config-differs", note)))
     return plan, live

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from operator import le
 from typing import Any
 
 import numpy as np
 import xxhash
+from msgspec import Struct, field
 
 from xrank import dtypes
 from xrank.engine.planner import Plan, make_plan
@@ -29,8 +29,7 @@ from xrank.recipes.reshard_plan import NewPart, new_parts
 from xrank.words import likewise_text, list_text
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Load:
+class Load(Struct, frozen=True, eq=False):
     """The proven load of one rank; no byte of a tensor is read yet."""
 
     plan: Plan
@@ -61,8 +60,7 @@ class Load:
         return notes
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(Struct, frozen=True):
     """One name of the module, and the tensor that the rank holds under it."""
 
     name: str
@@ -144,8 +142,7 @@ def _group_by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, li
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Fitting:
+class _Fitting(Struct, frozen=True):
     """Fits a rank's tensors to the source's tensors."""
 
     rank: int

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from xrank.errors import ContradictionError, either, needs, option
 from xrank.layout.output_files import OutputTensor
@@ -32,8 +33,7 @@ _UNEVEN = re.compile(".*modernv?bert.*|longcat_flash|pp_doclayout_v3|udop")
 _OF_LAYERS = re.compile("layer|dense|share|skip|period|interval|freq|step|every|pattern|stride|ratio|sparse")
 
 
-@dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(Struct, frozen=True):
     """A tensor, or a module of a list, that a model lacks."""
 
     name: str
@@ -44,8 +44,7 @@ class Hole:
     """Number of modules that have it, and are otherwise as the one that lacks it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Modules:
+class _Modules(Struct, frozen=True):
     """A list of modules: for each name in a module, the numbers of the modules that have it, as bits."""
 
     path: str

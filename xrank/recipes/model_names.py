@@ -10,10 +10,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
 
 from xrank.errors import LayoutError, UsageError, either, option
 from xrank.recipes.conversions import Conversion, NamePass, find_transforms
@@ -35,8 +36,7 @@ def find_stem(name: str) -> str:
     return ".".join(parts[: min(_NUM_PARTS, max(len(parts) - 1, 1))])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelNames:
+class ModelNames(Struct, frozen=True, eq=False):
     """The names of a model, as far as their first parts show them."""
 
     stems: Collection[str]

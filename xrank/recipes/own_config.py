@@ -7,8 +7,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from xrank.errors import UsageError
 from xrank.storage.entries import Entry, plain_config
@@ -21,8 +22,7 @@ _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "module")
 """Attributes in which wrappers keep the inner module: torch.compile's, FSDP1's; DistributedDataParallel's etc."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnConfig:
+class OwnConfig(Struct, frozen=True):
     """The configuration that a model carries; all fields are empty if it is not a transformers module."""
 
     config: Mapping[str, Any] | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
 from typing import Any
+
+from msgspec import Struct, field
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
 from xrank.layout.binding import global_size, names_of_dim
@@ -21,8 +22,7 @@ _Monomial = tuple[str, ...]
 """A product of sizes, by their names, sorted."""
 
 
-@dataclass(frozen=True, slots=True)
-class DimLength:
+class DimLength(Struct, frozen=True):
     """A dim of a tensor and its length in elements."""
 
     tensor: str
@@ -34,8 +34,7 @@ class DimLength:
         return f"{self.length} in dim {self.dim} of {self.tensor}"
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
+class Conflict(Struct, frozen=True):
     """A dim whose length contradicts other dims."""
 
     at: DimLength
@@ -46,8 +45,7 @@ class Conflict:
     is_quotient: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SolvedSizes:
+class SolvedSizes(Struct, frozen=True):
     """Sizes that solve the lengths, with their origins."""
 
     sizes: Mapping[str, int]
@@ -78,8 +76,7 @@ def solve_lengths(lengths: Sequence[DimLength], given: Mapping[str, int]) -> Sol
             return rows.find_indivisible() or SolvedSizes(sizes, origins)
 
 
-@dataclass(slots=True)
-class _Row:
+class _Row(Struct):
     """pivot + rest = value."""
 
     rest: dict[_Monomial, Fraction]
@@ -87,8 +84,7 @@ class _Row:
     origins: tuple[DimLength, ...]
 
 
-@dataclass(slots=True)
-class _Rows:
+class _Rows(Struct):
     """Linear equations in echelon form: a row holds only unknowns smaller than its pivot."""
 
     sizes: Mapping[str, int]

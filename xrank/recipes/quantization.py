@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, option
@@ -30,8 +31,7 @@ _KEPT = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*router*")
 """Embeddings, heads, norms and routers, which engines keep in 16 or 32 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGrid:
+class BlockGrid(Struct, frozen=True):
     """The blocks of a tensor whose last two dims are matrices. Rows are those of all matrices, one after another."""
 
     rows: int
@@ -52,8 +52,7 @@ class BlockGrid:
         return self.num_matrices * self.block_rows_of_matrix, -(-self.columns // self.block_columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(Struct, frozen=True):
     """A transform that quantises weights to fp8 or int8, for `xrank.offer_weights` and any other ``transform=``.
 
     A matrix ``name`` becomes ``name`` in the new type and a tensor of scales in fp32; ``name * scale`` is about the old
@@ -222,8 +221,7 @@ def find_scales(tensors: Iterable[_Tensor]) -> set[str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Declaration:
+class _Declaration(Struct, frozen=True):
     """The quantization that config.json, or a file beside it, declares."""
 
     values: Mapping[str, Any]

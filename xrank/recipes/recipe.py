@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod, sqrt
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.side import Side, find_range, part_names
@@ -21,8 +23,7 @@ def size_texts(times: str) -> tuple[str, ...]:
     return () if found is None else tuple(found[1].split())
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Struct, frozen=True):
     """One source tensor, or many of one kind, and the tensors that they become.
 
     Args:
@@ -73,8 +74,7 @@ class Rule:
         return str(self.sources[0]), targets if self.times is None else (*targets, ("times", self.times))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recipe:
+class Recipe(Struct, frozen=True, eq=False):
     """The content of a recipe file."""
 
     name: str
@@ -105,8 +105,7 @@ class Recipe:
 _Place = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Struct, frozen=True):
     """The result of matching one recipe with the names of a model."""
 
     recipe: Recipe

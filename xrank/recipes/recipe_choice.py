@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
+
+from msgspec import Struct
 
 from xrank.errors import LayoutError, UsageError, XrankError, option
 from xrank.layout.binding import names_of_dim
@@ -227,8 +228,7 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
 _Place = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownName:
+class UnknownName(Struct, frozen=True):
     """Names that no rule of a recipe knows, equal but for their numbers."""
 
     first: str
@@ -237,8 +237,7 @@ class UnknownName:
     """The recipe's side with the most similar name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecipeFit:
+class RecipeFit(Struct, frozen=True, eq=False):
     """A recipe, held against the names and shapes of a source."""
 
     found: Match

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.binding import names_of_dim

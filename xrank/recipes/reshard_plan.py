@@ -7,11 +7,12 @@ import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import xxhash
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.engine.companions import CompanionFile, check_companions
 from xrank.engine.hf_folder import lay_out_state
@@ -40,8 +41,7 @@ from xrank.storage.entries import plain_config
 from xrank.words import likewise_text, list_text, ranks_text
 
 
-@dataclass(frozen=True, slots=True)
-class NewPart:
+class NewPart(Struct, frozen=True):
     """The part of a tensor that one rank is to hold."""
 
     shape: tuple[int, ...]
@@ -130,8 +130,7 @@ def _coverage_error(
     return LayoutError(problem, tensor=name, index_range=where, got=got, want=want, next_step=step)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reshard:
+class Reshard(Struct, frozen=True, eq=False):
     """A planned and proven reshard; nothing is written yet."""
 
     options: GatherOptions
@@ -283,8 +282,7 @@ def _new_run_id(stored: StoredModel, layouts: LayoutMap) -> str:
     return f"reshard-{xxhash.xxh3_64_hexdigest(repr((files, layouts)).encode())}"
 
 
-@dataclass(slots=True)
-class _States:
+class _States(Struct):
     """The new states, built tensor by tensor."""
 
     source: StoredModel

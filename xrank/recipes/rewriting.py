@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.engine.planner import compose
 from xrank.errors import ContradictionError, LayoutError
@@ -33,8 +34,7 @@ _Choice: TypeAlias = tuple[int | None, str]
 """A layer, and a choice between kinds of blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """A tensor that a recipe may produce."""
 
     rules: tuple[Rule, ...]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout.stored_model import StoredModel

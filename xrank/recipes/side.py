@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 from xrank.layout.binding import check_sizes, global_size
@@ -32,8 +34,7 @@ GAP = "_"
 """Name of a part whose tensors are other rules': ``layers.{<_: L | next: M>}`` are M layers that count on from L."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Struct, frozen=True):
     """One side of a recipe: a tensor, or many of one kind whose names hold dims.
 
     Args:
@@ -54,8 +55,7 @@ class Side:
         return (*self.name.dims, *self.dims)
 
 
-@dataclass(frozen=True, slots=True)
-class SideLoop:
+class SideLoop(Struct, frozen=True):
     """A size other than 1: its text (a name, a number or a sum), its count, and its stride in elements."""
 
     name: str
@@ -63,8 +63,7 @@ class SideLoop:
     stride: int
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(Struct, frozen=True):
     """A part of a side: its name ("" without parts), its first address, and its loops with the largest stride first."""
 
     key: str
@@ -203,8 +202,7 @@ def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[Branch]:
     raise AssertionError(node)  # parse_side refuses other nodes
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
+class Pairing(Struct, frozen=True):
     """One nest of a recipe. All tensors of a side share one address space, in which the name's dims come first.
 
     Args:

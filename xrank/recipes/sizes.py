@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import isclose, prod
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, LayoutError, UsageError, option
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
@@ -138,8 +140,7 @@ def solve_sizes(
     return bound
 
 
-@dataclass(slots=True)
-class _TensorKind:
+class _TensorKind(Struct):
     """All tensors of one side with the same shape."""
 
     side: Side

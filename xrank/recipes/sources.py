@@ -7,10 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.dtypes import dtype

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
 
 _BEGINNING = "layers "
 
@@ -18,8 +19,7 @@ _Kind = Literal["from", "before", "every", "in", "not in"]
 _Get: TypeAlias = Callable[[str], object]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerChoice:
+class LayerChoice(Struct, frozen=True):
     """The layers of a group by one origin.
 
     Args:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 from xrank.layout.stored_model import StoredModel, StoredShard

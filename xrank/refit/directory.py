@@ -16,9 +16,11 @@ import secrets
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import CorruptError, UsageError
 from xrank.layout.stored_model import StoredModel
@@ -45,8 +47,7 @@ _TAKEN = {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST
 """Errors of a rename to the name of another user's file or of a folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRegistration:
+class RankRegistration(Struct, frozen=True):
     """What a rank has registered."""
 
     id: str
@@ -227,8 +228,7 @@ def _read_own_file(path: str, nbytes: int) -> bytes | None:
         os.close(fd)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainerModel:
+class TrainerModel(Struct, frozen=True, eq=False):
     """A trainer's model in the memory of its ranks."""
 
     live: LiveModel

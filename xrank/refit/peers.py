@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import mmap
+import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
-from struct import Struct
 from time import monotonic, sleep, thread_time
 from typing import Any
 from zlib import crc32
+
+from msgspec import Struct, field
 
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, XrankError
 from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, connect
@@ -32,12 +33,12 @@ _LEAVE_SECONDS = 2.0
 _DAMAGED_SECONDS = 1.5
 """Longest time in which an owner may write its status: on a busy machine the kernel may pause it meanwhile."""
 
-_FIELDS = Struct("<qqqqqqqH")
+_FIELDS = struct.Struct("<qqqqqqqH")
 STATUS_NBYTES = 512
 """Bytes of a status: a checksum, the fields, and the cause as text."""
 _TEXT_NBYTES = STATUS_NBYTES - 4 - _FIELDS.size
 
-_OUTCOME_HEAD = Struct("<II")
+_OUTCOME_HEAD = struct.Struct("<II")
 """Before an outcome in memory: checksum and length of its text."""
 _OUTCOME_NBYTES = 4 << 20
 """Most bytes of an outcome: 4,000 engine ranks that all failed take 2.5 MB."""
@@ -74,8 +75,7 @@ class Phase(IntEnum):
 _PHASES = frozenset(Phase)
 
 
-@dataclass(frozen=True, slots=True)
-class RankStatus:
+class RankStatus(Struct, frozen=True):
     """The state of a rank at one moment."""
 
     phase: Phase = Phase.CLOSED
@@ -119,8 +119,7 @@ class RankStatus:
         return self.step > step or (self.step == step and self.phase is Phase.CLOSED)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(Struct, frozen=True):
     """The outcome of a step: the trainer's first rank decides it, and the other ranks take it over."""
 
     step: int
@@ -181,10 +180,13 @@ class _LentBlock:
         into[:] = self._memory[start : start + len(into)]
 
 
+_NO_STATUS = RankStatus()
+
+
 class StatusBlock(_LentBlock):
     """This rank's status; one thread writes it. A reader that sees a part of it reads again."""
 
-    def __init__(self, status: RankStatus = RankStatus()) -> None:  # it is immutable
+    def __init__(self, status: RankStatus = _NO_STATUS) -> None:
         super().__init__(STATUS_NBYTES)
         self.write(status)
 

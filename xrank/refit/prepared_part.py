@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,6 +18,8 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.executor import Budget
@@ -51,8 +52,7 @@ _Loop: TypeAlias = tuple[int, int, int]
 """Count, stride in the record, and stride in the matrix, as of a nest."""
 
 
-@dataclass(slots=True, eq=False)
-class PreparedPart:
+class PreparedPart(Struct, eq=False):
     """A rank's tensors as they are lent; see `prepare_part`. All ranks `measure`, and then all ranks `fill`."""
 
     description: str
@@ -273,8 +273,7 @@ def _choose_form(wanted: set[tuple[str | None, str]], quantization: Quantization
 # ---- quantization part by part
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _QuantizedTensor:
+class _QuantizedTensor(Struct, frozen=True, eq=False):
     """A tensor of which this rank quantizes a part."""
 
     name: str
@@ -345,8 +344,7 @@ def _part_error(name: str, got: str, kept: str) -> UsageError:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _QuantizedPart:
+class _QuantizedPart(Struct, frozen=True, eq=False):
     """Measures and encodes this rank's elements at each step."""
 
     quantization: Quantization
@@ -512,8 +510,7 @@ def _select(maxima: Maxima, start: int, box: Box) -> Maxima:
     return maxima[start : start + prod(_shape(box))].reshape(_shape(box))
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixTile:
+class MatrixTile(Struct, frozen=True):
     """Rows and columns at even distances; element (i, j) is at ``x + i * x_row + j * x_column`` of the record."""
 
     x: int

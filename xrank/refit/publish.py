@@ -7,11 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.engine.transforms import Transform
 from xrank.errors import (
@@ -64,8 +66,7 @@ _SIBLING_SECONDS = 0.05
 """Time between two looks at the trainer's other ranks, and at the tensors, while no engine rank waits for checks."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishReport:
+class PublishReport(Struct, frozen=True):
     """The result of `WeightsOffer.publish`; all but `seconds` is the same on all ranks of the trainer."""
 
     step: int

@@ -7,11 +7,13 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.engine.executor import Budget
 from xrank.errors import (
@@ -44,8 +46,7 @@ if TYPE_CHECKING:
     from xrank.layout import LayoutMap
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
+class UpdateReport(Struct, frozen=True):
     """The result of `TakenWeights.update` on one engine rank."""
 
     step: int

@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -51,8 +51,7 @@ Shapes: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]
 """Tensor of the checkpoint -> safetensors name of its element type, and shape."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordedCopy:
+class RecordedCopy(Struct, frozen=True, eq=False):
     """One copy of a part of a Hugging Face tensor into a part of a parameter."""
 
     output: OutputTensor
@@ -62,8 +61,7 @@ class RecordedCopy:
     parameter: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fill:
+class Fill(Struct, frozen=True, eq=False):
     """A part of a parameter that the loader sets to a constant, such as the padding of a vocabulary."""
 
     target: torch.Tensor
@@ -73,8 +71,7 @@ class Fill:
     """Whether nothing was written to the parameter before."""
 
 
-@dataclass(slots=True, eq=False)
-class Recording:
+class Recording(Struct, eq=False):
     """The copies of a loader."""
 
     copies: list[RecordedCopy] = field(default_factory=list)
@@ -434,8 +431,7 @@ def _record_parts(load: Loader, parameters: Mapping[str, torch.Tensor], shapes: 
     return {name: _merge(boxes) for name, boxes in found.items()}
 
 
-@dataclass(slots=True)
-class _Search:
+class _Search(Struct):
     """Finds layouts on a mesh, and on views of it with an axis in two."""
 
     mesh: DeviceMesh

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
 from math import prod
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.executor import Budget
@@ -102,8 +103,7 @@ class EngineGoneError(Exception):
         self.failure = failure
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineCopy:
+class EngineCopy(Struct, frozen=True, eq=False):
     """A step that was copied from another engine and is not committed yet."""
 
     step: int
@@ -164,8 +164,7 @@ class RelayedEngines:
         return self._known[ids]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RelayedEngine:
+class RelayedEngine(Struct, frozen=True, eq=False):
     """The ranks of an engine that lends its step."""
 
     registrations: tuple[RankRegistration, ...]

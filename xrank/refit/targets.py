@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.executor import Budget, execute
@@ -82,8 +83,7 @@ def count_versions(views: Sequence[torch.Tensor]) -> list[int]:
     return [0 if view.is_inference() else view._version for view in views]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TargetPlan:
+class TargetPlan(Struct, frozen=True, eq=False):
     """The proven copies that fill an engine rank's tensors."""
 
     plan: Plan
@@ -222,8 +222,7 @@ class LoaderTarget(ModuleTarget):
         return list(reversed(found.values()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class Runs(Struct, frozen=True, eq=False):
     """Runs of bytes; arrays of one length."""
 
     there: IntArray
@@ -233,8 +232,7 @@ class Runs:
     nbytes: IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SpanCall:
+class SpanCall(Struct, frozen=True, eq=False):
     """The arguments of one process_vm_readv(2)."""
 
     there: SpanArray
@@ -262,7 +260,7 @@ def find_runs(nests: NestTable, width: int) -> Runs:
 
 def join_runs(parts: Sequence[Runs]) -> Runs:
     """Return all runs of one other process by rising address there; runs that continue each other become one."""
-    there, here, nbytes = (np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__slots__)
+    there, here, nbytes = (np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__struct_fields__)
     order = np.argsort(there, kind="stable")
     there, here, nbytes = there[order], here[order], nbytes[order]
     is_first = np.ones(len(there), bool)
@@ -302,8 +300,7 @@ def _join_side(addresses: IntArray, nbytes: IntArray) -> SpanArray:
     return np.ascontiguousarray(np.stack((addresses[first], np.add.reduceat(nbytes, first)), axis=1)).astype(np.uint64)
 
 
-@dataclass(slots=True, eq=False)
-class Transfer:
+class Transfer(Struct, eq=False):
     """The copies of one rank; see `make_transfer`."""
 
     nbytes: int

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
+
+from msgspec import Struct, field
 
 from xrank.engine.executor import Budget
 from xrank.engine.replicas import spread_copies
@@ -35,8 +36,7 @@ _OWN = -1
 """Rank of this process among the trainer's: none of them."""
 
 
-@dataclass(slots=True, eq=False)
-class TrainerLink:
+class TrainerLink(Struct, eq=False):
     """A trainer as this rank reads it; see `connect_trainer`."""
 
     registration: RankRegistration

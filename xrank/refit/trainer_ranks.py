@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from time import monotonic
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.refit.directory import Address, RankRegistration
@@ -40,8 +42,7 @@ _HOLDING = (Phase.CLOSED, Phase.WAITING, Phase.LATE, Phase.FAILED)
 """Phases in which all ranks of an engine hold the step of its status: a failure while it wrote has none."""
 
 
-@dataclass(slots=True)
-class EngineParts:
+class EngineParts(Struct):
     """The engine ranks at one moment, by their part in a step."""
 
     waiting: list[PeerRank] = field(default_factory=list)

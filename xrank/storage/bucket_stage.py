@@ -27,10 +27,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import xxhash
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from xrank.errors import (
     AGAIN,
@@ -88,8 +89,7 @@ _INDEX_END = ".safetensors.index.json"
 _NUMBERED = re.compile(r"-(\d{5,}-of-\d{5,}\.safetensors)")
 
 
-@dataclass(frozen=True, slots=True)
-class BucketPlace:
+class BucketPlace(Struct, frozen=True):
     """The place of an output in a bucket, and the objects that xrank keeps beside it while it writes."""
 
     store: Store
@@ -146,8 +146,7 @@ class BucketPlace:
         return self.store.url(self.file_key(name))
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
+class Replaced(Struct, frozen=True):
     """A model that another one replaces."""
 
     last: str
@@ -171,8 +170,7 @@ class Replaced:
         return self.weights if self.has_index else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
+class Upload(Struct, frozen=True):
     """An upload under way."""
 
     upload_id: str
@@ -182,8 +180,7 @@ class Upload:
     """Of its object in the output."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketJournal:
+class BucketJournal(Struct, frozen=True):
     """What the journal's object contains."""
 
     stage: str
@@ -210,8 +207,7 @@ class BucketJournal:
         return bool(self.last)
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(Struct, frozen=True):
     """A file whose parts are all uploaded."""
 
     stage: str
@@ -334,7 +330,7 @@ def read_record(place: BucketPlace, name: str) -> FileRecord | None:
 
 
 def _seal(record: BucketJournal | FileRecord) -> bytes:
-    return seal({"version": 1, **asdict(record)})
+    return seal({"version": 1, **to_builtins(record)})
 
 
 def _unseal(kind: type[_Record], data: bytes) -> _Record | None:

@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar, cast
+
+from msgspec import Struct, field
+from msgspec.structs import fields
 
 from xrank.environment import environ, setting
 from xrank.errors import (
@@ -54,8 +56,7 @@ _GAP_NBYTES = 16 << 10
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectStatus:
+class ObjectStatus(Struct, frozen=True):
     """Size and version of an object when it was listed or looked at, to detect later changes."""
 
     nbytes: int
@@ -70,8 +71,7 @@ class ObjectStatus:
         return self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(Struct, frozen=True):
     """The objects and folders directly below a key."""
 
     objects: Mapping[str, ObjectStatus] = field(default_factory=dict)
@@ -186,8 +186,7 @@ def make_error(fault: FaultError, url: str, what: str, *, tries: int = 1, second
     return kind(url + text.format(what=what), file=url, got=fault.text, next_step=next_step)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
+class StoreSettings(Struct, frozen=True):
     """How xrank talks to stores."""
 
     connections: int = CONNECTIONS
@@ -309,8 +308,7 @@ def make_session(session: Any, connections: int) -> Any:
     return session
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(Struct, frozen=True):
     """Requests and bytes of this process since it started."""
 
     requests: int = 0

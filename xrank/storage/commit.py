@@ -14,11 +14,11 @@ import socket
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import xxhash
+from msgspec import Struct
 
 from xrank.errors import OutputExistsError, XrankError, option
 from xrank.system import process_state
@@ -27,8 +27,7 @@ _VERSION = 1
 _Kind = TypeVar("_Kind")
 
 
-@dataclass(frozen=True, slots=True)
-class JournalLine:
+class JournalLine(Struct, frozen=True):
     """A file that is whole and in its place."""
 
     file: str
@@ -177,16 +176,16 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def decode(kind: type[_Kind], value: Any) -> _Kind:
-    """Return a value of a type from what JSON has for it: texts, counts, and tuples, mappings and dataclasses of them.
+    """Return a value of a type from what JSON has for it: texts, counts, and tuples, mappings and records of them.
 
     Raises:
         ValueError: it is a value of another type.
     """
     origin, inner = get_origin(kind), get_args(kind)
     made: Any = value
-    if is_dataclass(kind):
+    if isinstance(kind, type) and issubclass(kind, Struct):
         hints = get_type_hints(kind)
-        if not isinstance(value, dict) or value.keys() != {one.name for one in fields(kind)}:
+        if not isinstance(value, dict) or value.keys() != {*kind.__struct_fields__}:
             raise ValueError(f"not a record of {kind.__name__}")
         made = kind(**{name: decode(hints[name], value[name]) for name in value})
     elif origin is tuple and isinstance(value, list):

@@ -15,9 +15,9 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 
 import xxhash
+from msgspec import Struct, to_builtins
 
 from xrank import system
 from xrank.errors import AGAIN, CorruptError, OutputExistsError, XrankError
@@ -53,8 +53,7 @@ _MODE = 0o666
 _MAX_JOURNAL_NBYTES = 256 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Journal:
+class Journal(Struct, frozen=True):
     """The journal of an earlier run."""
 
     plan: str
@@ -68,7 +67,7 @@ class Journal:
 def encode_journal(plan: str, host: str, pid: int, lines: Iterable[JournalLine] = ()) -> bytes:
     """Return the bytes of a journal."""
     head = seal({"version": 1, "plan": plan, "host": host, "pid": pid})
-    return head + b"".join(seal(asdict(line)) for line in lines)
+    return head + b"".join(seal(to_builtins(line)) for line in lines)
 
 
 def parse_journal(content: bytes) -> Journal | None:
@@ -185,7 +184,7 @@ class FolderStage(Stage):
             with self._journal_lock:
                 journal = os.open(os.path.join(self.path, JOURNAL_NAME), system.APPEND)
                 try:
-                    system.write_all(journal, seal(asdict(line)))
+                    system.write_all(journal, seal(to_builtins(line)))
                     os.fsync(journal)
                 finally:
                     os.close(journal)
@@ -410,8 +409,7 @@ class PartFiles:
         self.target.descriptors.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class SharedParts:
+class SharedParts(Struct, frozen=True):
     """The files of a stage of another process, to which all ranks of a gather write; rank 0 makes and commits them.
 
     That process may fail, and its successor take over the stage by a rename. Then no file is found here, and writes to

@@ -20,11 +20,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+from msgspec import Struct
 
 from xrank.environment import environ
 from xrank.errors import require_google
@@ -61,8 +62,7 @@ _SENDERS = 8
 _LISTED = re.compile(rf"{re.escape(PARTS)}/(.+)/([0-9a-f]{{22}})-(?:\d{{5}}|joined)-[0-9a-f]{{32}}", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(Struct, frozen=True):
     """An object that is to become a piece of another one."""
 
     key: str

@@ -10,8 +10,9 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from xrank.errors import CorruptError, IncompleteError, either, option
 from xrank.storage import places
@@ -32,8 +33,7 @@ _MAX_NBYTES = 2 * 2**30
 _DIGEST = re.compile(r"([a-z0-9_]+:)?[0-9a-f]{8,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestSource:
+class ManifestSource(Struct, frozen=True):
     """The source of a gather."""
 
     format: str
@@ -42,8 +42,7 @@ class ManifestSource:
     step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestFile:
+class ManifestFile(Struct, frozen=True):
     """A file of the output."""
 
     name: str
@@ -51,8 +50,7 @@ class ManifestFile:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
+class TensorSource(Struct, frozen=True):
     """A part of a source file that a tensor was made of."""
 
     file: str
@@ -63,8 +61,7 @@ class TensorSource:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestTensor:
+class ManifestTensor(Struct, frozen=True):
     """A tensor of the output."""
 
     dtype: str
@@ -134,8 +131,8 @@ def manifest_text(
 
 
 def _fields(record: ManifestSource | ManifestFile | ManifestTensor | TensorSource) -> dict[str, Any]:
-    """Return the fields by name, as they are; `dataclasses.asdict` copies each value deeply."""
-    return {name: getattr(record, name) for name in record.__slots__}
+    """Return the fields by name, as they are; `structs.asdict` copies each value deeply."""
+    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def read_manifest(path: str) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import islice
+
+from msgspec import Struct, field
 
 from xrank.storage import places
 from xrank.storage.client import ObjectStatus, Store, open_store
@@ -33,8 +34,7 @@ _NUM_AHEAD = 16
 _MOST_FOLDERS = 64
 
 
-@dataclass(slots=True)
-class _Parts:
+class _Parts(Struct):
     """Parts of one object that were read."""
 
     starts: list[int] = field(default_factory=list)
@@ -97,8 +97,7 @@ _AT_ONCE = threading.Event()
 _AT_ONCE.set()
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectFile(RegularFile):
+class ObjectFile(RegularFile, frozen=True):
     """An object as `RegularFile`; each read is of the version that was there when it was opened."""
 
     status: ObjectStatus

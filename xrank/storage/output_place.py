@@ -15,10 +15,10 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
+from msgspec import Struct
 
 from xrank import system
 from xrank.errors import AGAIN, OutputExistsError, UnsafeError, UsageError, XrankError, check_no_url, option
@@ -46,8 +46,7 @@ def _refuse(kind: type[_Error], path: str, what: str, otherwise: str = "", **fac
     return kind(f"{path}: {what}", **{"file": path, "next_step": next_step, **facts})
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPlace:
+class OutputPlace(Struct, frozen=True):
     """The path of an output, and the names xrank uses beside it."""
 
     path: str

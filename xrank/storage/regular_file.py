@@ -8,9 +8,10 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+
+from msgspec import Struct
 
 from xrank import system
 from xrank.errors import (
@@ -46,8 +47,7 @@ def quote(value: str | bytes | int | tuple[int, ...]) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """The file and rank that bytes are from; makes the errors that name them."""
 
     path: str
@@ -154,8 +154,7 @@ class Origin:
         return self._make(UsageError, problem, got, want, next_step, tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class RegularFile:
+class RegularFile(Struct, frozen=True):
     """An open regular file: valid only inside `open_regular`."""
 
     descriptor: int

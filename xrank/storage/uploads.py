@@ -17,11 +17,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Protocol, TypeAlias, cast
 
 from isal import isal_zlib
+from msgspec import Struct, field
 
 from xrank.errors import XrankError
 from xrank.storage.client import ABSENT, Backend, FaultError, FaultKind, Store, copy_bytes
@@ -43,8 +43,7 @@ KnownParts: TypeAlias = dict[int, tuple[int, str, int | None]]
 """Number of a part -> its bytes, its etag, and its CRC-32 where the store lists one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """A part that the store has confirmed."""
 
     number: int
@@ -55,8 +54,7 @@ class Part:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class UploadedObject:
+class UploadedObject(Struct, frozen=True):
     """An object as the store describes it."""
 
     nbytes: int
@@ -357,8 +355,7 @@ def open_uploads(store: Store, url: str | None = None) -> Uploads:
     return Uploads(store, url)
 
 
-@dataclass(slots=True)
-class _Filling:
+class _Filling(Struct):
     """A part that is being filled."""
 
     buffer: mmap
@@ -426,8 +423,7 @@ class PartPool:
         self._free.clear()
 
 
-@dataclass(slots=True)
-class UploadedFile:
+class UploadedFile(Struct):
     """A file on its way: any thread may write to it, never the same bytes twice."""
 
     uploads: Uploads

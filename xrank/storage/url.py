@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from urllib.parse import unquote
+
+from msgspec import Struct
 
 from xrank.errors import UsageError
 
@@ -19,8 +20,7 @@ _GIVE = "leave it out, and give credentials by the environment, as the store's o
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "azure": "az"}
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(Struct, frozen=True):
     """The parts of a URL."""
 
     scheme: str

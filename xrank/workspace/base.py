@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 from xrank import environment
 from xrank.errors import UsageError
@@ -77,8 +78,7 @@ class Workspace(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WorkspaceIdentity:
+class WorkspaceIdentity(Struct, frozen=True):
     """This rank's place in its run."""
 
     rank: int

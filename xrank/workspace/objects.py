@@ -6,8 +6,9 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from xrank.errors import UsageError, XrankError
 from xrank.storage.client import Store, open_store
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from xrank.layout.layout_map import LayoutMap
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectPlace:
+class ObjectPlace(Struct, frozen=True):
     """A prefix in a bucket. It holds no connection, so that a forked process may use it."""
 
     url: str

@@ -6,12 +6,12 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from time import sleep
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from isal import isal_zlib
+from msgspec import Struct
 
 from xrank import system
 from xrank.dtypes import DTYPES
@@ -94,8 +94,7 @@ def _shrink_storage(tensor: torch.Tensor) -> torch.Tensor:
     return nbytes.view(tensor.dtype).view(tensor.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class StateArchive:
+class StateArchive(Struct, frozen=True):
     """A state that can be written."""
 
     state: dict[str, Any]

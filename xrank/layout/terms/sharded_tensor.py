@@ -8,10 +8,11 @@ two that these leave out: irregular grids, and replicas that equal no main repli
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
+
+from msgspec import Struct
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout.local_part import LocalPart, holds, local_part
@@ -33,8 +34,7 @@ from xrank.layout.terms.tensors import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedTensorData:
+class ShardedTensorData(Struct, frozen=True):
     """The metadata of a ShardedTensor, under the same names."""
 
     key: str
@@ -63,8 +63,7 @@ class ShardedTensorData:
         return self.replica_id == 0 if isinstance(self.replica_id, int) else not any(self.replica_id)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(Struct, frozen=True):
     """The places of all parts of one global tensor."""
 
     key: str

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 from typing import Any, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 from xrank.layout.local_part import local_part
@@ -29,8 +31,7 @@ from xrank.layout.notation import (
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
+class Cuts(Struct, frozen=True):
     """One dim: its size, and the axes that cut it, the first cut first: evenly ("/") or into ceil chunks ("/~")."""
 
     size: int | str

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from xrank.errors import LayoutError
 from xrank.layout.layout_map import LayoutMap
@@ -19,8 +20,7 @@ from xrank.layout.tensor_layout import TensorLayout, free_size_names
 from xrank.layout.terms.tensors import cuts_of
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """The dim of a parameter that a style cuts into ceil chunks."""
 
     dim: int

@@ -9,11 +9,12 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import UnsafeError, UsageError
 from xrank.formats.pickles import InertRecord, inert_error, is_extra_state
@@ -25,8 +26,7 @@ from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
 
 
-@dataclass(frozen=True, slots=True)
-class Unread:
+class Unread(Struct, frozen=True):
     """A kind of parallelism whose files are not read."""
 
     what: str
@@ -79,8 +79,7 @@ _SCRIPT = "zero_to_fp32.py"
 _MAX_TAG_NBYTES = 255
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
+class CheckpointFiles(Struct, frozen=True):
     """The files of one checkpoint, as paths."""
 
     folder: str
@@ -360,8 +359,7 @@ _OPTIMIZER_FACTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelState:
+class ModelState(Struct, frozen=True):
     """Content of a ``*_model_states.pt``."""
 
     origin: Origin
@@ -391,8 +389,7 @@ class ModelState:
     """Shape and checksum of a moment of each parameter, without ZeRO; stages with a tied tensor have equal ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(Struct, frozen=True):
     """Content of a ``*_optim_states.pt``, without the moments."""
 
     origin: Origin

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError
@@ -17,8 +19,7 @@ from xrank.readers.records import CopiedValues, Records
 from xrank.storage.regular_file import Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Modules:
+class Modules(Struct, frozen=True):
     """The model states of all ranks, combined."""
 
     state: ModelState

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
+from msgspec import Struct
 
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.formats.torch_archive import ArchivedTensor
@@ -21,8 +21,7 @@ from xrank.storage.regular_file import Origin, quote
 from xrank.words import ranks_text
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatTensors:
+class FlatTensors(Struct, frozen=True, eq=False):
     """One-dimensional tensors that every rank has; each array is [ranks, tensors]."""
 
     record: IntArray
@@ -242,8 +241,7 @@ def _expect_slices(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Partitions:
+class Partitions(Struct, frozen=True):
     """The partitions of all ranks."""
 
     all: tuple[Partition, ...]

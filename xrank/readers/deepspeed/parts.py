@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, IncompleteError
@@ -42,8 +44,7 @@ from xrank.storage.regular_file import Origin, quote
 from xrank.words import list_text, numbers_text, plural
 
 
-@dataclass(frozen=True, slots=True)
-class Expert:
+class Expert(Struct, frozen=True):
     """Content of one expert's file."""
 
     origin: Origin
@@ -52,8 +53,7 @@ class Expert:
     """Tensors under their names in the whole model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Struct, frozen=True):
     """The experts of all layers."""
 
     files: tuple[Expert, ...]
@@ -220,8 +220,7 @@ _TIED = "tied_modules."
 _AGAIN = "all files must come from one save of one run; copy them again"
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Struct, frozen=True):
     """Content of a ``layer_<number>-model_states.pt``."""
 
     number: int
@@ -356,8 +355,7 @@ def note_absent_layers(layers: Mapping[int, Layer]) -> tuple[tuple[str, str], ..
     return (("absent-layers", f"{text}. Functions and tied layers leave none; any other file must be copied, too"),)
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(Struct, frozen=True):
     """The files of all stages, combined."""
 
     modules: Modules

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
@@ -141,8 +143,7 @@ class DeepSpeedReader:
         return replace(model, absent=absent, is_attribute=is_attribute)
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
+class _Content(Struct, frozen=True):
     """The tensors of a checkpoint."""
 
     modules: Modules

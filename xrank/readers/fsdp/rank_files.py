@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -11,6 +10,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 from isal import isal_zlib
+from msgspec import Struct
 
 from xrank.dtypes import by_torch_name
 from xrank.errors import ContradictionError, LayoutError, UsageError
@@ -27,8 +27,7 @@ _PACKAGE = "torch.distributed."
 _MAX_DIMENSIONS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapper:
+class Wrapper(Struct, frozen=True):
     """A tensor subclass around local tensors (torch/_utils.py: _rebuild_wrapper_subclass)."""
 
     kind: str
@@ -126,8 +125,7 @@ def read_local_tensor(value: object, name: str, dtype: str, origin: Origin) -> A
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedPart:
+class ShardedPart(Struct, frozen=True):
     """A rank's part of a ShardedTensor."""
 
     dtype: str
@@ -364,8 +362,7 @@ def _flat(value: object) -> tuple[int, ...]:
 _MAX_EXTENT = 1 << 40
 
 
-@dataclass(frozen=True, slots=True)
-class DTensorPart:
+class DTensorPart(Struct, frozen=True):
     """A rank's part of a DTensor."""
 
     local: ArchivedTensor
@@ -376,8 +373,7 @@ class DTensorPart:
     """Global shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Placement:
+class _Placement(Struct, frozen=True):
     """Has the methods of torch's placements (torch/distributed/tensor/placement_types.py)."""
 
     def is_shard(self) -> bool:
@@ -390,8 +386,7 @@ class _Placement:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate(_Placement):
+class Replicate(_Placement, frozen=True):
     """A replica, as `from_placements` reads it."""
 
     def is_replicate(self) -> bool:
@@ -399,8 +394,7 @@ class Replicate(_Placement):
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Shard(_Placement):
+class Shard(_Placement, frozen=True):
     """A part along a dim, as `from_placements` reads it."""
 
     dim: int
@@ -411,14 +405,12 @@ class Shard(_Placement):
 
 
 # `from_placements` knows this class and Partial by their names, as it knows torch's.
-@dataclass(frozen=True, slots=True)
-class _StridedShard(_Placement):
+class _StridedShard(_Placement, frozen=True):
     dim: int
     split_factor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Partial(_Placement):
+class Partial(_Placement, frozen=True):
     """Addends of a sum, as `from_placements` reads it."""
 
     reduce_op: str
@@ -428,8 +420,7 @@ class Partial(_Placement):
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _OrderEntry:
+class _OrderEntry(Struct, frozen=True):
     tensor_dim: int
     mesh_dims: tuple[int, ...]
 
@@ -520,8 +511,7 @@ def _is_small(value: object) -> TypeGuard[int]:
     return type(value) is int and -_MAX_EXTENT < value < _MAX_EXTENT
 
 
-@dataclass(frozen=True, slots=True)
-class FsdpRankFile:
+class FsdpRankFile(Struct, frozen=True):
     """One rank's file, read from its metadata alone."""
 
     rank: int

@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
@@ -37,8 +39,7 @@ _ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_(0|[1-9]\d{0,4}))?_rank(0|[1-9]
 _MAX_CONFIG_NBYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
+class RankFiles(Struct, frozen=True):
     """The files of one model."""
 
     folder: str
@@ -81,8 +82,7 @@ class RankFiles:
         return re.sub(rf"(rank_?|_){other}\.", rf"\g<1>{rank}.", os.path.basename(path))
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(Struct, frozen=True):
     """Naming scheme of a folder's files."""
 
     format: str
@@ -201,8 +201,7 @@ Index: TypeAlias = Callable[[str], int]
 """Key of a record in a rank's file -> its number in the source."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(Struct, frozen=True):
     """A rank's elements of one parameter."""
 
     held: HeldTensor
@@ -212,8 +211,7 @@ class _Piece:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlatPieces:
+class FlatPieces(Struct, frozen=True):
     """The pieces of named parameters, and the buffers without names."""
 
     by_name: Mapping[str, tuple[_Piece, ...]]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError, XrankError, option
@@ -31,8 +33,7 @@ _OF_ZERO = re.compile(r".*_states\.pt|latest|latest_universal|zero_to_fp32\.py|g
 """Entries of a folder that DeepSpeed saves into."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightIndex:
+class WeightIndex(Struct, frozen=True):
     """Content of an index."""
 
     file: str

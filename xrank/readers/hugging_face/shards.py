@@ -6,11 +6,12 @@ import os
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, option
 from xrank.formats.dcp_items import read_saved_offsets
@@ -33,8 +34,7 @@ def is_shard_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class ShardGrid:
+class ShardGrid(Struct, frozen=True):
     """The files that are present."""
 
     folder: str
@@ -102,8 +102,7 @@ def shard_grid(folder: str) -> ShardGrid:
     return ShardGrid(folder, files, count)
 
 
-@dataclass(slots=True)
-class ShardPieces:
+class ShardPieces(Struct):
     """Every tensor's pieces, as rows of numbers; a million of them take a few arrays."""
 
     records: Records = field(default_factory=Records)

@@ -6,10 +6,11 @@ import json
 import socket
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import Struct, field
 
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.pickles import is_extra_state
@@ -106,8 +107,7 @@ def _list_left_out(module: torch.nn.Module) -> Iterator[str]:
 _CHECKPOINT = "save a checkpoint and gather that: xrank gather"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatModule:
+class FlatModule(Struct, frozen=True, eq=False):
     """The tensors that one rank holds of a flattened module."""
 
     tensors: dict[str, torch.Tensor]
@@ -118,8 +118,7 @@ class FlatModule:
     """Tied name -> name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Buffer:
+class _Buffer(Struct, frozen=True, eq=False):
     """Parameters end to end, of which each rank holds a range."""
 
     members: Sequence[tuple[str, Sequence[int]]]
@@ -130,8 +129,7 @@ class _Buffer:
     """Elements of each rank's range; None: an even cut, padded at its end."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _Found(Struct, frozen=True, eq=False):
     """The facts that a framework's attributes record."""
 
     buffers: Sequence[_Buffer]
@@ -335,8 +333,7 @@ def _mesh_of(ranks: Sequence[int], copies: Sequence[int], world_size: int) -> De
     return DeviceMesh((len(copies), count), ("replica", "shard"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalModel:
+class LocalModel(Struct, frozen=True, eq=False):
     """A rank's part of a model; nothing is copied."""
 
     tensors: Mapping[str, torch.Tensor]

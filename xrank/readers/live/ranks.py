@@ -7,11 +7,12 @@ rank's view, and each file stands for one rank's memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.dtypes import by_torch_name
 from xrank.errors import ContradictionError, CorruptError
@@ -28,8 +29,7 @@ from xrank.storage.entries import Entry
 _UNKNOWN = TensorRecord()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveModel:
+class LiveModel(Struct, frozen=True, eq=False):
     """A model in ranks' memory; its i-th file stands for the memory of the i-th described rank."""
 
     stored: StoredModel

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from xrank.dtypes import by_torch_name
 from xrank.errors import LayoutError, UsageError
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from xrank.layout.layout_map import LayoutMap
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocatedTensors:
+class LocatedTensors(Struct, frozen=True, eq=False):
     """A rank's tensors, not copied, and their places."""
 
     local: dict[str, torch.Tensor]

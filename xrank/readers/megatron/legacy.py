@@ -6,10 +6,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, LayoutError, XrankError, option
 from xrank.formats.pickles import inert_error
@@ -62,8 +64,7 @@ _VERSION = 3.0
 _CHUNK = re.compile(r"model(0|[1-9]\d{0,3})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MegatronRankFile:
+class MegatronRankFile(Struct, frozen=True, eq=False):
     """Content of a rank's file."""
 
     archive: TorchArchive
@@ -187,8 +188,7 @@ _GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _INTERLEAVED = "moe_mlp_glu_interleave_size"
 
 
-@dataclass(slots=True)
-class TensorParts:
+class TensorParts(Struct):
     """The parts of one tensor in the files."""
 
     name: str

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 from xrank.formats.pickles import is_extra_state
@@ -37,8 +39,7 @@ if TYPE_CHECKING:
 _AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp")
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronMesh:
+class MegatronMesh(Struct, frozen=True):
     """The meshes of one rank; each has the axes that Megatron's layouts use for the tensors on it."""
 
     dense: DeviceMesh
@@ -178,8 +179,7 @@ _PACKED = re.compile(r".*\b(?:linear_fc1|in_proj|conv1d)(?:_\w+)?\.(?:weight|bia
 mix them (megatron/core/transformer/mlp.py, ssm/mamba_mixer.py, ssm/gated_delta_net.py: sharded_state_dict)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionAttributes:
+class PartitionAttributes(Struct, frozen=True):
     """The cut of a parameter by its attributes."""
 
     dim: int | None
@@ -411,8 +411,7 @@ def _is_counted(name: str) -> bool:
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _Part(Struct, frozen=True, eq=False):
     """One tensor of a chunk."""
 
     name: str

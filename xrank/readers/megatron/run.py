@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
@@ -21,8 +22,7 @@ _MAX_DEPTH = 8
 _OWN = re.compile(r"(?:.*_)?(?:rank|host|hostname|device|pid|port|addr|time|start_time|timestamp)(?:_.*)?")
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelSizes:
+class ParallelSizes(Struct, frozen=True):
     """Number of parts into which the run cut its model, by dimension; 1 if its arguments do not record it."""
 
     tensor: int = 1
@@ -202,8 +202,7 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?", re.ASCI
 _MAX_RANKS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
+class Place(Struct, frozen=True, order=True):
     """Place of a file's rank in the grid; places sort like the ranks of a run without data parallelism."""
 
     pipeline: int

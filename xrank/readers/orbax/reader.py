@@ -8,11 +8,11 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from io import BytesIO
 from math import prod
 
 import numpy as np
+from msgspec import Struct
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, option
 from xrank.formats.zarr_array import MANIFEST, ZarrArray
@@ -55,8 +55,7 @@ _INDEX = re.compile(r"(?a:-?\d{1,18})")
 _MAX_NBYTES = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class TreeLeaf:
+class TreeLeaf(Struct, frozen=True):
     """A leaf of a saved tree."""
 
     keys: tuple[str | int, ...]
@@ -81,8 +80,7 @@ def explain_mismatch(path: str) -> str | None:
     return "no _METADATA of Orbax, and no step with an item that has one"
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenTree:
+class ChosenTree(Struct, frozen=True):
     """The tree of a folder that is read."""
 
     folder: str
@@ -203,8 +201,7 @@ _MAX_INLINE_NBYTES = 256 << 20
 _STEP_NBYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OrbaxPieces:
+class OrbaxPieces(Struct, frozen=True, eq=False):
     """The chosen arrays in the form of a `StoredModel`."""
 
     files: tuple[SourceFile, ...]
@@ -369,8 +366,7 @@ class OrbaxReader:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedArrays:
+class _SavedArrays(Struct, frozen=True):
     """All leaves of a tree, by their names in the store."""
 
     arrays: Mapping[str, ZarrArray]

@@ -7,13 +7,13 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from math import prod
 from typing import NoReturn, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from xrank import dtypes
 from xrank.errors import AGAIN, CorruptError, IncompleteError
@@ -196,8 +196,7 @@ _MAX_INDEX_NBYTES = 1 << 24
 """Largest index of a shard that is read, in bytes: of a million parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenArray:
+class ChosenArray(Struct, frozen=True):
     """An array of a store, under the name that its tensor shall have."""
 
     name: str
@@ -206,8 +205,7 @@ class ChosenArray:
     array: ZarrArray
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """A chunk, or a part of a chunk that is a shard."""
 
     value: StoredValue
@@ -411,8 +409,7 @@ def _open_chunk(one: ChosenArray, chunk: Chunk, path: str) -> Iterator[Readable]
         yield open_frame(stored) if one.array.is_compressed else stored
 
 
-@dataclass(slots=True)
-class _StoredBytes:
+class _StoredBytes(Struct):
     """A range of a file as a stream."""
 
     file: RegularFile

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.holdings import Holdings, Survey, compute_shapes, find_problem, survey
@@ -170,8 +171,7 @@ SimulatedOperation: TypeAlias = Literal["gather", "export", "reshard", "refit"]
 _DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedWork:
+class PlannedWork(Struct, frozen=True, eq=False):
     """A planned and verified conversion that is not executed."""
 
     operation: SimulatedOperation
