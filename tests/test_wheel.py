@@ -97,7 +97,15 @@ def test_the_contents_of_the_wheel(wheel: Path):
     assert f"{info}/licenses/LICENSE" in names
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
     always = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert {line.split(">")[0] for line in always} == {"click", "filelock", "isal", "ml-dtypes", "numpy", "xxhash"}
+    assert {line.split(">")[0] for line in always} == {
+        "click",
+        "filelock",
+        "isal",
+        "ml-dtypes",
+        "msgspec",
+        "numpy",
+        "xxhash",
+    }
     assert {"torch", "pytest", "examples"} <= set(metadata.get_all("Provides-Extra"))
     assert "xrank = xrank.cli.main:main" in entry_points
     assert "[pytest11]\nxrank.testing.plugin = xrank.testing.plugin" in entry_points

@@ -14,7 +14,6 @@ from xrank import environment, system
 from xrank.cli.command import Output, command_name, say, wants_color
 from xrank.cli.help import CommandGroup
 from xrank.errors import UsageError
-from xrank.version import __version__
 
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 _COMMANDS = {
@@ -55,6 +54,8 @@ class _Commands(CommandGroup):
 
 def _show_version(context: click.Context, option: click.Parameter, is_asked: bool) -> None:
     if is_asked and not context.resilient_parsing:
+        from xrank.version import __version__  # its package is slow to import
+
         click.echo(f"xrank, version {__version__}")
         context.exit()
 

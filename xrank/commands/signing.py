@@ -21,7 +21,6 @@ from xrank.recipes.adapters import describe_merges
 from xrank.recipes.folder_plan import FolderPlan
 from xrank.storage import places
 from xrank.storage.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
-from xrank.version import __version__
 
 _PREDICATE_TYPE = "urn:xrank:gather:1"
 
@@ -64,6 +63,8 @@ def sign_folder(
 
 def _make_attestation(gather: FolderPlan, manifest: bytes) -> dict[str, Any]:
     """Return the in-toto statement about the origin of the folder that this manifest describes."""
+    from xrank.version import __version__  # its package is slow to import
+
     source, selection = gather.source, gather.selection
     return {
         "_type": STATEMENT_TYPE,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -43,6 +41,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         if _count_brackets(line) > _MAX_BRACKETS or (line.count(".") >= _MAX_PARTS and _MANY_PARTS.search(line)):
             raise ValueError(f"it nests deeper than {_MAX_PARTS} tables (at line {number})")
     try:
+        import tomllib  # few models need a layout file
+
         tables = tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error
@@ -314,7 +314,7 @@ def write_whole(content: bytes, file: str) -> None:
         # A rename would put a file in the place of /dev/stdout or /dev/null.
         raise OSError(errno.EINVAL, "a device, FIFO or socket is there", file)
     # Random, because ranks in separate containers may share the folder and the process number.
-    part = f"{file}.{secrets.token_hex(8)}.part"
+    part = f"{file}.{os.urandom(8).hex()}.part"
     try:
         with open(os.open(part, system.NEW, 0o666), "wb", buffering=0) as stream:
             system.write_all(stream.fileno(), content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from msgspec import Struct
@@ -166,6 +165,8 @@ def load_recipe(asked: str) -> Recipe:
         return load_shipped_recipe(asked)
     if os.path.isfile(asked):
         return read_recipe(asked)
+    from difflib import get_close_matches
+
     near = get_close_matches(asked, list_shipped_recipes(), n=1)
     is_folder = os.path.isdir(asked)
     problem = f"{asked} is a folder" if is_folder else f"no recipe is called {asked}, and it is not a file"
@@ -330,5 +331,7 @@ def _group_unknown(found: Match) -> Iterable[UnknownName]:
     for name in found.unknown:
         kinds.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
     for kind, names in kinds.items():
+        from difflib import get_close_matches
+
         near = get_close_matches(kind, known, n=1)
         yield UnknownName(names[0], len(names), known[near[0]] if near else None)

@@ -11,13 +11,11 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
 from msgspec import Struct
 
 from xrank import system
@@ -77,7 +75,7 @@ class OutputPlace(Struct, frozen=True):
 
     def new_stage(self) -> str:
         """Return the path of a new stage, with a random id."""
-        return self.stage(secrets.token_hex(8))
+        return self.stage(os.urandom(8).hex())
 
     def stage(self, identifier: str) -> str:
         """Return the path of the stage of that id."""
@@ -306,6 +304,8 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
         OutputExistsError: another gather holds it.
         UsageError: the lock's path is not a file, or the folder cannot be written to.
     """
+    from filelock import FileLock, Timeout  # a dry run does not need it
+
     lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     held = False
     try:
@@ -336,7 +336,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
 
 def _check_folder(folder: str) -> None:
     """Refuse a folder where no file can be made, though it is there, as below /proc: filelock reports it as locked."""
-    probe = os.path.join(folder, f".xrank-{secrets.token_hex(8)}")
+    probe = os.path.join(folder, f".xrank-{os.urandom(8).hex()}")
     try:
         os.close(os.open(probe, system.NEW))
         os.unlink(probe)
