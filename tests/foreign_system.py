@@ -24,7 +24,6 @@ import tempfile  # noqa: F401
 from typing import Any
 
 import click  # noqa: F401
-import filelock
 import isal.isal_zlib  # noqa: F401
 import ml_dtypes  # noqa: F401
 import numpy  # noqa: F401
@@ -75,13 +74,8 @@ def become(system: str) -> None:
         sys.modules[name] = None  # type: ignore[assignment]
     ctypes.CDLL = _no_library  # type: ignore[assignment, misc]
     os.O_BINARY = O_BINARY  # type: ignore[attr-defined]
-    filelock.FileLock = _lock  # type: ignore[assignment, misc]  # Windows has a lock of its own there
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     _make_windows_files()
-
-
-def _lock(path: str, timeout: float, thread_local: bool, fallback_to_soft: bool) -> filelock.BaseFileLock:
-    return filelock.SoftFileLock(path, timeout, thread_local=thread_local)
 
 
 def _no_library(name: object, **options: Any) -> Any:

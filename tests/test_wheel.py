@@ -99,7 +99,6 @@ def test_the_contents_of_the_wheel(wheel: Path):
     always = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     assert {line.split(">")[0] for line in always} == {
         "click",
-        "filelock",
         "isal",
         "ml-dtypes",
         "msgspec",

@@ -40,6 +40,48 @@ _IS_POSIX = hasattr(os, "getuid")
 _seeking = threading.Lock()
 
 
+def lock_file(path: str) -> int | None:
+    """Lock a file, made if it is absent, and return its descriptor; None if another process holds the lock.
+
+    The system frees the lock when the descriptor is closed, at the latest with the process.
+
+    Raises:
+        OSError: the file cannot be opened, or the file system has no locks (ENOSYS, ENOLCK and others).
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | _ALWAYS | _NO_LINK | _NO_WAIT, 0o666)
+        try:
+            is_locked = _lock(fd)
+            if is_locked and os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        if not is_locked:
+            return None
+        # Its owner unlinked it before its lock was free: the next file of this name is the lock.
+
+
+def _lock(fd: int) -> bool:
+    if sys.platform == "win32":
+        import msvcrt
+
+        with suppress(OSError):
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+            return True
+        return False
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError(errno.ENOSYS, "no locks of files here") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def read_bytes_at(fd: int, nbytes: int, offset: int) -> bytes:
     """Read at most that many bytes at an offset; several threads may share a descriptor."""
     if hasattr(os, "pread"):

@@ -10,11 +10,11 @@ import signal
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import click
-from msgspec.structs import replace
 
 from tests.cli.bench import EXIT_CODES, Ended, run
 from tests.faults.findings import Findings

@@ -2,9 +2,9 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from msgspec.structs import replace
 
 from tests.network.mounts import FILE_SYSTEMS, MissingError, TwoMounts, mount_twice
 

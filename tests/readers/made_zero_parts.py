@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 from tests.readers.made_zero import (
     MadeModel,

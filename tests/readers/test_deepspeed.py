@@ -9,13 +9,13 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from tests.readers.made_zero import MadeModel, Zero, made_model, write_universal, write_zero

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from tests.readers.made_zero import Zero
 from tests.readers.made_zero_parts import (

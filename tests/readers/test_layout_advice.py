@@ -10,13 +10,13 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from tests.commands.made_workspaces import leave

@@ -13,7 +13,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,12 +9,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from tests.storage.fault_proxy import FaultProxy
 from tests.storage.small_azure import ACCOUNT, SmallAzure

@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from tests.storage.fault_proxy import Chooser, FaultProxy, no_fault
 from tests.storage.small_s3 import SmallS3

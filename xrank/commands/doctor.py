@@ -27,7 +27,7 @@ from xrank.storage.disk import allocate, exchange, is_in_memory
 from xrank.version import __version__
 from xrank.words import one_line, plural, size_text
 
-_PACKAGES = ("numpy", "ml_dtypes", "xxhash", "isal", "filelock", "click", "msgspec")
+_PACKAGES = ("numpy", "ml_dtypes", "xxhash", "isal", "click", "msgspec")
 _OPTIONAL = {
     "torch": "models in memory",
     "tensorstore": "Orbax",

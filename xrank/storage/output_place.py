@@ -289,11 +289,9 @@ def find_other_files(replaced: str, path: str) -> list[str]:
 def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None]:
     """Hold the lock of an output, or go on without if the file system has no locks.
 
-    This is the native lock, though only StrictSoftFileLock excludes across NFS clients: a strict lock whose owner was
-    killed stays held until it is removed by hand, which would stop a run that a scheduler starts again, perhaps on
-    another node. The kernel (of the NFS server, after the lease) frees the native lock with its owner. If two gathers
-    pass, the later one takes over the stage of the earlier by a rename, and the commit decides: work is lost, but no
-    output.
+    The kernel (of the NFS server, after the lease) frees the lock with its owner: a lock that outlived it would stop a
+    run that a scheduler starts again. If two gathers pass, as they may over NFS, the later one takes over the stage of
+    the earlier by a rename, and the commit decides: work is lost, but no output.
 
     Args:
         path: the lock file.
@@ -304,44 +302,28 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
         OutputExistsError: another gather holds it.
         UsageError: the lock's path is not a file, or the folder cannot be written to.
     """
-    from filelock import FileLock, Timeout  # a dry run does not need it
-
-    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
-    held = False
+    fd = None
     try:
-        lock.acquire()
-        held = True
-    except Timeout:
-        if not os.path.lexists(path):
-            _check_folder(os.path.dirname(path))
-        what = f"another gather to it is under way ({owner()})"
-        next_step = f"wait for it, or give this one another {option('out')}"
-        raise _refuse(OutputExistsError, out, what, next_step=next_step) from None
+        fd = system.lock_file(path)
+        if fd is None:
+            what = f"another gather to it is under way ({owner()})"
+            next_step = f"wait for it, or give this one another {option('out')}"
+            raise _refuse(OutputExistsError, out, what, next_step=next_step)
     except OSError as error:
         if error.errno in _NO_FILE:
             what = f"{path}: is not a file, so it cannot be the lock of {out} ({describe(path)})"
             raise UsageError(what, file=path, next_step=f"move it elsewhere, then {AGAIN}") from error
+        if error.errno == errno.ENOENT:  # in a folder that is there, such as one of /proc
+            folder, what = os.path.dirname(path), f"no file can be made there: {error.strerror}"
+            raise _refuse(UsageError, folder, what, got=describe(folder), want="a folder of a disk") from error
         another_users = error.errno in {errno.EACCES, errno.EPERM} and os.path.lexists(path)
         if error.errno not in _NO_LOCKS_HERE and not another_users:
             raise explain(error, path) from error
     try:
         yield
     finally:
-        if held:
-            # Unlinked while held: a process that waits on this file finds it without a name and makes a new one.
+        if fd is not None:
+            # Unlinked while held: a process that opened this file before finds it without a name and makes a new one.
             with suppress(OSError):
                 os.unlink(path)
-            lock.release()
-
-
-def _check_folder(folder: str) -> None:
-    """Refuse a folder where no file can be made, though it is there, as below /proc: filelock reports it as locked."""
-    probe = os.path.join(folder, f".xrank-{os.urandom(8).hex()}")
-    try:
-        os.close(os.open(probe, system.NEW))
-        os.unlink(probe)
-    except FileNotFoundError as error:
-        what = f"no file can be made there: {error.strerror}"
-        raise _refuse(UsageError, folder, what, got=describe(folder), want="a folder of a disk") from error
-    except OSError as error:
-        raise explain(error, folder) from error
+            os.close(fd)
