@@ -2,9 +2,10 @@
 
     make house
     python benchmarks/house.py            counts alone, in a second
-    python benchmarks/house.py --walk     also runs a gather, an export and a live gather, and counts their functions
+    python benchmarks/house.py --walk     also runs a gather, an export and a live gather, and counts their functions,
+                                          and compares the start of a command with the imports that it cannot avoid
 
-The counts keep the house small: a change that raises one of them should be worth it. docs/developing.md has the aims.
+The counts keep the house small: a change that raises one of them should be worth it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import ast
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -167,6 +170,33 @@ def count_walk() -> dict[str, str]:
         return found | {"a warm get_tensors_parallel passes": functions_of(gather_live)}
 
 
+def measure_start(num_runs: int = 15) -> dict[str, str]:
+    """Return how much longer a dry run of 8 ranks' small checkpoint takes than the imports of numpy and click alone."""
+    import torch
+
+    from xrank import NFSWorkspace
+    from xrank.layout import DeviceMesh, LayoutMap
+
+    with tempfile.TemporaryDirectory() as folder:
+        layouts = LayoutMap(DeviceMesh((8,), ("tp",)))
+        layouts["w"] = "[r/tp]"
+        for rank in range(8):
+            states = NFSWorkspace(f"{folder}/ws", rank=rank, world_size=8, run_id="a")
+            states.write_configs_and_weights({"model_type": "x"}, {"w": torch.ones(4)}, layouts=layouts, step=1)
+        commands = {
+            "dry run": ["-m", "xrank", "gather", f"{folder}/ws", "--out", f"{folder}/out", "--dry-run", "-q"],
+            "imports": ["-c", "import numpy, click"],
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(num_runs):
+            for name, command in commands.items():
+                started = time.perf_counter()
+                subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+                seconds[name].append(time.perf_counter() - started)
+    run, imports = (statistics.median(seconds[name]) for name in commands)
+    return {"a dry run / import numpy, click": f"{run / imports:.2f} ({run:.2f} s, {imports:.2f} s)"}
+
+
 def functions_of(call: Callable[[], object]) -> str:
     """Return how many functions of the library a call passes, in all its threads."""
     passed: set[CodeType] = set()
@@ -195,7 +225,7 @@ def main() -> None:
     parser.add_argument("--walk", action="store_true", help="run three calls and count the functions that they pass")
     is_walk = parser.parse_args().walk
     sys.path.insert(0, str(ROOT))
-    counts = {**count_house(), **(count_walk() if is_walk else {})}
+    counts = {**count_house(), **(count_walk() | measure_start() if is_walk else {})}
     for name, count in counts.items():
         print(f"{name:<40} {count}")
 
