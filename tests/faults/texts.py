@@ -42,8 +42,7 @@ from xrank.formats.torch_archive import read_archive
 from xrank.formats.zarr_array import parse_array
 from xrank.layout.layout_map import read_layout_file
 from xrank.layout.mesh import DeviceMesh, mesh_from_order
-from xrank.layout.notation import render
-from xrank.layout.parser import parse
+from xrank.layout.notation import parse, render
 from xrank.layout.tensor_name import parse_name
 from xrank.ranks.directory_messages import MessageReceipt
 from xrank.ranks.launch import read_launch

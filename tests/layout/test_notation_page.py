@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 from xrank.layout import TensorLayout
-from xrank.layout.notation import Flat, Pad, Parts, Product, Split, walk
-from xrank.layout.parser import TextParser
+from xrank.layout.notation import Flat, Pad, Parts, Product, Split, TextParser, walk
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 

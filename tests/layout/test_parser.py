@@ -25,11 +25,11 @@ from xrank.layout.notation import (
     Where,
     axes_of,
     count_names_of,
+    parse,
     render,
     render_dim,
     size_names_of,
 )
-from xrank.layout.parser import parse
 
 pytestmark = pytest.mark.quick
 
@@ -311,7 +311,7 @@ def test_only_text_is_read(value):
 
 
 def test_a_tree_in_another_process_has_that_process_hash():
-    code = "import pickle, sys; from xrank.layout.parser import parse; "
+    code = "import pickle, sys; from xrank.layout.notation import parse; "
     tree = parse("[f/tp, h] where pp=last")
     ask = f"print(pickle.loads(bytes.fromhex({pickle.dumps(tree).hex()!r})) in {{parse('[f/tp, h] where pp=last')}})"
     done = subprocess.run([sys.executable, "-c", code + ask], capture_output=True, text=True, check=True)

@@ -14,8 +14,7 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.nests import addresses, canonical
-from xrank.layout.notation import render
-from xrank.layout.parser import parse
+from xrank.layout.notation import parse, render
 
 pytestmark = pytest.mark.quick
 

@@ -16,8 +16,7 @@ from tests.sampled import count_of
 from xrank.layout import TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import intersect, swap
-from xrank.layout.notation import render
-from xrank.layout.parser import parse
+from xrank.layout.notation import parse, render
 
 pytestmark = pytest.mark.quick
 

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 from xrank.layout.binding import check_shape
-from xrank.layout.notation import LayoutTree, render
-from xrank.layout.parser import TextParser
+from xrank.layout.notation import LayoutTree, TextParser, render
 
 _BLOCKS = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
 _RULE = re.compile(r'[^"]*')

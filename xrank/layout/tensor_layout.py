@@ -19,12 +19,12 @@ from xrank.layout.notation import (
     Split,
     axes_of,
     children,
+    parse,
     render,
     size_names_of,
     walk,
     with_sizes,
 )
-from xrank.layout.parser import parse
 
 
 def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: Iterable[Node] = ()) -> None:

@@ -14,8 +14,16 @@ from xrank.layout.dim_part import compile_dim
 from xrank.layout.local_part import holds, places_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
-from xrank.layout.notation import LayoutTree, Node, axes_of, count_names_of, render_dim, size_names_of, with_sizes
-from xrank.layout.parser import TextParser
+from xrank.layout.notation import (
+    LayoutTree,
+    Node,
+    TextParser,
+    axes_of,
+    count_names_of,
+    render_dim,
+    size_names_of,
+    with_sizes,
+)
 from xrank.layout.tensor_layout import TensorLayout, check_sound
 
 

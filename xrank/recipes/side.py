@@ -23,11 +23,11 @@ from xrank.layout.notation import (
     Product,
     Size,
     Split,
+    TextParser,
     render,
     render_dim,
     size_names_of,
 )
-from xrank.layout.parser import TextParser
 from xrank.layout.tensor_name import MAX_NAMES, TensorName
 
 GAP = "_"
