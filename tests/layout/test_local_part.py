@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.sampled import count_of
 from xrank.errors import IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.dim_part import compile_dim
-from xrank.layout.local_part import infer_shape, local_part
+from xrank.layout.local_part import compile_dim, infer_shape, local_part
 from xrank.layout.nests import Nest, addresses, canonical
 from xrank.layout.notation import Size, Split
 

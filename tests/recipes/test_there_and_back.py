@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
-from xrank.layout.binding import global_size, names_of_dim
+from xrank.layout.local_part import global_size, names_of_dim
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
 from xrank.layout.stored_model import RecordTable, StoredModel, StoredShard

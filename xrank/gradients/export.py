@@ -24,8 +24,7 @@ from xrank.gradients.optimizers import OWNED, list_states
 from xrank.gradients.roles import local_of
 from xrank.gradients.shards import OwnedSlice, list_owned_slices
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.binding import bind
-from xrank.layout.local_part import infer_shape
+from xrank.layout.local_part import bind, infer_shape
 from xrank.layout.notation import LayoutTree, axes_of, render
 from xrank.layout.tensor_layout import axis_lengths
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import check_shape
+from xrank.layout.local_part import check_shape
 from xrank.layout.notation import LayoutTree, TextParser, render
 
 _BLOCKS = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")

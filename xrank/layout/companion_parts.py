@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import check_sizes
 from xrank.layout.companion import Companion, blocks_of, companion_shape
-from xrank.layout.dim_part import DimPart, product_of
 from xrank.layout.layout_map import LayoutMap
-from xrank.layout.local_part import LocalPart, dim_parts, holds, places_of
+from xrank.layout.local_part import DimPart, LocalPart, check_sizes, dim_parts, holds, places_of, product_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.mesh_parts import DimTable, MeshParts, combine_dims, compile_dims, whole_table
 from xrank.layout.nest_table import NestTable, canonical_rows, join_rows

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from xrank.errors import IncompleteError, LayoutError
-from xrank.layout.binding import (
-    bind,
-    check_shape,
-    check_sizes,
-    collect_known_names,
-    count_names_of_dim,
-    find_least,
-    global_size,
-    names_of_dim,
-    solve_dims,
-    unknown_size_error,
-)
-from xrank.layout.dim_part import DimPart, Places, Sizes, compile_dim, cut_bounds, evaluate_count, product_of
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.nests import Nest
+from xrank.layout.nests import Nest, canonical, restrict
 from xrank.layout.notation import (
+    MAX_SIZE,
+    Count,
     Flat,
     LayoutTree,
     Node,
@@ -38,10 +28,399 @@ from xrank.layout.notation import (
     Where,
     axes_of,
     children,
+    count_names_of,
+    render,
+    render_count,
     render_dim,
+    size_names_of,
     walk,
 )
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound
+
+names_of_dim = lru_cache(maxsize=4096)(size_names_of)
+count_names_of_dim = lru_cache(maxsize=4096)(count_names_of)
+
+
+def bind(
+    tree: LayoutTree, shape: Sequence[int], lengths: Mapping[str, int], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the number of every name in a layout's sizes and counts; an axis in a count is its length.
+
+    A name's number is in `sizes`, or follows from a dim whose other names are known.
+
+    Raises:
+        LayoutError: the shape does not fit, or a name is unknown.
+    """
+    dims = tree.dims
+    if len(dims) != len(shape):
+        raise LayoutError(
+            f"the layout {render(tree)} does not fit the shape {tuple(shape)}: {len(dims)} dims for {len(shape)}",
+            got=f"shape {tuple(shape)}",
+            want=f"{len(dims)} dims",
+        )
+    bound = collect_known_names(tree, lengths, sizes)
+    solve_dims(tree, dict(enumerate(shape)), bound)
+    for dim in dims:
+        for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
+            if name not in bound:
+                raise unknown_size_error(tree, name)
+    # A dim without an unknown name has not been compared with the shape yet.
+    for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        held = global_size(dim, bound)
+        if held != size:
+            raise LayoutError(
+                f"the layout {render(tree)} does not fit the shape {tuple(shape)}: dim {i}, {render_dim(dim)}, "
+                f"is {held} in the layout and {size} in the shape",
+                got=f"{size} in dim {i} of shape {tuple(shape)}",
+                want=str(held),
+            )
+    return bound
+
+
+def collect_known_names(tree: LayoutTree, lengths: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the names that are known without a shape; a name that is both a size and an axis is refused."""
+    bound: dict[str, int] = {}
+    for dim in tree.dims:
+        for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
+            if name in sizes:
+                if name in lengths:
+                    raise LayoutError(
+                        f"{name!r} is both a size and an axis in the layout {render(tree)}",
+                        got=f"size {sizes[name]}, axis of length {lengths[name]}",
+                        want="another name for the size",
+                    )
+                bound[name] = sizes[name]
+        for name in count_names_of_dim(dim):
+            if name in lengths:
+                bound[name] = lengths[name]
+    return bound
+
+
+def solve_dims(tree: LayoutTree, shape: Mapping[int, int], bound: dict[str, int]) -> None:
+    """Add the names that dims of known sizes determine: each round solves the dims with one unknown name."""
+    waiting = [i for i in shape if names_of_dim(tree.dims[i])]
+    while waiting:
+        later = []
+        for i in waiting:
+            dim = tree.dims[i]
+            unknown = [name for name in names_of_dim(dim) if name not in bound]
+            if len(unknown) == 1:
+                _solve(tree, i, shape[i], unknown[0], bound)
+            elif unknown:
+                later.append(i)
+        # No progress: the other names need a size from the caller, who raises the error.
+        if len(later) == len(waiting):
+            return
+        waiting = later
+
+
+def _solve(tree: LayoutTree, i: int, size: int, name: str, bound: dict[str, int]) -> None:
+    """Bind the only unknown name of a dim with a known global size."""
+    dim = tree.dims[i]
+    node = dim
+    while isinstance(node, Split):
+        node = node.of
+    if isinstance(node, Size):
+        bound[name] = size
+        return
+
+    def evaluate(value: int) -> int:
+        return global_size(dim, {**bound, name: value})
+
+    # A name may occur several times in a dim, so dividing would not do. Sizes only grow with a name: search for it.
+    first, step = evaluate(0), evaluate(1) - evaluate(0)
+    if step == 0:
+        return  # another factor is 0, so every value fits
+    value = find_least(evaluate, size, size)
+    if value is None or evaluate(value) != size:
+        raise LayoutError(
+            f"no size {name!r} makes dim {i} of the layout {render(tree)}, {render_dim(dim)}, as long as {size}",
+            got=f"{size} in dim {i}",
+            want=f"{first} and multiples of {step} more" if evaluate(2) - evaluate(1) == step else "another size",
+        )
+    bound[name] = value
+
+
+def find_least(function: Callable[[int], int], target: int, most: int) -> int | None:
+    """Return the least value up to `most` at which a non-decreasing function reaches a target; None without one."""
+    if function(most) < target:
+        return None
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if function(middle) >= target:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def global_size(node: Node, sizes: Mapping[str, int]) -> int:
+    """Return a dim's global size; pads and splits do not change it."""
+    match node:
+        case Size(value):
+            return value if isinstance(value, int) else sizes[value]
+        case Product(factors):
+            return prod(global_size(factor, sizes) for factor in factors)
+        case Parts(parts):
+            return sum(global_size(part.of, sizes) for part in parts)
+        case Pad(of) | Split(of):
+            return global_size(of, sizes)
+        case Flat(members):
+            return sum(prod(global_size(dim, sizes) for dim in member.dims) for member in members)
+
+
+def unknown_size_error(tree: LayoutTree, name: str) -> LayoutError:
+    """Return the error that a name is unknown."""
+    return LayoutError(
+        f"the size {name!r} of the layout {render(tree)} is not known",
+        got=f"no size {name!r}, and no dim that leaves {name!r} alone to be found",
+        want=f"the number that {name!r} stands for",
+        next_step=f"give it in sizes={{{name!r}: ...}}, or in the [sizes] table of a layout file",
+    )
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as integers; refuse other values."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise LayoutError(
+            "a shape is not a sequence of integers", got=repr(shape)[:200], want="such as (4, 8)"
+        ) from None
+    if any(size < 0 for size in sizes):
+        raise LayoutError(f"the shape {sizes} has a negative size", got=str(sizes), want="sizes of 0 or more")
+    return sizes
+
+
+def check_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
+    """Return name -> size as integers; refuse other values."""
+    checked: dict[str, int] = {}
+    for name, size in (sizes or {}).items():
+        number = size if type(size) is int else None
+        if number is None and not isinstance(size, bool) and hasattr(size, "__index__"):
+            number = operator.index(size)
+        if number is None or not 0 <= number <= MAX_SIZE:
+            raise LayoutError(
+                f"the size {name!r} is not a number of elements",
+                got=repr(size)[:80],
+                want=f"an integer, 0 to {MAX_SIZE}",
+            )
+        checked[name] = number
+    return checked
+
+
+MAX_NESTS = 1 << 14
+"""Largest number of nests in one rank's part of a tensor; real layouts have up to a dozen."""
+
+Places: TypeAlias = tuple[tuple[str, int, int], ...]
+"""(axis, its length, the rank's coordinate along it) for each axis that the dim depends on: a cache key."""
+
+Sizes: TypeAlias = tuple[tuple[str, int], ...]
+"""(name, number) for each name that the dim depends on: a size, or an axis in a count with its length."""
+
+
+class DimPart(Struct, frozen=True):
+    """One dim compiled for one place; x of its canonical nests is an index of the local dim, y of the global dim."""
+
+    global_size: int
+    local_size: int
+    nests: tuple[Nest, ...]
+
+
+UNIT = DimPart(1, 1, (Nest(0, 0),))
+"""A dim with one index: the empty product."""
+
+
+@lru_cache(maxsize=16_384)
+def compile_dim(dim: Node, sizes: Sizes, places: Places) -> DimPart:
+    """Compile one dim, cached by its tree and the sizes and places that it depends on.
+
+    Raises:
+        LayoutError: an even split does not divide, listed sizes do not fit, or a limit is exceeded.
+    """
+    return _compile(dim, dict(sizes), {axis: (length, place) for axis, length, place in places})
+
+
+def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[int, int]]) -> DimPart:
+    match node:
+        case Size(value):
+            size = value if isinstance(value, int) else sizes[value]
+            # A nest has one element or more, so an empty dim has no nest.
+            return DimPart(size, size, (canonical(Nest(0, 0, ((size, 1, 1),))),) if size else ())
+        case Product(factors):
+            return product_of(_compile(factor, sizes, places) for factor in factors)
+        case Parts(parts):
+            return _end_to_end(_compile(part.of, sizes, places) for part in parts)
+        case Pad(of, multiple):
+            return _pad(_compile(of, sizes, places), multiple, sizes)
+        case Split(of, axis):
+            inner = _inner_part(of, sizes, places)
+            low, high = cut_bounds(node, inner.local_size, *places[axis], sizes)
+            kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
+            nests = tuple(Nest(x - low, y, loops) for x, y, loops in kept)
+            return _check(DimPart(inner.global_size, high - low, nests))
+        case Flat(members, multiple):
+            whole = _end_to_end(product_of(_compile(dim, sizes, places) for dim in member.dims) for member in members)
+            return whole if multiple is None else _pad(whole, multiple, sizes)
+
+
+def _inner_part(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[int, int]]) -> DimPart:
+    """Compile the operand of a split; the cache shares it between all places along the split's own axis."""
+    if isinstance(node, Size):
+        return _compile(node, sizes, places)
+    own = tuple((axis, *places[axis]) for axis in _axes_of(node))
+    return compile_dim(node, tuple(sizes.items()), own)
+
+
+_axes_of = lru_cache(maxsize=4096)(axes_of)
+
+
+def product_of(parts: Iterable[DimPart]) -> DimPart:
+    """Multiply index spaces, major first: indices of a space are scaled by the sizes of all later ones."""
+    whole = UNIT
+    for minor in parts:
+        # Before the product is made: two parts within the limit may have 2^28 pairs.
+        if len(whole.nests) * len(minor.nests) > MAX_NESTS:
+            raise _limit_error(len(whole.nests) * len(minor.nests))
+        local_size, global_size = minor.local_size, minor.global_size
+        nests = tuple(
+            canonical(
+                Nest(
+                    a.x * local_size + b.x,
+                    a.y * global_size + b.y,
+                    (*((n, xs * local_size, ys * global_size) for n, xs, ys in a.loops), *b.loops),
+                )
+            )
+            for a in whole.nests
+            for b in minor.nests
+        )
+        whole = _check(DimPart(whole.global_size * global_size, whole.local_size * local_size, nests))
+    return whole
+
+
+def _end_to_end(parts: Iterable[DimPart]) -> DimPart:
+    """Lay index spaces end to end. Adjacent nests are not merged, because one part alone may have replicas."""
+    local_size = global_size = 0
+    nests: list[Nest] = []
+    for part in parts:
+        nests += (Nest(x + local_size, y + global_size, loops) for x, y, loops in part.nests)
+        local_size += part.local_size
+        global_size += part.global_size
+    return _check(DimPart(global_size, local_size, tuple(nests)))
+
+
+def _pad(part: DimPart, multiple: Count, sizes: Mapping[str, int]) -> DimPart:
+    step = evaluate_count(multiple, sizes)
+    return _check(DimPart(part.global_size, -(-part.local_size // step) * step, part.nests))
+
+
+def evaluate_count(count: Count, sizes: Mapping[str, int], least: int = 1) -> int:
+    """Return the number of a count; refuse numbers below `least`."""
+    number = prod(factor if isinstance(factor, int) else sizes[factor] for factor in count)
+    if number < least:
+        raise LayoutError(
+            f"the count {render_count(count)} is {number}", got=str(number), want=f"a number of {least} or more"
+        )
+    return number
+
+
+def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the range of `size` local positions that a split keeps at a place along an axis of `length` places.
+
+    Raises:
+        LayoutError: an even split does not divide, or listed sizes do not fit.
+    """
+    unit = 1 if split.unit is None else evaluate_count(split.unit, sizes)
+    if split.sizes is not None:
+        bounds = _bounds_of_list(split, size, length, unit, sizes)
+        return bounds[place], bounds[place + 1]
+    if split.kind == "/":
+        # Each rank's share must itself be a multiple of the unit.
+        if size % (length * unit):
+            raise _uneven(split, size, length, unit)
+        return place * (size // length), (place + 1) * (size // length)
+    units = -(-size // unit)
+    if split.kind == "/~":
+        # torch.chunk: equal chunks, so the last ranks hold less or nothing.
+        chunk = -(-units // length)
+        low, high = place * chunk, (place + 1) * chunk
+    else:
+        # numpy.array_split: the first ranks hold one unit more.
+        share, more = divmod(units, length)
+        low, high = (place * share + min(place, more), (place + 1) * share + min(place + 1, more))
+    # The last unit may be incomplete, and ranks after the last chunk begin at the end.
+    return min(low * unit, size), min(high * unit, size)
+
+
+def _uneven(split: Split, size: int, length: int, unit: int) -> LayoutError:
+    text = render_dim(split)
+    if size % length:
+        return LayoutError(
+            f"{text}: {size} does not divide by {length}, the length of {split.axis!r}",
+            got=f"{size} positions over {length} ranks",
+            want=f"a multiple of {length}",
+            next_step=f'write "/~{split.axis}" if the last ranks hold less',
+        )
+    return LayoutError(
+        f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}",
+        got=f"{size} positions over {length} ranks, {size // length} each",
+        want=f"a multiple of {length * unit}",
+        next_step=f'write "/={split.axis}%{unit}" if some ranks hold a block more than others',
+    )
+
+
+def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapping[str, int]) -> list[int]:
+    assert split.sizes is not None
+    text = render_dim(split)
+    listed = [evaluate_count(count, sizes, least=0) for count in split.sizes]
+    if len(listed) != length:
+        raise LayoutError(
+            f"{text}: {len(listed)} sizes are listed for {length} ranks along {split.axis!r}",
+            got=f"{len(listed)} sizes",
+            want=f"{length}, the length of {split.axis!r}",
+        )
+    if sum(listed) != size:
+        raise LayoutError(
+            f"{text}: the listed sizes make {sum(listed)} positions of {size}",
+            got=f"{' + '.join(map(str, listed[:16]))}{' ...' if len(listed) > 16 else ''} = {sum(listed)}",
+            want=str(size),
+        )
+    bounds = [0, *accumulate(listed)]
+    for low, high in pairwise(bounds):
+        # The end of the dim is no cut, so it may lie within a unit.
+        if high % unit and high != size:
+            raise LayoutError(
+                f"{text}: a cut at {high} is not at a multiple of {unit}",
+                got=f"{high - low} positions from {low} on",
+                want=f"cuts at multiples of {unit}",
+            )
+    return bounds
+
+
+def _check(part: DimPart) -> DimPart:
+    check_limits(part.global_size, part.local_size, len(part.nests))
+    return part
+
+
+def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
+    """Refuse a dim with more elements than addresses, or more nests than `MAX_NESTS`."""
+    if max(global_size, local_size) > MAX_SIZE:
+        raise LayoutError(
+            "a layout gives a tensor more elements than addresses can count",
+            got=f"{max(global_size, local_size):,}",
+            want=f"at most {MAX_SIZE:,}",
+        )
+    if num_nests > MAX_NESTS:
+        raise _limit_error(num_nests)
+
+
+def _limit_error(num_nests: int) -> LayoutError:
+    return LayoutError(
+        "a layout cuts one rank's part of a tensor into too many pieces",
+        got=f"{num_nests:,} pieces",
+        want=f"at most {MAX_NESTS:,}",
+    )
 
 
 class LocalPart(Struct, frozen=True):

@@ -12,9 +12,17 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import bind, check_shape, check_sizes
-from xrank.layout.dim_part import check_limits, cut_bounds, evaluate_count
-from xrank.layout.local_part import bind_dims, local_part, places_of
+from xrank.layout.local_part import (
+    bind,
+    bind_dims,
+    check_limits,
+    check_shape,
+    check_sizes,
+    cut_bounds,
+    evaluate_count,
+    local_part,
+    places_of,
+)
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nest_table import IntArray, NestTable, int_array, join_rows, product_rows, restrict_rows, rows_of
 from xrank.layout.nests import Nest

@@ -9,9 +9,7 @@ from itertools import product
 from msgspec import Struct
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import check_sizes, collect_known_names, global_size
-from xrank.layout.dim_part import compile_dim
-from xrank.layout.local_part import holds, places_of
+from xrank.layout.local_part import check_sizes, collect_known_names, compile_dim, global_size, holds, places_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
 from xrank.layout.notation import (

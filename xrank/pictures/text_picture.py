@@ -13,8 +13,8 @@ from xrank.dtypes import DTYPES
 from xrank.engine.holdings import Holdings, Share, Survey, sum_held_nbytes, survey
 from xrank.errors import LayoutError
 from xrank.layout import LayoutMap
-from xrank.layout.binding import bind, global_size
 from xrank.layout.coverage import range_text
+from xrank.layout.local_part import bind, global_size
 from xrank.layout.nests import Nest, size
 from xrank.layout.notation import Node, Pad, Parts, Product, Split, count_names_of, render_dim
 from xrank.layout.tensor_layout import axis_lengths

@@ -11,10 +11,9 @@ import numpy as np
 from msgspec import Struct, field
 
 from xrank.errors import ContradictionError, LayoutError, either, option
-from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import companion_shape
 from xrank.layout.companion_parts import base_shapes, companion_part
-from xrank.layout.local_part import LocalPart, infer_shape, local_part
+from xrank.layout.local_part import LocalPart, collect_known_names, global_size, infer_shape, local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.mesh_parts import FlatPart, flat_part
 from xrank.layout.nest_table import IntArray, NestTable, int_array

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
-from xrank.layout.binding import global_size, names_of_dim
+from xrank.layout.local_part import global_size, names_of_dim
 from xrank.layout.notation import Node, Parts, Product, Size
 from xrank.recipes.recipe import Match, Rule, active_rules, is_required, match, raised_flags, source_sides
 from xrank.recipes.recipe_file import load_recipes_of, load_shipped_recipes

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from xrank.errors import LayoutError, UsageError, XrankError, option
-from xrank.layout.binding import names_of_dim
+from xrank.layout.local_part import names_of_dim
 from xrank.layout.stored_model import StoredModel
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.recipe import Match, Recipe, active_rules, match, source_sides, target_sides

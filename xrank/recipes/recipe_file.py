@@ -14,8 +14,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from xrank.errors import LayoutError, UsageError
-from xrank.layout.binding import names_of_dim
 from xrank.layout.layout_map import parse_toml
+from xrank.layout.local_part import names_of_dim
 from xrank.layout.notation import MAX_SIZE
 from xrank.layout.tensor_name import TensorName, compile_pattern
 from xrank.recipes.recipe import Recipe, Rule, size_texts

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from xrank.engine.planner import compose
 from xrank.errors import ContradictionError, LayoutError
-from xrank.layout.binding import global_size, names_of_dim
+from xrank.layout.local_part import global_size, names_of_dim
 from xrank.layout.nest_table import join_rows
 from xrank.layout.nests import Nest, swap
 from xrank.layout.stored_model import StoredModel, StoredShard

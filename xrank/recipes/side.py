@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import check_sizes, global_size
+from xrank.layout.local_part import check_sizes, global_size
 from xrank.layout.nests import Loop, Nest, canonical
 from xrank.layout.notation import (
     MAX_SIZE,

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, LayoutError, UsageError, option
-from xrank.layout.binding import global_size, names_of_dim, solve_dims
+from xrank.layout.local_part import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size, render_dim
 from xrank.layout.tensor_name import MAX_NAMES
 from xrank.recipes.recipe import Match, Recipe, Rule, settle

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from xrank import dtypes
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.binding import bind
 from xrank.layout.coverage import find_fault, range_text
+from xrank.layout.local_part import bind
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.notation import LayoutTree

@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeAlias
 
 from xrank.errors import LayoutError
-from xrank.layout.dim_part import cut_bounds
+from xrank.layout.local_part import cut_bounds
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree, Size, Split, SplitKind
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
