@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xrank.engine.checksums import RecordChecksums
+from xrank.engine.windows import RecordChecksums
 from xrank.layout.nest_table import int_array
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.engine_cases import plain_digest
-from xrank.engine.checksums import BLOCK_NBYTES, TensorDigest, digest_of_file, digest_text
+from xrank.engine.windows import BLOCK_NBYTES, TensorDigest, digest_of_file, digest_text
 
 
 def digest_of(data: bytes, cuts: list[int], rng: random.Random) -> bytes:

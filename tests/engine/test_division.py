@@ -7,20 +7,19 @@ import numpy as np
 import pytest
 
 from tests.engine.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of
-from xrank.engine import checksums, executor, windows
+from xrank.engine import executor, windows
 from xrank.engine.buffers import MemorySource, MemoryTarget
-from xrank.engine.checksums import RecordChecksums, read_rest
 from xrank.engine.division import divide
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.planner import Plan, make_plan
-from xrank.engine.windows import JoinedFile
+from xrank.engine.windows import JoinedFile, RecordChecksums, read_rest
 
 
 @pytest.fixture
 def small_windows(monkeypatch):
     for module in (windows, executor):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 512)
-    monkeypatch.setattr(checksums, "BLOCK_NBYTES", 200)  # some lie in a window, some across two ranks'
+    monkeypatch.setattr(windows, "BLOCK_NBYTES", 200)  # some lie in a window, some across two ranks'
 
 
 def random_plan(rng: random.Random) -> tuple[MadeModel, Plan]:
@@ -84,7 +83,7 @@ def run_shared(made: MadeModel, plan: Plan, files: list[int], num_ranks: int, ro
                 whole.join(*part)
         read_rest(whole, MemorySource(made.views), division.find_open_records(number), staging)
         finished |= {index: file.finish()[0] for index, file in joined.items()}
-    num_checksums = sum(checksums.num_checked for checksums in own) + whole.num_checked
+    num_checksums = sum(windows.num_checked for checksums in own) + whole.num_checked
     return room, finished, num_checksums, division, sources
 
 

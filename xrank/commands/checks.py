@@ -10,7 +10,6 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.engine.checksums import digest_text
 from xrank.engine.decoding import open_source
 from xrank.engine.executor import Budget, Outcome
 from xrank.engine.file_writing import FileDigests, digests_of, hash_beside, read_through
@@ -18,6 +17,7 @@ from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import ProofFacts, SourceFacts
 from xrank.engine.rounds import Work
+from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.layout import LayoutMap

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from msgspec.structs import fields, replace
 
 from xrank.dtypes import DTYPES, dtype
-from xrank.engine.checksums import digest_text
 from xrank.engine.executor import factors_nbytes
 from xrank.engine.holdings import Survey, find_problem, sum_held_nbytes
 from xrank.engine.object_source import count_requests, holds_objects
@@ -31,7 +30,7 @@ from xrank.engine.report import (
     timed_report,
 )
 from xrank.engine.rounds import take_traffic
-from xrank.engine.windows import WINDOW_NBYTES
+from xrank.engine.windows import WINDOW_NBYTES, digest_text
 from xrank.errors import LayoutError
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel

@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from xrank import dtypes
 from xrank.engine import windows
-from xrank.engine.checksums import BoolArray
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
+from xrank.engine.windows import BoolArray
 from xrank.layout.nest_table import IntArray
 
 _NEARLY = 0.9

@@ -31,7 +31,6 @@ from xrank.engine.casts import (
     count_different,
     cut_tiles,
 )
-from xrank.engine.checksums import RecordChecksums, read_rest
 from xrank.engine.faults import difference_error, overflow_error, raise_mismatch
 from xrank.engine.low_rank import Factors, add_low_rank, read_factors
 from xrank.engine.object_source import ROOM_NBYTES, ObjectSource
@@ -46,7 +45,9 @@ from xrank.engine.windows import (
     Portion,
     PreparedTensor,
     Read,
+    RecordChecksums,
     make_finished_file,
+    read_rest,
 )
 from xrank.errors import UsageError, option
 from xrank.layout.nests import Nest

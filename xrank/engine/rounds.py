@@ -22,13 +22,12 @@ from msgspec.structs import astuple
 
 from xrank.engine import windows
 from xrank.engine.buffers import NullTarget, OpenSource, Target
-from xrank.engine.checksums import DigestPart, RecordChecksums, read_rest
 from xrank.engine.division import Division, divide
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import raise_mismatch
 from xrank.engine.planner import Plan
 from xrank.engine.replicas import ReplicaChoice, prefer_own_copies
-from xrank.engine.windows import FileHashes, FilePart, FinishedFile, JoinedFile
+from xrank.engine.windows import DigestPart, FileHashes, FilePart, FinishedFile, JoinedFile, RecordChecksums, read_rest
 from xrank.layout.nest_table import IntArray
 from xrank.ranks.team import Team
 

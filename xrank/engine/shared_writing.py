@@ -20,11 +20,10 @@ from typing import Any, TypeVar
 
 from xrank.engine import windows
 from xrank.engine.buffers import FileTarget
-from xrank.engine.checksums import digest_text
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan
 from xrank.engine.rounds import Finish, LocalOutputs, NoOutputs, Outputs, Work, finish_nothing, make_in_rounds
-from xrank.engine.windows import FilePart, FinishedFile, JoinedFile
+from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, digest_text
 from xrank.errors import AGAIN, UsageError, XrankError, option
 from xrank.ranks.directory_messages import STALE_SECONDS
 from xrank.ranks.team import Team

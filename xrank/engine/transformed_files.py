@@ -16,7 +16,6 @@ import numpy as np
 from msgspec import Struct, field
 
 from xrank import dtypes
-from xrank.engine.checksums import TensorDigest
 from xrank.engine.division import ROUND_NBYTES, group_files
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan, TensorPlan
@@ -24,7 +23,7 @@ from xrank.engine.replicas import prefer_own_copies
 from xrank.engine.rounds import Finish, Outputs, PartialResults, Work, accept_shares, describe_share, finish_nothing
 from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
 from xrank.engine.whole_tensors import WholeTensors
-from xrank.engine.windows import FilePart, JoinedFile
+from xrank.engine.windows import FilePart, JoinedFile, TensorDigest
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import OutputTensor
 from xrank.ranks.tensor_bytes import local_bytes
