@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from xrank.engine.casts import CastOverflowError
-from xrank.engine.low_rank import _BLOCK, Factors, LowRank, _blocks, add_low_rank, read_factors
+from xrank.engine.casts import _BLOCK, CastOverflowError, Factors, LowRank, _blocks, add_low_rank, read_factors
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -23,16 +23,18 @@ from xrank import dtypes
 from xrank.engine.buffers import PlacingTarget, SharedExtents, SharedRun, Source, Target, take_memory
 from xrank.engine.casts import (
     CastOverflowError,
+    Factors,
     Tile,
+    add_low_rank,
     change_elements,
     copy_cast,
     copy_same,
     count_cast_different,
     count_different,
     cut_tiles,
+    read_factors,
 )
 from xrank.engine.faults import difference_error, overflow_error, raise_mismatch
-from xrank.engine.low_rank import Factors, add_low_rank, read_factors
 from xrank.engine.object_source import ROOM_NBYTES, ObjectSource
 from xrank.engine.planner import Plan, TensorPlan, UpdatePlan
 from xrank.engine.windows import (

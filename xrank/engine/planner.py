@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.engine.low_rank import LowRank
+from xrank.engine.casts import LowRank
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.layout.coverage import CoverageFault, contains, destination_keys, find_fault, first_of_equal, range_text
 from xrank.layout.nest_table import IntArray, NestTable, int_array

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.engine.low_rank import LowRank
+from xrank.engine.casts import LowRank
 from xrank.engine.planner import Plan
 from xrank.errors import ContradictionError, Text, UsageError, either, needs, option
 from xrank.layout.nest_table import NestTable, int_array
