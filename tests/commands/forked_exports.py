@@ -101,13 +101,13 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
 
     import xrank
     from xrank.commands import load
-    from xrank.engine import division, executor, windows
+    from xrank.engine import executor, rounds, windows
 
     torch.set_num_threads(1)
     for module in (windows, executor, load):
         module.WINDOW_NBYTES = 4096  # type: ignore[attr-defined]
-    assert division.windows is windows and division.windows is windows
-    division.ROUND_NBYTES = job.get("round_nbytes", 20_000)
+    assert rounds.windows is windows and rounds.windows is windows
+    rounds.ROUND_NBYTES = job.get("round_nbytes", 20_000)
     if job.get("far"):
         move_to_host(rank)
     store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))

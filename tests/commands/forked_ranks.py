@@ -142,14 +142,14 @@ def kill_at_request(when: str, moment: int) -> None:
 def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:
     import xrank.ranks.processes
     from xrank.cli.main import main
-    from xrank.engine import division, executor, windows
+    from xrank.engine import executor, rounds, windows
 
     os.environ.update(environ)
     if job.get("far"):
         xrank.ranks.processes.process_space = lambda: f"host {rank}"
     for module in (windows, executor):
         module.WINDOW_NBYTES = job.get("window_nbytes", windows.WINDOW_NBYTES)  # type: ignore[attr-defined]
-    division.ROUND_NBYTES = job.get("round_nbytes", division.ROUND_NBYTES)
+    rounds.ROUND_NBYTES = job.get("round_nbytes", rounds.ROUND_NBYTES)
     if "act" in job and job["act"][0] == rank:
         befall(*job["act"][1:])
     more = job["more"][1] if "more" in job and job["more"][0] == rank else []

@@ -9,9 +9,9 @@ import pytest
 from tests.engine.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of
 from xrank.engine import executor, windows
 from xrank.engine.buffers import MemorySource, MemoryTarget
-from xrank.engine.division import divide
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.planner import Plan, make_plan
+from xrank.engine.rounds import divide
 from xrank.engine.windows import JoinedFile, RecordChecksums, read_rest
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.engine_cases import MadeModel, box_nest, lay_out, outputs_of
 from xrank.engine import windows
-from xrank.engine.division import assign_makers
 from xrank.engine.planner import make_plan
+from xrank.engine.rounds import assign_makers
 
 WINDOW = 512
 
@@ -92,7 +92,7 @@ def test_who_holds_too_much_gives_to_who_holds_little():
 
 
 def test_thin_slices_are_near_to_nobody(monkeypatch):
-    monkeypatch.setattr("xrank.engine.division._MOST_PLACES", 10)
+    monkeypatch.setattr("xrank.engine.rounds._MOST_PLACES", 10)
     makers, _ = makers_of([((64, 512), columns((64, 512), 4))], 4)
     assert np.bincount(makers).tolist() == [16] * 4
 

@@ -16,11 +16,20 @@ import numpy as np
 from msgspec import Struct, field
 
 from xrank import dtypes
-from xrank.engine.division import ROUND_NBYTES, group_files
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan, TensorPlan
 from xrank.engine.replicas import prefer_own_copies
-from xrank.engine.rounds import Finish, Outputs, PartialResults, Work, accept_shares, describe_share, finish_nothing
+from xrank.engine.rounds import (
+    ROUND_NBYTES,
+    Finish,
+    Outputs,
+    PartialResults,
+    Work,
+    accept_shares,
+    describe_share,
+    finish_nothing,
+    group_files,
+)
 from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
 from xrank.engine.whole_tensors import WholeTensors
 from xrank.engine.windows import FilePart, JoinedFile, TensorDigest

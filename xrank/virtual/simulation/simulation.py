@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrank.engine.division import divide
 from xrank.engine.executor import Budget
+from xrank.engine.rounds import divide
 from xrank.errors import names_own_arguments
 from xrank.layout.nest_table import IntArray
 from xrank.recipes.options import GatherOptions

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from xrank import dtypes
 from xrank.engine.casts import SMALLEST_DENSITY
-from xrank.engine.division import Division, Round
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.engine.replicas import find_twins
+from xrank.engine.rounds import Division, Round
 from xrank.engine.windows import WINDOW_NBYTES
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.stored_model import NO_CHECKSUM
