@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xrank
 from tests.commands.exported import llama, shard, tensors_of
-from xrank.engine.whole_tensors import TensorsAhead, split_budget
+from xrank.engine.tensor_target import TensorsAhead, split_budget
 from xrank.errors import ContradictionError, RankFailedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)

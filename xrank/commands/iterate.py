@@ -7,8 +7,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from xrank import environment
+from xrank.engine.tensor_target import ModelTensors, split_budget
 from xrank.engine.transforms import Transform
-from xrank.engine.whole_tensors import ModelTensors, split_budget
 from xrank.errors import UsageError, errors_of, names_own_arguments, option, require_linux, require_torch
 from xrank.ranks.team import find_group_team
 from xrank.recipes.lent_model import ModelRequest, make_tensors

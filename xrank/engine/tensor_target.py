@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
+from msgspec import Struct
+
+from xrank import dtypes
+from xrank.engine.buffers import Source
+from xrank.engine.executor import Budget, CancelledError, execute
+from xrank.engine.planner import Plan, TensorPlan
 from xrank.engine.windows import WINDOW_NBYTES
 from xrank.errors import UsageError
 from xrank.ranks.peer_memory import address_of, memory_at
 from xrank.ranks.tensor_bytes import locate_elements, runs_of
+from xrank.system import anonymous_memory
 
 if TYPE_CHECKING:
     import torch
@@ -135,3 +144,201 @@ def _synchronize(device: torch.device) -> None:
     import torch
 
     torch.cuda.synchronize(device)
+
+
+_LOOK_SECONDS = 0.2
+"""Seconds between two checks for failed ranks while a thread waits for a tensor."""
+_LEAST_BUFFERS_NBYTES = 2 << 20
+_MAPPED_NBYTES = 1 << 20
+"""Tensors of at least this many bytes have a memory map of their own."""
+
+
+def split_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
+    """Return the executor's part of a budget, a third, and the bytes that remain for tensors.
+
+    Raises:
+        UsageError: not even one worker with the smallest buffers fits.
+    """
+    least = min(max_memory_nbytes, _LEAST_BUFFERS_NBYTES)
+    budget = Budget.from_memory(max(max_memory_nbytes // 3, least), workers)
+    return budget, max(0, max_memory_nbytes - budget.nbytes)
+
+
+class WholeTensors:
+    """Tensors of a plan, each made whole in memory of its own.
+
+    Args:
+        plan: a plan with one tensor in each file, and no header (`tensor_plan`).
+        source: the source of the tensors.
+        budget: threads and buffers.
+    """
+
+    def __init__(self, plan: Plan, source: Source, budget: Budget) -> None:
+        self._plan, self._source, self._budget = plan, source, budget
+
+    def nbytes(self, number: int) -> int:
+        """Return the size of a tensor in bytes, by the number of its file."""
+        return self._plan.files[number].output.nbytes
+
+    def make(self, numbers: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> list[torch.Tensor]:
+        """Return these tensors; this object keeps no reference to them.
+
+        Args:
+            numbers: numbers of the tensors.
+            cancelled: called by threads before each window; it may also raise.
+
+        Raises:
+            XrankError, CancelledError: as `execute`.
+        """
+        made = {number: _empty(self._plan.files[number].tensors[0]) for number in numbers}
+        execute(
+            self._plan,
+            self._source,
+            TensorTarget(made),
+            budget=self._budget,
+            files=numbers,
+            cancelled=cancelled,
+        )
+        return list(made.values())
+
+
+def _empty(tensor: TensorPlan) -> torch.Tensor:
+    import torch
+
+    output = tensor.output
+    dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
+    if output.nbytes < _MAPPED_NBYTES:
+        return torch.empty(output.shape, dtype=dtype, device="cpu")
+    # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
+    return torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
+
+
+class _Bucket(Struct):
+    """Tensors that are made together, and the bytes that they occupy until the caller takes them."""
+
+    numbers: list[int]
+    nbytes: int
+
+
+class TensorsAhead:
+    """Makes tensors in order, ahead of the caller, in a thread of its own; `close` ends it.
+
+    Args:
+        tensors: the source of the tensors; the thread makes all of them.
+        nbytes: by number, the bytes that a tensor occupies until the caller takes it.
+        room_nbytes: limit for all tensors that are made and not yet taken; a larger tensor occupies all of it.
+        failures: raises if a rank has failed; called by several threads.
+    """
+
+    def __init__(
+        self, tensors: WholeTensors, nbytes: Sequence[int], room_nbytes: int, failures: Callable[[], bool]
+    ) -> None:
+        self._tensors, self._nbytes, self._room_nbytes, self._failures = tensors, nbytes, room_nbytes, failures
+        self._changed = threading.Condition()
+        self._ready: deque[torch.Tensor] = deque()
+        self._untaken_nbytes = 0
+        self._error: BaseException | None = None
+        self._stopped = False
+        # A program that ends while it holds an iterator must not wait for this thread.
+        self._thread = threading.Thread(target=self._work, name="xrank-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, number: int) -> torch.Tensor:
+        """Return the next tensor, which must have this number; it belongs to the caller alone.
+
+        Raises:
+            XrankError: as `WholeTensors.make`, or a rank has failed.
+        """
+        with self._changed:
+            while not self._ready:
+                if self._error is not None:
+                    raise self._error
+                if not self._changed.wait(_LOOK_SECONDS):
+                    self._failures()
+            self._untaken_nbytes -= self._nbytes[number]
+            self._changed.notify_all()
+            return self._ready.popleft()
+
+    def close(self) -> None:
+        """Stop, discard the tensors that were not taken, and wait until all reads have ended."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        # The caller closes the source next, and no read may be under way then.
+        self._thread.join()
+        self._ready.clear()
+
+    def _work(self) -> None:
+        try:
+            for bucket in self._buckets():
+                with self._changed:
+                    while not self._stopped and not self._has_room(bucket.nbytes):
+                        self._changed.wait()
+                    if self._stopped:
+                        return
+                    self._untaken_nbytes += bucket.nbytes
+                made = self._tensors.make(bucket.numbers, self._is_cancelled)
+                with self._changed:
+                    self._ready.extend(made)
+                    del made
+                    self._changed.notify_all()
+        except CancelledError:
+            pass
+        except BaseException as error:  # `take` raises it again
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _has_room(self, nbytes: int) -> bool:
+        # A tensor that is larger than the room is made once nothing else waits; otherwise it never would be.
+        return not self._untaken_nbytes or self._untaken_nbytes + nbytes <= self._room_nbytes
+
+    def _is_cancelled(self) -> bool:
+        return self._stopped or self._failures()
+
+    def _buckets(self) -> Iterator[_Bucket]:
+        """Yield all tensors in order, in buckets of half the room: one is made while the caller takes the last one."""
+        bucket = _Bucket([], 0)
+        for number, nbytes in enumerate(self._nbytes):
+            if bucket.numbers and bucket.nbytes + nbytes > self._room_nbytes // 2:
+                yield bucket
+                bucket = _Bucket([], 0)
+            bucket.numbers.append(number)
+            bucket.nbytes += nbytes
+        if bucket.numbers:
+            yield bucket
+
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = Generator[tuple[str, torch.Tensor], None, None]
+
+
+class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
+    """The iterator of `iter_model`, for one thread. Garbage collection closes it."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._tensors)
+
+    def close(self) -> None:
+        """Stop taking tensors, and wait for the ranks that still take them. A second call does nothing."""
+        self._tensors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._tensors.throw(error)  # `Team.together` reports it to all other ranks
+        except BaseException as raised:
+            if raised is not error:
+                raise

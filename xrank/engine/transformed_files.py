@@ -30,8 +30,8 @@ from xrank.engine.rounds import (
     finish_nothing,
     group_files,
 )
+from xrank.engine.tensor_target import WholeTensors
 from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
-from xrank.engine.whole_tensors import WholeTensors
 from xrank.engine.windows import FilePart, JoinedFile, TensorDigest
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import OutputTensor

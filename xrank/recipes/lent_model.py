@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from xrank.engine.faults import difference_error
 from xrank.engine.planner import Plan, select_tensors
 from xrank.engine.replicas import digest_twins, find_different_twin, prefer_own_copies
+from xrank.engine.tensor_target import TensorsAhead, WholeTensors, split_budget
 from xrank.engine.transforms import Transform, apply_transform, plan_held_tensors
-from xrank.engine.whole_tensors import TensorsAhead, WholeTensors, split_budget
 from xrank.errors import (
     AGAIN,
     ContradictionError,
@@ -46,7 +46,7 @@ from xrank.words import repr_text, size_text
 if TYPE_CHECKING:
     import torch
 
-    from xrank.engine.whole_tensors import Tensors
+    from xrank.engine.tensor_target import Tensors
 
 
 _ALIGNMENT = 64

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.engine.executor import Budget
 from xrank.engine.planner import Copies, TensorPlan
+from xrank.engine.tensor_target import WholeTensors
 from xrank.engine.transforms import TransformedTensor, Transforms, apply_transform
-from xrank.engine.whole_tensors import WholeTensors
 from xrank.errors import UsageError
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.ranks.loans import MemoryOffer, PeerSource
