@@ -12,10 +12,10 @@ from msgspec import Struct
 
 from xrank.dtypes import dtype as dtype_of
 from xrank.engine.buffers import MemoryTarget
-from xrank.engine.decoding import DecodedSource, open_source
 from xrank.engine.executor import execute
 from xrank.engine.faults import raise_mismatch
 from xrank.engine.planner import TensorPlan, select_tensors
+from xrank.engine.sources import DecodedSource, open_source
 from xrank.engine.windows import RecordChecksums
 from xrank.errors import UsageError, errors_of, names_own_arguments, require_torch
 from xrank.layout import LayoutMap

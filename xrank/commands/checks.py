@@ -10,13 +10,13 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.engine.decoding import open_source
 from xrank.engine.executor import Budget, Outcome
 from xrank.engine.file_writing import FileDigests, digests_of, hash_beside, read_through
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import ProofFacts, SourceFacts
 from xrank.engine.rounds import Work
+from xrank.engine.sources import open_source
 from xrank.engine.windows import digest_text
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header

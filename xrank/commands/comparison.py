@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from xrank import dtypes
 from xrank.commands.checks import Check, Verdict
 from xrank.engine.casts import LowRank
-from xrank.engine.decoding import open_source
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import Differences
 from xrank.engine.hf_folder import lay_out
 from xrank.engine.planner import Plan, TensorPlan, make_plan, select_tensors
 from xrank.engine.report import ProofFacts, SourceFacts
+from xrank.engine.sources import open_source
 from xrank.engine.windows import WINDOW_NBYTES
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.layout import LayoutMap

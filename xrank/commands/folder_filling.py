@@ -11,7 +11,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.engine.buffers import OpenSource
-from xrank.engine.decoding import open_source
 from xrank.engine.file_writing import (
     FileDigests,
     WrittenFiles,
@@ -24,6 +23,7 @@ from xrank.engine.hf_folder import index_name, index_text
 from xrank.engine.planner import Plan, TensorPlan
 from xrank.engine.report import FileFacts, OutputFacts, ProofFacts
 from xrank.engine.rounds import Work
+from xrank.engine.sources import open_source
 from xrank.engine.windows import FileHashes, digest_text
 from xrank.layout.nest_table import IntArray
 from xrank.ranks.team import Team

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from xrank.commands.folder_filling import WrittenOutput, make_output, small_texts
 from xrank.commands.report import EARLIER_NOTE, counts_requests, folder_report, plan_report
-from xrank.engine.decoding import open_source
 from xrank.engine.file_writing import find_together
 from xrank.engine.replicas import ReplicaChoice
 from xrank.engine.report import FileFacts, Report
+from xrank.engine.sources import open_source
 from xrank.environment import environ
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap

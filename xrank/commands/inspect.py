@@ -9,10 +9,10 @@ from typing import Any
 
 from xrank.commands.report import count_rank_tensors, counts_requests, model_facts
 from xrank.engine.buffers import NullTarget
-from xrank.engine.decoding import open_source
 from xrank.engine.executor import execute
 from xrank.engine.planner import divide_replicas, make_plan
 from xrank.engine.report import InspectDetails, Report, SourceFacts, timed_report
+from xrank.engine.sources import open_source
 from xrank.errors import XrankError, names_own_arguments
 from xrank.layout import LayoutMap
 from xrank.layout.output_files import OutputFile, OutputTensor

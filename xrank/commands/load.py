@@ -13,11 +13,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.commands.report import count_outputs
-from xrank.engine.decoding import open_source
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.file_writing import hash_beside
 from xrank.engine.planner import Plan, TensorPlan
 from xrank.engine.report import OutputFacts, ProofFacts, Report, source_facts, timed_report
+from xrank.engine.sources import open_source
 from xrank.engine.tensor_target import TensorTarget, check_fillable
 from xrank.engine.windows import FilePart, TensorDigest, digest_text, share_all
 from xrank.errors import CorruptError, names_own_arguments, require_torch

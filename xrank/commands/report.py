@@ -16,7 +16,6 @@ from msgspec.structs import fields, replace
 from xrank.dtypes import DTYPES, dtype
 from xrank.engine.executor import factors_nbytes
 from xrank.engine.holdings import Survey, find_problem, sum_held_nbytes
-from xrank.engine.object_source import count_requests, holds_objects
 from xrank.engine.planner import Plan
 from xrank.engine.report import (
     FileFacts,
@@ -30,6 +29,7 @@ from xrank.engine.report import (
     timed_report,
 )
 from xrank.engine.rounds import take_traffic
+from xrank.engine.sources import count_requests, holds_objects
 from xrank.engine.windows import WINDOW_NBYTES, digest_text
 from xrank.errors import LayoutError
 from xrank.layout.output_files import OutputTensor

@@ -35,8 +35,8 @@ from xrank.engine.casts import (
     read_factors,
 )
 from xrank.engine.faults import difference_error, overflow_error, raise_mismatch
-from xrank.engine.object_source import ROOM_NBYTES, ObjectSource
 from xrank.engine.planner import Plan, TensorPlan, UpdatePlan
+from xrank.engine.sources import ROOM_NBYTES, ObjectSource
 from xrank.engine.windows import (
     WINDOW_NBYTES,
     FileHashes,

@@ -21,11 +21,11 @@ from msgspec import Struct
 
 from xrank.engine.buffers import FileTarget, NullTarget
 from xrank.engine.companions import CompanionFile
-from xrank.engine.decoding import open_source
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import FileFacts
 from xrank.engine.rounds import LocalOutputs, Work
+from xrank.engine.sources import open_source
 from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, digest_text, make_finished_file
 from xrank.errors import AGAIN, CorruptError, XrankError
 from xrank.layout.nest_table import NestTable, int_array

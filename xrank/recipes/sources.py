@@ -17,9 +17,9 @@ from xrank import dtypes
 from xrank.dtypes import dtype
 from xrank.engine.buffers import NullTarget
 from xrank.engine.companions import CompanionFile, find_companions, find_hub_snapshot, list_base_companions
-from xrank.engine.decoding import open_source
 from xrank.engine.executor import Budget, execute
 from xrank.engine.planner import make_plan
+from xrank.engine.sources import open_source
 from xrank.environment import environ, hub_cache
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.pickles import is_extra_state
