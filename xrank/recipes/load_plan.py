@@ -16,7 +16,7 @@ from xrank.engine.planner import Plan, make_plan
 from xrank.errors import AGAIN, ContradictionError, LayoutError, UsageError, XrankError, option
 from xrank.formats.rank_state import TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.companion_parts import base_of_shape
+from xrank.layout.layout_map import base_of_shape
 from xrank.layout.nests import restrict, swap
 from xrank.layout.output_files import OutputFile, OutputTensor, TensorPart
 from xrank.layout.stored_model import StoredModel, StoredShard

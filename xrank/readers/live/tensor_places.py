@@ -13,7 +13,7 @@ from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.companion import inline_base
-from xrank.layout.companion_parts import base_layout
+from xrank.layout.layout_map import base_layout
 from xrank.layout.local_part import names_of_dim
 from xrank.layout.notation import Flat
 from xrank.layout.tensor_layout import flat_of
