@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from xrank.engine.planner import divide_pieces
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.companion import Companion, companion_shape
-from xrank.layout.companion_parts import companion_mesh_parts
+from xrank.layout.companion import Companion, companion_mesh_parts, companion_shape
 from xrank.layout.coverage import contains, range_text
 from xrank.layout.layout_map import base_layout, base_of_shape, base_shapes
 from xrank.layout.local_part import check_shape, collect_known_names, global_size

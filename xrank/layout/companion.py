@@ -10,14 +10,29 @@ A scale has one element per block of a weight; a packed weight holds several ele
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import LayoutError
-from xrank.layout.local_part import check_shape
-from xrank.layout.notation import LayoutTree, TextParser, render
+from xrank.layout.local_part import (
+    DimPart,
+    LocalPart,
+    check_shape,
+    check_sizes,
+    dim_parts,
+    holds,
+    places_of,
+    product_of,
+)
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.mesh_parts import DimTable, MeshParts, combine_dims, compile_dims, whole_table
+from xrank.layout.nest_table import NestTable, canonical_rows, join_rows
+from xrank.layout.nests import Nest, canonical, size
+from xrank.layout.notation import LayoutTree, TextParser, render, render_dim
+from xrank.layout.tensor_layout import TensorLayout
 
 _BLOCKS = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
 _RULE = re.compile(r'[^"]*')
@@ -130,3 +145,151 @@ def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
             want=f"0 to {num_dims - 1}",
         )
     return tuple(companion.factor if i == companion.dim else 1 for i in range(num_dims))
+
+
+_Shape = tuple[int, ...]
+
+
+def companion_part(
+    companion: Companion,
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    coordinate: Mapping[str, int],
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> LocalPart | None:
+    """Return the part of a companion that the rank at a coordinate holds; None if it holds nothing of the base.
+
+    Args:
+        companion: the relation of the tensor to its base.
+        layout: the base's layout.
+        mesh: the mesh, which defines the lengths of the axes.
+        coordinate: the rank's place along the mesh's axes.
+        shape: the base's global shape, in unpacked elements.
+        sizes: sizes by name.
+
+    Raises:
+        LayoutError: as `local_part`, or a rank's part of the base begins or ends within a block; the error has both
+            numbers.
+    """
+    whole = companion_shape(companion, shape)
+    if not holds(layout, mesh, coordinate):
+        return None
+    lengths, places = places_of(layout, mesh, coordinate)
+    compiled = dim_parts(layout, shape, lengths, places, check_sizes(sizes))
+    parts = [
+        _divide(part, block, (companion, layout, i))
+        for i, (part, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=True))
+    ]
+    return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, layout.tree.sums)
+
+
+def companion_mesh_parts(
+    companion: Companion,
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> MeshParts:
+    """Return the parts of a companion on all ranks of a mesh; arguments and errors as in `companion_part`."""
+    whole = companion_shape(companion, shape)
+    placed, compiled = compile_dims(layout, mesh, shape, sizes=sizes)
+    dims = [
+        _divide_table(table, block, (companion, layout, i))
+        # Not strict: if no rank holds the tensor, no dim is compiled.
+        for i, (table, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=False))
+    ]
+    return combine_dims(placed, dims)
+
+
+_Dim = tuple[Companion, TensorLayout, int]
+"""A dim by its companion, the base's layout and its number, for errors."""
+
+
+def _divide(part: DimPart, block: int, at: _Dim) -> DimPart:
+    """Return a dim in blocks; every bound of the rank's part must be between two blocks, or at the dim's end."""
+    if block == 1:
+        return part
+    if _is_whole(part):  # the blocks do not depend on how the nests cut the dim
+        count = -(-part.global_size // block)
+        return DimPart(count, count, (Nest(0, 0, ((count, 1, 1),)),) if count > 1 else (Nest(0, 0),))
+    nests = tuple(_divide_nest(nest, part.global_size, block, at) for nest in part.nests)
+    return DimPart(-(-part.global_size // block), -(-part.local_size // block), nests)
+
+
+def _is_whole(part: DimPart) -> bool:
+    """Return whether a rank holds the whole dim, each element at its global place."""
+    return part.local_size == part.global_size == sum(map(size, part.nests)) > 0 and all(
+        nest.x == nest.y and all(xs == ys for _, xs, ys in nest.loops) for nest in part.nests
+    )
+
+
+def _divide_nest(nest: Nest, global_size: int, block: int, at: _Dim) -> Nest:
+    x, y, loops = nest
+    # The last loop is the run of adjacent elements; without one, runs have a single element.
+    *outer, (count, x_stride, y_stride) = loops or ((1, 1, 1),)
+    if (x_stride, y_stride) != (1, 1):
+        outer, count = list(loops), 1
+    last_run = count
+    if not outer and y + count == global_size:
+        last_run = -(-count // block) * block  # the last block of a scale may be incomplete
+    for number, name in (
+        (last_run, "positions in a row"),
+        (y, "the first position"),
+        (x, "the first local position"),
+        *((stride, "positions from one row to the next") for _, *strides in outer for stride in strides),
+    ):
+        if number % block:
+            companion, layout, i = at
+            raise LayoutError(
+                f"{companion}: dim {i}, {render_dim(layout.dims[i])}: {number} is not a multiple of {block}, so ranks "
+                "would share a block",
+                got=f"{number}, {name} of a rank's part",
+                want=f"a multiple of {block}",
+                next_step=f'cut at multiples only, as "/=axis%{block}" does',
+            )
+    inner = (last_run // block, 1, 1)
+    return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))
+
+
+def _divide_table(table: DimTable, block: int, at: _Dim) -> DimTable:
+    """Do the work of `_divide` for all places at once."""
+    if block == 1:
+        return table
+    table = _with_wholes(table)
+    x, y, loops = table.nests.x, table.nests.y, table.nests.loops
+    rows, num_loops = np.arange(len(x)), (loops[:, :, 0] > 1).sum(axis=1)
+    # Add a loop of one iteration, so every row has a last loop; it does not change the nest.
+    outer = np.concatenate((np.broadcast_to((1, 1, 1), (len(x), 1, 3)), loops), axis=1)
+    has_run = (outer[rows, num_loops, 1:] == 1).all(axis=1)
+    count = np.where(has_run, outer[rows, num_loops, 0], 1)
+    # The run is divided apart; its loop becomes a single iteration, which divides by any block.
+    outer[rows[has_run], num_loops[has_run]] = (1, 0, 0)
+    outer[:, 0] = (1, 0, 0)
+    is_last = (outer[:, :, 0] == 1).all(axis=1) & (y + count == table.global_size)
+    run = np.where(is_last, -(-count // block) * block, count)
+    is_even = (run % block == 0) & (y % block == 0) & (x % block == 0) & (outer[:, :, 1:] % block == 0).all(axis=(1, 2))
+    for row in np.flatnonzero(~is_even)[:1]:
+        _divide_nest(table.nests[int(row)], table.global_size, block, at)  # raises the error with the numbers
+    outer[:, :, 1:] //= block
+    inner = np.stack((run // block, np.ones_like(run), np.ones_like(run)), axis=1)[:, None]
+    nests = NestTable(x // block, y // block, np.concatenate((outer, inner), axis=1))
+    local_sizes = -(-table.local_sizes // block)
+    return DimTable(-(-table.global_size // block), local_sizes, table.owner, canonical_rows(nests))
+
+
+def _with_wholes(table: DimTable) -> DimTable:
+    """Return the table with a single nest for each place that holds the whole dim."""
+    # Parts laid end to end leave several nests, which may end within a block even where a rank holds the whole dim.
+    nests, size = table.nests, table.global_size
+    is_same = (nests.x == nests.y) & (nests.loops[:, :, 1] == nests.loops[:, :, 2]).all(axis=1)
+    held = np.zeros_like(table.local_sizes)
+    np.add.at(held, table.owner, np.where(is_same, nests.sizes, 0))
+    is_whole = (table.local_sizes == size) & (held == size) & (size > 0)
+    rest, whole = np.flatnonzero(~is_whole[table.owner]), np.flatnonzero(is_whole)
+    owner = np.concatenate((table.owner[rest], whole))
+    order = np.argsort(owner, kind="stable")
+    joined = join_rows([nests.take(rest), whole_table(size, len(whole)).nests])
+    return DimTable(size, table.local_sizes, owner[order], joined.take(order))

@@ -11,8 +11,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from xrank.errors import ContradictionError, LayoutError, either, option
-from xrank.layout.companion import companion_shape
-from xrank.layout.companion_parts import companion_part
+from xrank.layout.companion import companion_part, companion_shape
 from xrank.layout.layout_map import base_shapes
 from xrank.layout.local_part import LocalPart, collect_known_names, global_size, infer_shape, local_part
 from xrank.layout.mesh import DeviceMesh

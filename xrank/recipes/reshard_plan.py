@@ -20,8 +20,7 @@ from xrank.engine.planner import Plan, divide_pieces, make_plan
 from xrank.errors import LayoutError
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.companion import inline_base
-from xrank.layout.companion_parts import companion_part
+from xrank.layout.companion import companion_part, inline_base
 from xrank.layout.coverage import CoverageFault, contains, range_text
 from xrank.layout.layout_map import base_of_shape
 from xrank.layout.local_part import LocalPart, local_part
