@@ -1,10 +1,12 @@
-"""Division of a plan among ranks: the windows that each makes, and the source records that several of them read.
+"""Rounds: all ranks of a team make a plan's files together, each a share of every round, and the first joins them.
 
-The work is done in rounds of some files each, so that the files of earlier rounds survive a failure. In a round all
-ranks make nearly equally many bytes: each one contiguous stretch of the windows, also inside files. If ranks hold the
+Order of events, on every rank: all divide the plan alike, without messages; in each round every rank makes its share
+and sends the first rank its findings; the first joins them, compares the checksums of records that several ranks read,
+and finishes the files whose every source is checked; at the end every rank checks that its sources have not changed.
+
+A round is some files, so that the files of earlier rounds survive a failure. In a round all ranks make nearly equally many bytes: each one contiguous stretch of the windows, also inside files. If ranks hold the
 source in their own memories, a window goes to the rank with most of its bytes, at equal loads; windows of which several
 ranks hold equally much, such as those of columns or replicas, go to the rank with the least work.
-The division follows from the plan alone: ranks with equal plans divide it equally, without messages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""Reads the records of objects in stores: blocks of the plan's ranges, many requests at once, each byte fetched once.
+"""Sources in stores, and sources with compressed records.
 
+Objects in stores are read in blocks of the plan's ranges, many requests at once, each byte fetched once.
 The executor announces the ranges of the windows that come next, so that requests overlap. Small records that lie close
 together are one block; larger ones are cut into blocks, which a window and its neighbors share. A block is dropped
 when all of its bytes were used, and blocks take a bounded number of bytes.
+
+A compressed record is decoded once into a scratch file, and read there: the engine reads strided ranges in the output's
+order, and a compressed record begins at its first byte. The scratch file keeps memory flat whatever the size of a
+record: it has no name, lies on a disk, and goes away with the process.
 """
 
 from __future__ import annotations
@@ -16,7 +21,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct, field
@@ -366,9 +370,6 @@ def _named(error: Exception, url: str) -> XrankError:
 def _make_error(url: str, problem: str) -> XrankError:
     return XrankError(f"{url}: {problem}", file=url, next_step=AGAIN)
 
-
-if TYPE_CHECKING:
-    pass
 
 _CHUNK_NBYTES = 256 << 10
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}

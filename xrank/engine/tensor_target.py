@@ -310,8 +310,6 @@ class TensorsAhead:
 
 
 if TYPE_CHECKING:
-    import torch
-
     Tensors = Generator[tuple[str, torch.Tensor], None, None]
 
 

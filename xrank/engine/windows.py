@@ -1,4 +1,9 @@
-"""Checksums of source records and digests of tensors, from the reads and windows of a gather, in any order."""
+"""Windows, the aligned pieces of output files that the executor fills one at a time, with their checksums and digests.
+
+A window is 1 MiB of the output *file*, whatever tensors it crosses: file systems are fastest with aligned writes (ext4
+allocates one folio), and a window stays in cache while it is filled, digested and written. Checksums of records and
+digests of tensors are joined from reads and windows in any order.
+"""
 
 from __future__ import annotations
 

@@ -147,9 +147,6 @@ def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
     return tuple(companion.factor if i == companion.dim else 1 for i in range(num_dims))
 
 
-_Shape = tuple[int, ...]
-
-
 def companion_part(
     companion: Companion,
     layout: TensorLayout,

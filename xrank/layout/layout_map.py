@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct, field
@@ -14,7 +15,6 @@ from msgspec.structs import replace
 from xrank import system
 from xrank.errors import AGAIN, LayoutError, UsageError
 from xrank.layout.companion import Companion, companion_shape, is_companion, parse_companion
-from xrank.layout.layout_map import LayoutMap
 from xrank.layout.local_part import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name, mesh_from_order
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound, flat_of
@@ -31,7 +31,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text.
 
     Raises:
-        ValueError: it is no TOML, or nests too deeply. The message ends with ``(at line N)``, where it is known.
+        ValueError: the text is not TOML, or nests too deeply. The message ends with ``(at line N)`` if it is known.
 
     Example:
         >>> parse_toml("a.b = 1")
@@ -348,7 +348,7 @@ class LayoutChange(Struct, frozen=True):
 
 
 class LayoutDiff(Struct, frozen=True):
-    """The differences between two layout maps; false if there are none. The order of rules does not count.
+    """The differences between two layout maps, whatever the order of their rules; false for equal maps.
 
     Args:
         added: rules of the second map alone; ``old`` is None.
@@ -650,7 +650,9 @@ def base_layout(companion: Companion, layouts: LayoutMap) -> TensorLayout:
     return layout if layouts.device_mesh is None else layout.with_mesh(layouts.device_mesh, layouts.views)
 
 
-def base_shapes(companion: Companion, layouts: LayoutMap, name: str, shapes: Mapping[str, _Shape]) -> set[_Shape]:
+def base_shapes(
+    companion: Companion, layouts: LayoutMap, name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> set[tuple[int, ...]]:
     """Return the shapes that the base of a companion may have; empty if its text has the base's layout.
 
     Args:
@@ -672,27 +674,26 @@ def base_shapes(companion: Companion, layouts: LayoutMap, name: str, shapes: Map
 
 
 def base_of_shape(
-    companion: Companion, layouts: LayoutMap, name: str, shape: _Shape, shapes: Mapping[str, _Shape]
-) -> _Shape:
-    """Return the shape of the base of a companion with that global shape.
-
-    Args:
-        companion: a companion in the map.
-        layouts: the map.
-        name: the companion's global name.
-        shape: its global shape.
-        shapes: global shapes of tensors, the base's among them.
+    companion: Companion,
+    layouts: LayoutMap,
+    name: str,
+    shape: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Return the shape of the base of a companion with that global shape; arguments as in `base_shapes`.
 
     Raises:
         LayoutError: no shape or several shapes fit.
     """
-    found = {base for base in base_shapes(companion, layouts, name, shapes) if _gives(companion, base, shape)}
+    found = set()
     if companion.of is None:
-        dims = range(len(shape))
-        blocks = companion.blocks or tuple(companion.factor if i == companion.dim else 1 for i in dims)
-        found = (
-            {tuple(n * block for n, block in zip(shape, blocks, strict=True))} if len(blocks) == len(shape) else set()
-        )
+        blocks = companion.blocks or tuple(companion.factor if i == companion.dim else 1 for i in range(len(shape)))
+        if len(blocks) == len(shape):
+            found.add(tuple(n * block for n, block in zip(shape, blocks, strict=True)))
+    for base in base_shapes(companion, layouts, name, shapes):
+        with suppress(LayoutError):
+            if companion_shape(companion, base) == shape:
+                found.add(base)
     if len(found) != 1:
         raise LayoutError(
             f"{name}: no single shape of its base follows from {companion}",
@@ -702,10 +703,3 @@ def base_of_shape(
             next_step="give the base's rule for these tensors alone",
         )
     return found.pop()
-
-
-def _gives(companion: Companion, base: _Shape, shape: _Shape) -> bool:
-    try:
-        return companion_shape(companion, base) == shape
-    except LayoutError:
-        return False

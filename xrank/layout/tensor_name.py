@@ -29,7 +29,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     """Return a text as a regular expression.
 
     Raises:
-        ValueError: it is none, nests too deeply, or repeats too often.
+        ValueError: the text is not a regular expression, nests too deeply, or repeats too often.
     """
     try:
         return re.compile(text)
