@@ -83,7 +83,7 @@ def run_shared(made: MadeModel, plan: Plan, files: list[int], num_ranks: int, ro
                 whole.join(*part)
         read_rest(whole, MemorySource(made.views), division.find_open_records(number), staging)
         finished |= {index: file.finish()[0] for index, file in joined.items()}
-    num_checksums = sum(windows.num_checked for checksums in own) + whole.num_checked
+    num_checksums = sum(checksums.num_checked for checksums in own) + whole.num_checked
     return room, finished, num_checksums, division, sources
 
 

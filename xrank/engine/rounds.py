@@ -4,9 +4,10 @@ Order of events, on every rank: all divide the plan alike, without messages; in 
 and sends the first rank its findings; the first joins them, compares the checksums of records that several ranks read,
 and finishes the files whose every source is checked; at the end every rank checks that its sources have not changed.
 
-A round is some files, so that the files of earlier rounds survive a failure. In a round all ranks make nearly equally many bytes: each one contiguous stretch of the windows, also inside files. If ranks hold the
-source in their own memories, a window goes to the rank with most of its bytes, at equal loads; windows of which several
-ranks hold equally much, such as those of columns or replicas, go to the rank with the least work.
+A round is some files, so that the files of earlier rounds survive a failure. In a round all ranks make nearly equally
+many bytes: each one contiguous stretch of the windows, also inside files. If ranks hold the source in their own
+memories, a window goes to the rank with most of its bytes, at equal loads; windows of which several ranks hold equally
+much, such as those of columns or replicas, go to the rank with the least work.
 """
 
 from __future__ import annotations

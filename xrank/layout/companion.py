@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -28,8 +27,6 @@ from xrank.layout.local_part import (
     product_of,
 )
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.mesh_parts import DimTable, MeshParts, combine_dims, compile_dims, whole_table
-from xrank.layout.nest_table import NestTable, canonical_rows, join_rows
 from xrank.layout.nests import Nest, canonical, size
 from xrank.layout.notation import LayoutTree, TextParser, render, render_dim
 from xrank.layout.tensor_layout import TensorLayout
@@ -114,14 +111,11 @@ def companion_shape(companion: Companion, shape: Sequence[int]) -> tuple[int, ..
     """
     sizes = check_shape(shape)
     blocks = blocks_of(companion, len(sizes))
-    for i, (size, block) in enumerate(zip(sizes, blocks, strict=True)):
-        if not companion.blocks and size % block:
-            raise LayoutError(
-                f"{companion}: dim {i} of {size} is not a multiple of {block}",
-                got=str(size),
-                want=f"a multiple of {block}",
-            )
-    return tuple(-(-size // block) for size, block in zip(sizes, blocks, strict=True))
+    for i, (length, block) in enumerate(zip(sizes, blocks, strict=True)):
+        if not companion.blocks and length % block:
+            problem, want = f"dim {i} of {length} is not a multiple of {block}", f"a multiple of {block}"
+            raise LayoutError(f"{companion}: {problem}", got=str(length), want=want)
+    return tuple(-(-length // block) for length, block in zip(sizes, blocks, strict=True))
 
 
 def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
@@ -131,19 +125,13 @@ def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
         LayoutError: the companion does not fit this number of dims.
     """
     if companion.blocks:
-        if len(companion.blocks) != num_dims:
-            raise LayoutError(
-                f"{companion} has blocks of {len(companion.blocks)} dims for a tensor of {num_dims}",
-                got=f"{len(companion.blocks)} dims",
-                want=f"{num_dims} dims",
-            )
+        if (given := len(companion.blocks)) != num_dims:
+            problem = f"has blocks of {given} dims for a tensor of {num_dims}"
+            raise LayoutError(f"{companion} {problem}", got=f"{given} dims", want=f"{num_dims} dims")
         return companion.blocks
     if companion.dim >= num_dims:
-        raise LayoutError(
-            f"{companion} packs a dim that the tensor lacks",
-            got=str(companion.dim),
-            want=f"0 to {num_dims - 1}",
-        )
+        got, want = str(companion.dim), f"0 to {num_dims - 1}"
+        raise LayoutError(f"{companion} packs a dim that the tensor lacks", got=got, want=want)
     return tuple(companion.factor if i == companion.dim else 1 for i in range(num_dims))
 
 
@@ -182,37 +170,18 @@ def companion_part(
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, layout.tree.sums)
 
 
-def companion_mesh_parts(
-    companion: Companion,
-    layout: TensorLayout,
-    mesh: DeviceMesh,
-    shape: Sequence[int],
-    *,
-    sizes: Mapping[str, int] | None = None,
-) -> MeshParts:
-    """Return the parts of a companion on all ranks of a mesh; arguments and errors as in `companion_part`."""
-    whole = companion_shape(companion, shape)
-    placed, compiled = compile_dims(layout, mesh, shape, sizes=sizes)
-    dims = [
-        _divide_table(table, block, (companion, layout, i))
-        # Not strict: if no rank holds the tensor, no dim is compiled.
-        for i, (table, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=False))
-    ]
-    return combine_dims(placed, dims)
-
-
-_Dim = tuple[Companion, TensorLayout, int]
+PlacedDim = tuple[Companion, TensorLayout, int]
 """A dim by its companion, the base's layout and its number, for errors."""
 
 
-def _divide(part: DimPart, block: int, at: _Dim) -> DimPart:
+def _divide(part: DimPart, block: int, at: PlacedDim) -> DimPart:
     """Return a dim in blocks; every bound of the rank's part must be between two blocks, or at the dim's end."""
     if block == 1:
         return part
     if _is_whole(part):  # the blocks do not depend on how the nests cut the dim
         count = -(-part.global_size // block)
         return DimPart(count, count, (Nest(0, 0, ((count, 1, 1),)),) if count > 1 else (Nest(0, 0),))
-    nests = tuple(_divide_nest(nest, part.global_size, block, at) for nest in part.nests)
+    nests = tuple(divide_nest(nest, part.global_size, block, at) for nest in part.nests)
     return DimPart(-(-part.global_size // block), -(-part.local_size // block), nests)
 
 
@@ -223,7 +192,8 @@ def _is_whole(part: DimPart) -> bool:
     )
 
 
-def _divide_nest(nest: Nest, global_size: int, block: int, at: _Dim) -> Nest:
+def divide_nest(nest: Nest, global_size: int, block: int, at: PlacedDim) -> Nest:
+    """Return a nest of a dim in blocks; refuse bounds within a block."""
     x, y, loops = nest
     # The last loop is the run of adjacent elements; without one, runs have a single element.
     *outer, (count, x_stride, y_stride) = loops or ((1, 1, 1),)
@@ -249,44 +219,3 @@ def _divide_nest(nest: Nest, global_size: int, block: int, at: _Dim) -> Nest:
             )
     inner = (last_run // block, 1, 1)
     return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))
-
-
-def _divide_table(table: DimTable, block: int, at: _Dim) -> DimTable:
-    """Do the work of `_divide` for all places at once."""
-    if block == 1:
-        return table
-    table = _with_wholes(table)
-    x, y, loops = table.nests.x, table.nests.y, table.nests.loops
-    rows, num_loops = np.arange(len(x)), (loops[:, :, 0] > 1).sum(axis=1)
-    # Add a loop of one iteration, so every row has a last loop; it does not change the nest.
-    outer = np.concatenate((np.broadcast_to((1, 1, 1), (len(x), 1, 3)), loops), axis=1)
-    has_run = (outer[rows, num_loops, 1:] == 1).all(axis=1)
-    count = np.where(has_run, outer[rows, num_loops, 0], 1)
-    # The run is divided apart; its loop becomes a single iteration, which divides by any block.
-    outer[rows[has_run], num_loops[has_run]] = (1, 0, 0)
-    outer[:, 0] = (1, 0, 0)
-    is_last = (outer[:, :, 0] == 1).all(axis=1) & (y + count == table.global_size)
-    run = np.where(is_last, -(-count // block) * block, count)
-    is_even = (run % block == 0) & (y % block == 0) & (x % block == 0) & (outer[:, :, 1:] % block == 0).all(axis=(1, 2))
-    for row in np.flatnonzero(~is_even)[:1]:
-        _divide_nest(table.nests[int(row)], table.global_size, block, at)  # raises the error with the numbers
-    outer[:, :, 1:] //= block
-    inner = np.stack((run // block, np.ones_like(run), np.ones_like(run)), axis=1)[:, None]
-    nests = NestTable(x // block, y // block, np.concatenate((outer, inner), axis=1))
-    local_sizes = -(-table.local_sizes // block)
-    return DimTable(-(-table.global_size // block), local_sizes, table.owner, canonical_rows(nests))
-
-
-def _with_wholes(table: DimTable) -> DimTable:
-    """Return the table with a single nest for each place that holds the whole dim."""
-    # Parts laid end to end leave several nests, which may end within a block even where a rank holds the whole dim.
-    nests, size = table.nests, table.global_size
-    is_same = (nests.x == nests.y) & (nests.loops[:, :, 1] == nests.loops[:, :, 2]).all(axis=1)
-    held = np.zeros_like(table.local_sizes)
-    np.add.at(held, table.owner, np.where(is_same, nests.sizes, 0))
-    is_whole = (table.local_sizes == size) & (held == size) & (size > 0)
-    rest, whole = np.flatnonzero(~is_whole[table.owner]), np.flatnonzero(is_whole)
-    owner = np.concatenate((table.owner[rest], whole))
-    order = np.argsort(owner, kind="stable")
-    joined = join_rows([nests.take(rest), whole_table(size, len(whole)).nests])
-    return DimTable(size, table.local_sizes, owner[order], joined.take(order))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from xrank.errors import LayoutError
+from xrank.layout.companion import Companion, PlacedDim, blocks_of, companion_shape, divide_nest
 from xrank.layout.local_part import (
     bind,
     bind_dims,
@@ -24,9 +25,30 @@ from xrank.layout.local_part import (
     places_of,
 )
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.nest_table import IntArray, NestTable, int_array, join_rows, product_rows, restrict_rows, rows_of
+from xrank.layout.nest_table import (
+    IntArray,
+    NestTable,
+    canonical_rows,
+    int_array,
+    join_rows,
+    product_rows,
+    restrict_rows,
+    rows_of,
+)
 from xrank.layout.nests import Nest
-from xrank.layout.notation import MAX_SIZE, Count, Flat, LayoutTree, Node, Pad, Parts, Product, Size, Split, Where
+from xrank.layout.notation import (
+    MAX_SIZE,
+    Count,
+    Flat,
+    LayoutTree,
+    Node,
+    Pad,
+    Parts,
+    Product,
+    Size,
+    Split,
+    Where,
+)
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 
 PlaceArrays: TypeAlias = Mapping[str, tuple[int, IntArray]]
@@ -442,3 +464,63 @@ def _members(
         starts[member.name] = (total, total + prod(shape))
         total += prod(shape)
     return starts, total, known
+
+
+def companion_mesh_parts(
+    companion: Companion,
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> MeshParts:
+    """Return the parts of a companion on all ranks of a mesh; arguments and errors as in `companion_part`."""
+    whole = companion_shape(companion, shape)
+    placed, compiled = compile_dims(layout, mesh, shape, sizes=sizes)
+    dims = [
+        _divide_table(table, block, (companion, layout, i))
+        # Not strict: if no rank holds the tensor, no dim is compiled.
+        for i, (table, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=False))
+    ]
+    return combine_dims(placed, dims)
+
+
+def _divide_table(table: DimTable, block: int, at: PlacedDim) -> DimTable:
+    """Do the work of `_divide` for all places at once."""
+    if block == 1:
+        return table
+    table = _with_wholes(table)
+    x, y, loops = table.nests.x, table.nests.y, table.nests.loops
+    rows, num_loops = np.arange(len(x)), (loops[:, :, 0] > 1).sum(axis=1)
+    # Add a loop of one iteration, so every row has a last loop; it does not change the nest.
+    outer = np.concatenate((np.broadcast_to((1, 1, 1), (len(x), 1, 3)), loops), axis=1)
+    has_run = (outer[rows, num_loops, 1:] == 1).all(axis=1)
+    count = np.where(has_run, outer[rows, num_loops, 0], 1)
+    # The run is divided apart; its loop becomes a single iteration, which divides by any block.
+    outer[rows[has_run], num_loops[has_run]] = (1, 0, 0)
+    outer[:, 0] = (1, 0, 0)
+    is_last = (outer[:, :, 0] == 1).all(axis=1) & (y + count == table.global_size)
+    run = np.where(is_last, -(-count // block) * block, count)
+    is_even = (run % block == 0) & (y % block == 0) & (x % block == 0) & (outer[:, :, 1:] % block == 0).all(axis=(1, 2))
+    for row in np.flatnonzero(~is_even)[:1]:
+        divide_nest(table.nests[int(row)], table.global_size, block, at)  # raises the error with the numbers
+    outer[:, :, 1:] //= block
+    inner = np.stack((run // block, np.ones_like(run), np.ones_like(run)), axis=1)[:, None]
+    nests = NestTable(x // block, y // block, np.concatenate((outer, inner), axis=1))
+    local_sizes = -(-table.local_sizes // block)
+    return DimTable(-(-table.global_size // block), local_sizes, table.owner, canonical_rows(nests))
+
+
+def _with_wholes(table: DimTable) -> DimTable:
+    """Return the table with a single nest for each place that holds the whole dim."""
+    # Parts laid end to end leave several nests, which may end within a block even where a rank holds the whole dim.
+    nests, size = table.nests, table.global_size
+    is_same = (nests.x == nests.y) & (nests.loops[:, :, 1] == nests.loops[:, :, 2]).all(axis=1)
+    held = np.zeros_like(table.local_sizes)
+    np.add.at(held, table.owner, np.where(is_same, nests.sizes, 0))
+    is_whole = (table.local_sizes == size) & (held == size) & (size > 0)
+    rest, whole = np.flatnonzero(~is_whole[table.owner]), np.flatnonzero(is_whole)
+    owner = np.concatenate((table.owner[rest], whole))
+    order = np.argsort(owner, kind="stable")
+    joined = join_rows([nests.take(rest), whole_table(size, len(whole)).nests])
+    return DimTable(size, table.local_sizes, owner[order], joined.take(order))
