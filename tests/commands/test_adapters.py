@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -382,7 +383,9 @@ class TestInterrupted:
         write_json(bench.folder / "rs.json", {"r": RANK, "lora_alpha": ALPHA, "use_rslora": True})
         merge = GatherOptions(adapter="merge")
         plans = [plan_gather(str(bench.workspace), options) for options in (merge, merge)]
-        plans.append(plan_gather(str(bench.workspace), replace(merge, adapter_config=bench.folder / "rs.json")))
+        plans.append(
+            plan_gather(str(bench.workspace), dataclasses.replace(merge, adapter_config=bench.folder / "rs.json"))
+        )
         assert plans[0].digest == plans[1].digest != plans[2].digest
 
 

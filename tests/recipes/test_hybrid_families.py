@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from msgspec.structs import replace
 
 from tests.cli.bench import run as run_command
 from tests.readers.made_megatron import Run, write_dist, write_legacy
