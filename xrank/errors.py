@@ -498,55 +498,35 @@ def check_no_url(path: str | os.PathLike[str]) -> None:
         )
 
 
-def require_torch(what: str) -> None:
-    """Check that torch is installed, without importing it.
+_EXTRAS = {
+    "torch": ("torch 2.10 or newer", "torch"),
+    "cryptography": ("cryptography 42 or newer", "sign"),
+    "obstore": ("obstore 0.12 or newer", "remote"),
+    "botocore": ("botocore 1.36 or newer", "remote"),
+    "azure.storage.blob": ("azure-storage-blob 12.24 or newer", "azure"),
+    "google.auth": ("google-auth 2.30 or newer, and requests", "google"),
+}
+"""Module -> the package that has it, and the extra of xrank that installs it."""
+
+
+def require(module: str, what: str) -> None:
+    """Check that a module of an extra is installed, without importing it.
 
     Args:
-        what: the call that needs torch, for the error.
+        module: a name of `_EXTRAS`.
+        what: the call that needs it, for the error.
 
     Raises:
-        UsageError: it is not; the error names the extra that installs it.
+        UsageError: it is not; the error names the extra.
     """
-    _require(what, "torch", "torch 2.10 or newer", "torch")
-
-
-def require_cryptography(what: str) -> None:
-    """Check that cryptography is installed, as `require_torch` does."""
-    _require(what, "cryptography", "cryptography 42 or newer", "sign")
-
-
-def require_obstore(what: str) -> None:
-    """Check that obstore, which reads object stores, is installed, as `require_torch` does."""
-    _require(what, "obstore", "obstore 0.12 or newer", "remote")
-
-
-def require_botocore(what: str) -> None:
-    """Check that botocore, which talks to S3, is installed, as `require_torch` does."""
-    _require(what, "botocore", "botocore 1.36 or newer", "remote")
-
-
-def require_azure(what: str) -> None:
-    """Check that azure-storage-blob, which writes to Azure, is installed, as `require_torch` does."""
-    _require(what, "azure.storage.blob", "azure-storage-blob 12.24 or newer", "azure")
-
-
-def require_google(what: str) -> None:
-    """Check that google-auth, which writes to Google, is installed, as `require_torch` does."""
-    _require(what, "google.auth", "google-auth 2.30 or newer, and requests", "google")
-
-
-def _require(what: str, module: str, want: str, extra: str) -> None:
     try:
         is_there = module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):  # an import hook refuses it, or sys.modules bars it
         is_there = False
     if not is_there:
-        raise UsageError(
-            f"{what} needs {module}, which is not installed",
-            got=f"xrank without {module}",
-            want=want,
-            next_step=f"run pip install 'xrank[{extra}]'",
-        )
+        want, extra = _EXTRAS[module]
+        message, next_step = f"{what} needs {module}, which is not installed", f"run pip install 'xrank[{extra}]'"
+        raise UsageError(message, got=f"xrank without {module}", want=want, next_step=next_step)
 
 
 def require_linux(what: str) -> None:

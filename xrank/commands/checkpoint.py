@@ -17,7 +17,7 @@ from xrank.engine.faults import raise_mismatch
 from xrank.engine.planner import TensorPlan, select_tensors
 from xrank.engine.sources import DecodedSource, open_source
 from xrank.engine.windows import RecordChecksums
-from xrank.errors import UsageError, errors_of, names_own_arguments, require_torch
+from xrank.errors import UsageError, errors_of, names_own_arguments, require
 from xrank.layout import LayoutMap
 from xrank.recipes.folder_plan import FolderPlan, plan_gather, read_layouts
 from xrank.recipes.layout_sources import layouts_at
@@ -63,7 +63,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """For compressed records, which many tensors may share: each is decoded once."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        require_torch("a tensor of open_checkpoint")
+        require("torch", "a tensor of open_checkpoint")
         import torch
 
         plan = self._plans[name]

@@ -16,7 +16,7 @@ from xrank.commands.folder_filling import make_output
 from xrank.commands.report import begin_counting, folder_report, read_report, report_text, with_traffic
 from xrank.engine.report import Report
 from xrank.engine.transforms import Transform
-from xrank.errors import UsageError, errors_of, names_own_arguments, require_linux, require_torch
+from xrank.errors import UsageError, errors_of, names_own_arguments, require, require_linux
 from xrank.layout import LayoutMap
 from xrank.ranks.team import (
     Team,
@@ -173,7 +173,7 @@ def export_model(
         >>> report.num_parameters, [file["name"] for file in report.output["files"]]
         (4, ['model.safetensors'])
     """
-    require_torch("export_model")
+    require("torch", "export_model")
     require_linux("export_model")
     path = clean_path(out)
     name = f"the export of {path}"
@@ -269,7 +269,7 @@ def save_model(
         >>> report.num_parameters
         4
     """
-    require_torch("save_model")
+    require("torch", "save_model")
     require_linux("save_model")
     path = clean_path(out)
     check_types(None, None, config_overrides)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xrank import environment
 from xrank.engine.tensor_target import ModelTensors, split_budget
 from xrank.engine.transforms import Transform
-from xrank.errors import UsageError, errors_of, names_own_arguments, option, require_linux, require_torch
+from xrank.errors import UsageError, errors_of, names_own_arguments, option, require, require_linux
 from xrank.ranks.team import find_group_team
 from xrank.recipes.lent_model import ModelRequest, make_tensors
 from xrank.recipes.options import AdapterChoice, GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
@@ -75,7 +75,7 @@ def iter_model(
         >>> {name: tensor.tolist() for name, tensor in xrank.iter_model({"norm.weight": torch.ones(2)})}
         {'norm.weight': [1.0, 1.0]}
     """
-    require_torch("iter_model")
+    require("torch", "iter_model")
     require_linux("iter_model")
     place = os.path.join(environment.environ().get("XRANK_WORKSPACE") or os.curdir, "model")
     check_meeting(group, timeout_seconds)

@@ -20,7 +20,7 @@ from xrank.engine.report import OutputFacts, ProofFacts, Report, source_facts, t
 from xrank.engine.sources import open_source
 from xrank.engine.tensor_target import TensorTarget, check_fillable
 from xrank.engine.windows import FilePart, TensorDigest, digest_text, share_all
-from xrank.errors import CorruptError, names_own_arguments, require_torch
+from xrank.errors import CorruptError, names_own_arguments, require
 from xrank.layout import LayoutMap
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.team import Team, check_alike, find_group_team, find_world, nbytes_text, path_text
@@ -258,7 +258,7 @@ def load_model(
         >>> xrank.load_model(module, "model").num_tensors, module.bias.tolist()
         (2, [1.0, 1.0])
     """
-    require_torch("load_model")
+    require("torch", "load_model")
     started = time.monotonic()
     place = places.enter(path)
 

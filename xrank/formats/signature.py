@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from xrank.errors import CorruptError, IncompleteError, UsageError, option, require_cryptography
+from xrank.errors import CorruptError, IncompleteError, UsageError, option, require
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import open_regular
 
@@ -40,7 +40,7 @@ def read_signing_key(path: str) -> EllipticCurvePrivateKey:
     Raises:
         UsageError: it cannot be read, has a password, or is of another kind; or the package cryptography is missing.
     """
-    require_cryptography("a signature")
+    require("cryptography", "a signature")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
@@ -60,7 +60,7 @@ def read_public_key(path: str) -> EllipticCurvePublicKey:
     Raises:
         UsageError: it cannot be read or is of another kind; or the package cryptography is missing.
     """
-    require_cryptography("a signature")
+    require("cryptography", "a signature")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 

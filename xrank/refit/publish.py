@@ -25,8 +25,8 @@ from xrank.errors import (
     XrankError,
     names_own_arguments,
     option,
+    require,
     require_linux,
-    require_torch,
 )
 from xrank.ranks.failure import Deadline
 from xrank.ranks.loans import MemoryOffer, add_token
@@ -136,7 +136,7 @@ def offer_weights(
         ...         weights.update().step, served.weight.equal(trained.weight)
         (1, True)
     """
-    require_torch("offer_weights")
+    require("torch", "offer_weights")
     require_linux("offer_weights")
     check_meeting(group, timeout_seconds)
     place = Address(address)

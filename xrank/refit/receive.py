@@ -25,8 +25,8 @@ from xrank.errors import (
     XrankError,
     names_own_arguments,
     option,
+    require,
     require_linux,
-    require_torch,
 )
 from xrank.ranks.failure import Deadline
 from xrank.ranks.loans import MemoryOffer, add_token
@@ -117,7 +117,7 @@ def take_weights(
         16
         >>> weights.close(); offer.close()
     """
-    require_torch("take_weights")
+    require("torch", "take_weights")
     require_linux("take_weights")
     check_meeting(group, timeout_seconds)
     place = Address(address)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from xrank.environment import environ
-from xrank.errors import require_azure
+from xrank.errors import require
 from xrank.storage.client import (
     ABSENT,
     FaultError,
@@ -73,7 +73,7 @@ class AzureBackend(ObstoreBackend):
         """Make the client; raise UsageError without its package, an account or credentials."""
         if self._client is not None:
             return
-        require_azure(f"writing {url}")
+        require("azure.storage.blob", f"writing {url}")
         from azure.core.pipeline.transport import RequestsTransport
         from azure.storage.blob import ContainerClient
 

@@ -28,7 +28,7 @@ from xml.sax.saxutils import escape
 from msgspec import Struct
 
 from xrank.environment import environ
-from xrank.errors import require_google
+from xrank.errors import require
 from xrank.storage.client import (
     ABSENT,
     FaultError,
@@ -96,7 +96,7 @@ class GoogleBackend(ObstoreBackend):
         account = _read_account(variables, url)
         endpoint = variables.get("GOOGLE_BASE_URL") or account.get("gcs_base_url") or _ENDPOINT
         check_https(endpoint, url, allow_http=self._settings.allow_http)
-        require_google(f"writing {url}")
+        require("google.auth", f"writing {url}")
         from google.auth.transport.requests import AuthorizedSession
 
         hide_debug_logs("google", "urllib3.connectionpool")

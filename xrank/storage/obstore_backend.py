@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from xrank.environment import environ
-from xrank.errors import UsageError, require_obstore
+from xrank.errors import UsageError, require
 from xrank.storage.client import (
     FaultError,
     FaultKind,
@@ -91,7 +91,7 @@ def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
         UsageError: obstore is not installed, plain http is not allowed, or the environment lacks an account or has
             half of a key.
     """
-    require_obstore(f"reading {root}")
+    require("obstore", f"reading {root}")
     from obstore.exceptions import BaseError
     from obstore.store import AzureStore, GCSStore, HTTPStore
 

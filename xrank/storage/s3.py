@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from isal import isal_zlib
 
 from xrank.environment import environ
-from xrank.errors import UsageError, require_botocore
+from xrank.errors import UsageError, require
 from xrank.storage.client import (
     ABSENT,
     FaultError,
@@ -47,7 +47,7 @@ def open_s3(root: str, settings: StoreSettings) -> S3Backend:
     Raises:
         UsageError: botocore is not installed, plain http is not allowed, or there are no credentials.
     """
-    require_botocore(f"reading {root}")
+    require("botocore", f"reading {root}")
     import botocore.session
     from botocore import UNSIGNED
     from botocore.config import Config

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from xrank.errors import RankFailedError, RankTimeoutError, UsageError, require_linux, require_torch
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError, require, require_linux
 from xrank.testing.rank_starter import RankStarter
 from xrank.testing.rank_worker import Failure, Task
 from xrank.virtual.processes import StackRequest, collect_stacks
@@ -100,7 +100,7 @@ class RankPool:
                 want="a function of a module's top level",
                 next_step="move it out of the function around it",
             )
-        require_torch("a test on ranks")
+        require("torch", "a test on ranks")
         require_linux("a test on ranks")
         arguments = pickle.dumps((tuple(args), dict(kwargs)))
         with self._lock:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import UsageError, require_torch
+from xrank.errors import UsageError, require
 from xrank.ranks.gathering import Gather, keep_uncompiled
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def get_tensors_parallel(
         [[1.0, 1.0]]
     """
     if "torch" not in sys.modules:
-        require_torch("get_tensors_parallel")
+        require("torch", "get_tensors_parallel")
     return Gather(
         "get_tensors_parallel",
         tensor,

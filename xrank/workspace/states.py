@@ -22,7 +22,7 @@ from xrank.errors import (
     UnsafeError,
     UsageError,
     XrankError,
-    require_torch,
+    require,
 )
 from xrank.formats.rank_state import (
     CONFIG,
@@ -135,7 +135,7 @@ def make_state_archive(
 
     Contiguous CPU tensors are not copied; strided, expanded and device tensors are copied to the CPU.
     """
-    require_torch("write_configs_and_weights")
+    require("torch", "write_configs_and_weights")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step is {step!r}", want="the training step, an integer of 0 or more, or None")
     config = plain_config(config_json)
@@ -204,7 +204,7 @@ def read_state(
         UnsafeError: it asks to run code.
         UsageError: it holds a tensor that safetensors cannot, a newer xrank wrote it, or torch is not installed.
     """
-    require_torch("read_configs_and_weights_from_rank")
+    require("torch", "read_configs_and_weights_from_rank")
 
     def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
         state = read_saved_state(file, rank)
