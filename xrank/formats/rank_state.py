@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
-from typing import Any, NoReturn, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, ValidationError, convert, field
 from msgspec.structs import force_setattr
 
 from xrank.dtypes import dtype
@@ -28,10 +28,11 @@ CONFIG, WEIGHT, RECORD = "config", "weight", "xrank"
 MeshRecord: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """A mesh: axis names, shape, and its ranks in row-major order."""
 
-_KEYS = ["version", "run_id", "attempt", "step", "rank", "world_size", "host", "meshes", "tensors"]
-_RARE = ["view", "name"]
-_FREQUENT = {"layout", "mesh", "shape"}
-"""Optional keys of a tensor's entry."""
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""The engine computes offsets below 2**63."""
+_KEYS = {"version", "run_id", "attempt", "step", "rank", "world_size", "host", "meshes", "tensors"}
+_FREQUENT, _RARE = {"layout", "mesh", "shape"}, {"view", "name"}
+"""Keys of a tensor's entry; the rare ones are optional."""
 
 
 class TensorRecord(Struct, frozen=True):
@@ -41,7 +42,7 @@ class TensorRecord(Struct, frozen=True):
     """The layout in the notation; None for a whole tensor on every rank, or an unknown layout."""
     mesh: int | None = None
     """Index into the record's meshes."""
-    shape: tuple[int, ...] | None = None
+    shape: tuple[_Count, ...] | None = None
     """Global shape; None if one rank alone cannot know it."""
     view: int | None = None
     """Index of the mesh of the view that the layout names."""
@@ -54,14 +55,14 @@ class RankRecord(Struct, frozen=True):
 
     run_id: str | None
     attempt: str | None
-    step: int | None
-    rank: int
-    world_size: int
+    step: _Count | None
+    rank: _Count
+    world_size: _Count
     host: str
     meshes: tuple[MeshRecord, ...] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     """Name -> record; tensors with an unknown layout have no entry."""
-    version: int = VERSION
+    version: Annotated[int, Meta(ge=1)] = VERSION
 
     def __post_init__(self) -> None:
         fault = _find_fault(self)
@@ -93,7 +94,7 @@ class RankRecord(Struct, frozen=True):
                         "layout": tensor.layout,
                         "mesh": tensor.mesh,
                         "shape": tensor.shape,
-                        **{key: value for key in _RARE if (value := getattr(tensor, key)) is not None},
+                        **{key: value for key in sorted(_RARE) if (value := getattr(tensor, key)) is not None},
                     }
                     for name, tensor in self.tensors.items()
                 },
@@ -115,7 +116,31 @@ class RankRecord(Struct, frozen=True):
             UsageError: a newer xrank wrote it.
             CorruptError: it is malformed.
         """
-        return _Parser(file).record(text)
+        place = "record"
+        try:
+            value = json.loads(text, object_pairs_hook=_refuse_repeats)
+            version = value.get("version") if isinstance(value, dict) else None
+            if type(version) is int and version > VERSION:
+                problem, got, want = f"{file} was written by a newer xrank", f"record version {version}", str(VERSION)
+                raise UsageError(problem, file=file, got=got, want=f"version {want}", next_step="update xrank")
+            _check_keys(value, _KEYS)
+            known: dict[TensorRecord, TensorRecord] = {}  # a large model has few kinds of tensors
+            tensors: dict[str, TensorRecord] = {}
+            for name, stated in convert(value["tensors"], dict[str, Any]).items():
+                place = f"tensors[{name!r}]"
+                tensor = convert(_check_keys(stated, _FREQUENT, _RARE), TensorRecord)
+                tensors[name] = known.setdefault(tensor, tensor)
+            place = "meshes"
+            meshes = convert(value["meshes"], tuple[_StatedMesh, ...])
+            place = "record"
+            own = {"meshes": [(mesh.axis_names, mesh.shape, mesh.ranks) for mesh in meshes], "tensors": tensors}
+            return convert({**value, **own}, cls)
+        except (ValueError, RecursionError, ValidationError) as error:
+            if isinstance(error, UsageError):
+                raise
+            fault = f"{place}: {getattr(error.__cause__, 'got', None) or error}"
+            problem, step = f"{file}: its xrank record is malformed: {fault}", "let the rank write its state again"
+            raise CorruptError(problem, file=file, got=fault, next_step=step) from None
 
 
 def _find_fault(record: RankRecord) -> str | None:
@@ -142,140 +167,27 @@ def _find_fault(record: RankRecord) -> str | None:
     return None
 
 
-class _Parser:
-    """Parses a record and checks all types; errors name the path of a wrong value.
+class _StatedMesh(Struct, forbid_unknown_fields=True):
+    """A mesh as a record's text states it."""
 
-    A path is a table, then the index in it, then a key: ``"tensors", "w", "layout"`` is ``tensors['w'].layout``.
-    """
+    axis_names: tuple[str, ...]
+    shape: tuple[_Count, ...]
+    ranks: tuple[_Count, ...]
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self._known: dict[tuple[str | None, int | None, tuple[int, ...] | None], TensorRecord] = {}
-        """Checked entries of the frequent keys alone: a large model has few kinds of tensors."""
 
-    def fail(self, fault: str) -> NoReturn:
-        raise CorruptError(
-            f"{self.file}: its xrank record is malformed: {fault}",
-            file=self.file,
-            got=fault,
-            next_step="let the rank write its state again",
-        )
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; a repeated name is refused, because two readers may take different values for it."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
 
-    def wrong(self, where: tuple[object, ...], problem: str) -> NoReturn:
-        table, *index = where
-        place = f"[{index[0]!r}]" if index else ""
-        key = f".{index[1]}" if len(index) > 1 else ""
-        self.fail(f"{table}{place}{key} {problem}")
 
-    def record(self, text: str) -> RankRecord:
-        try:
-            # A repeated name is refused, because two readers may take different values for it.
-            value = json.loads(text, object_pairs_hook=self.unique, parse_constant=self.fail)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, CorruptError):
-                raise
-            self.fail(f"not JSON ({error})")
-        top = self.mapping(value, "record")
-        version = self.number(top.get("version"), "version", low=1)
-        if version > VERSION:
-            raise UsageError(
-                f"{self.file} was written by a newer xrank",
-                file=self.file,
-                got=f"record version {version}",
-                want=f"version {VERSION}",
-                next_step="update xrank",
-            )
-        self.check_keys(top, _KEYS, "record")
-        meshes = tuple(self.mesh(mesh, i) for i, mesh in enumerate(self.items(top["meshes"], "meshes")))
-        tensors = {name: self.tensor(tensor, name) for name, tensor in self.mapping(top["tensors"], "tensors").items()}
-        try:
-            return RankRecord(
-                run_id=self.optional_text(top["run_id"], "run_id"),
-                attempt=self.optional_text(top["attempt"], "attempt"),
-                step=self.optional_number(top["step"], "step"),
-                rank=self.number(top["rank"], "rank"),
-                world_size=self.number(top["world_size"], "world_size", low=1),
-                host=self.text(top["host"], "host"),
-                meshes=meshes,
-                tensors=tensors,
-                version=version,
-            )
-        except UsageError as error:
-            self.fail(error.got or str(error))
-
-    def mesh(self, value: Any, index: int) -> MeshRecord:
-        mesh = self.mapping(value, "meshes", index)
-        self.check_keys(mesh, ["axis_names", "shape", "ranks"], "meshes", index)
-        names = self.items(mesh["axis_names"], "meshes", index)
-        return (
-            tuple(self.text(name, "meshes", index, "axis_names") for name in names),
-            self.numbers(mesh["shape"], "meshes", index, "shape"),
-            self.numbers(mesh["ranks"], "meshes", index, "ranks"),
-        )
-
-    def tensor(self, value: Any, name: str) -> TensorRecord:
-        tensor = self.mapping(value, "tensors", name)
-        if len(tensor) == len(_FREQUENT) and tensor.keys() == _FREQUENT:
-            try:
-                shape = tensor["shape"]
-                key = tensor["layout"], tensor["mesh"], None if shape is None else tuple(shape)
-                if key not in self._known:
-                    self._known[key] = self._check_tensor(tensor, name)
-                return self._known[key]
-            except TypeError:
-                pass  # no key of a dict: the check names the fault
-        return self._check_tensor(tensor, name)
-
-    def _check_tensor(self, tensor: dict[str, Any], name: str) -> TensorRecord:
-        keys = ["layout", "mesh", "shape", *(key for key in _RARE if key in tensor)]
-        self.check_keys(tensor, keys, "tensors", name)
-        return TensorRecord(
-            layout=self.optional_text(tensor["layout"], "tensors", name, "layout"),
-            mesh=self.optional_number(tensor["mesh"], "tensors", name, "mesh"),
-            shape=None if tensor["shape"] is None else self.numbers(tensor["shape"], "tensors", name, "shape"),
-            view=self.optional_number(tensor.get("view"), "tensors", name, "view"),
-            name=self.optional_text(tensor.get("name"), "tensors", name, "name"),
-        )
-
-    def unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            self.fail("a name occurs twice")
-        return found
-
-    def mapping(self, value: Any, *where: object) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            self.wrong(where, "is not an object")
-        return value
-
-    def check_keys(self, value: dict[str, Any], want: list[str], *where: object) -> None:
-        if sorted(value) != sorted(want):
-            self.wrong(where, f"has {sorted(value)}, not {sorted(want)}")
-
-    def items(self, value: Any, *where: object) -> list[Any]:
-        if not isinstance(value, list):
-            self.wrong(where, "is not a list")
-        return value
-
-    def text(self, value: Any, *where: object) -> str:
-        if not isinstance(value, str):
-            self.wrong(where, "is not a text")
-        return value
-
-    def optional_text(self, value: Any, *where: object) -> str | None:
-        return None if value is None else self.text(value, *where)
-
-    def number(self, value: Any, *where: object, low: int = 0) -> int:
-        # Python's bool is an int. The engine computes offsets below 2**63.
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
-            self.wrong(where, f"is not a number from {low}")
-        return value
-
-    def optional_number(self, value: Any, *where: object) -> int | None:
-        return None if value is None else self.number(value, *where)
-
-    def numbers(self, value: Any, *where: object) -> tuple[int, ...]:
-        return tuple(self.number(item, *where) for item in self.items(value, *where))
+def _check_keys(value: Any, want: set[str], rare: Collection[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.keys() - set(rare) != want:
+        keys = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{keys}, not {sorted(want)}")
+    return value
 
 
 _STORAGES = {dtype_name: storage for storage, dtype_name in STORAGE_DTYPES.items()}

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from xrank.dtypes import DTYPES, dtype, unsupported
@@ -31,16 +30,8 @@ _MAX_INTEGER = (1 << 64) - 1
 # safetensors/src/tensor.rs: enum Dtype: valid types that do not have whole bytes and that torch lacks.
 _OTHER_DTYPES = frozenset({"F6_E2M3", "F6_E3M2"})
 _MAX_METADATA = 1 << 16
-_SPACE = rb"[ \t\n\r]*+"
-_QUOTED = rb'("(?:[^"\\\x00-\x1f]|\\.)*+")'
-_KEY = re.compile(_SPACE + _QUOTED + _SPACE + b":" + _SPACE)
-# Shapes of 64 dims, the most that numpy and torch know, fit into the length.
-_ENTRY = re.compile(rb"\{[^{}]{0,4096}\}")
-_VALUE = re.compile(_QUOTED)
-_OPEN = re.compile(rb"\{(?!" + _SPACE + rb"\})")
-_NO_METADATA = re.compile(rb"null|\{" + _SPACE + rb"\}")
-_MARK = re.compile(_SPACE + b"([,}])")
-_EMPTY = re.compile(b"{" + _SPACE + b"}")
+_MAX_ENTRY_NBYTES = 4096
+"""Shapes of 64 dims, the most that numpy and torch know, fit."""
 
 
 class HeaderTensor(Struct, frozen=True):
@@ -197,15 +188,15 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
             "the safetensors header is not a JSON object padded with blanks", got=quote(raw[:20]), want="{...}"
         )
     try:
-        tensors, metadata = _parse_entries(raw, data_nbytes, origin)
+        entries = _decode(raw, msgspec.Raw)
+        stated = bytes(entries.pop(_METADATA, b"null"))
+        # tensor.rs: HashMetadata is an Option, so null means no metadata.
+        metadata: dict[str, str] = {} if stated == b"null" else _decode(stated, str, _MAX_METADATA)
+        tensors = [_tensor(name, entry, data_nbytes, origin) for name, entry in entries.items()]
     except XrankError:
         raise
-    except (ValueError, RecursionError) as error:
-        # UnicodeDecodeError and JSONDecodeError are ValueErrors; the latter's text does not quote the file.
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
         raise origin.corrupt("the safetensors header is damaged", got=f"{type(error).__name__}: {error}") from None
-    for text in (*(tensor.name for tensor in tensors), *metadata, *metadata.values()):
-        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise origin.corrupt("the safetensors header holds half a surrogate pair", got=quote(text))
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end, tensor.name))
     offset = 0
     for tensor in tensors:
@@ -225,84 +216,41 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
     return tuple(tensors), metadata
 
 
-def _parse_entries(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[list[HeaderTensor], dict[str, str]]:
-    """Return tensors and metadata, parsed one by one: a parser of all would make 35 times its bytes of objects."""
-    tensors: list[HeaderTensor] = []
-    metadata: dict[str, str] = {}
+class _Key(str):
+    """A name in a JSON object, which `_decode` sees before a later one of the same name hides it."""
+
+    __slots__ = ()
+
+
+def _decode(text: bytes | msgspec.Raw, kind: Any, max_names: int | None = None) -> dict[str, Any]:
+    """Return a JSON object; values of the kind `msgspec.Raw` stay bytes, for all objects would take 35 times these."""
     names: set[str] = set()
-    mark, at = (b",", 1) if _EMPTY.match(raw) is None else _parse_mark(raw, 1)
-    while mark == b",":
-        name, at = _parse_key(raw, at)
-        if name in names:
-            raise ValueError(f"{quote(name)} occurs twice")
+
+    def take_name(_: type, name: str) -> _Key:
+        if name in names or len(names) == max_names:
+            raise ValueError(f"{quote(name)} occurs twice" if name in names else f"more than {max_names:,} texts")
         names.add(name)
-        if name == _METADATA:
-            metadata, at = _parse_metadata(raw, at, origin)
-        else:
-            found = _ENTRY.match(raw, at)
-            tensors.append(_tensor(name, found and _DECODER.decode(found[0].decode()), data_nbytes, origin))
-            at = at if found is None else found.end()
-        mark, at = _parse_mark(raw, at)
-    if raw[at:].strip(b" "):
-        raise ValueError(f"extra data at byte {at}")
-    return tensors, metadata
+        return _Key(name)
+
+    table: Any = dict[_Key, kind]  # type: ignore[valid-type]
+    return {str(name): value for name, value in msgspec.json.decode(text, type=table, dec_hook=take_name).items()}
 
 
-def _parse_key(raw: bytes, at: int) -> tuple[str, int]:
-    """Return the name at a place, and the place after its colon."""
-    found = _KEY.match(raw, at)
-    if found is None:
-        raise ValueError(f"no name in quotes and colon at byte {at}")
-    return _text(found[1]), found.end()
-
-
-def _text(quoted: bytes) -> str:
-    return quoted[1:-1].decode() if b"\\" not in quoted else str(json.loads(quoted))
-
-
-def _parse_mark(raw: bytes, at: int) -> tuple[bytes, int]:
-    """Return the comma or brace at a place, and the place after it."""
-    found = _MARK.match(raw, at)
-    if found is None:
-        raise ValueError(f"neither a comma nor a closing brace at byte {at}")
-    return found[1], found.end()
-
-
-def _parse_metadata(raw: bytes, at: int, origin: Origin) -> tuple[dict[str, str], int]:
-    """Return the metadata at a place, and the place after them."""
-    # tensor.rs: HashMetadata is an Option, so null means no metadata.
-    found = _NO_METADATA.match(raw, at)
-    if found is not None:
-        return {}, found.end()
-    table: dict[str, str] = {}
-    found = _OPEN.match(raw, at)
-    mark, at = b",", at if found is None else found.end()
-    while found is not None and mark == b",":
-        name, at = _parse_key(raw, at)
-        found = _VALUE.match(raw, at)
-        if found is not None:
-            if name in table:
-                raise ValueError(f"{quote(name)} occurs twice")
-            if len(table) == _MAX_METADATA:
-                raise origin.corrupt(f"the safetensors header's __metadata__ has more than {_MAX_METADATA:,} texts")
-            table[name] = _text(found[1])
-            mark, at = _parse_mark(raw, found.end())
-    if found is None:
-        raise origin.corrupt("the safetensors header's __metadata__ is not a table of texts")
-    return table, at
-
-
-def _tensor(name: str, entry: Any, data_nbytes: int, origin: Origin) -> HeaderTensor:
+def _tensor(name: str, raw: msgspec.Raw, data_nbytes: int, origin: Origin) -> HeaderTensor:
+    text = memoryview(raw)
+    entry = _decode(raw, Any) if text[:1] == b"{" and text.nbytes <= _MAX_ENTRY_NBYTES else {}
     # JSON's true becomes a bool, whose type is not int, so it is refused.
     match entry:
         case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [start, end]} if len(entry) == 3 and all(
-            type(number) is int for number in (*shape, start, end)
+            type(number) is int and 0 <= number <= _MAX_INTEGER for number in (*shape, start, end)
         ):
             pass
         case _:
-            raise origin.corrupt(
-                f"tensor {quote(name)} is not described as dtype, shape and data_offsets", want="these three"
+            problem, got = (
+                f"tensor {quote(name)} is not described as dtype, shape and data_offsets",
+                quote(text[:80].tobytes()),
             )
+            raise origin.corrupt(problem, got, "these three, of a text and of counts")
     if dtype_name in _OTHER_DTYPES:
         error = unsupported(dtype_name)
         error.about(origin.locate(f"tensor {quote(name)}"), tensor=name, file=origin.path)
@@ -324,27 +272,3 @@ def _tensor(name: str, entry: Any, data_nbytes: int, origin: Origin) -> HeaderTe
             want=f"{dtype_name} of shape {quote(tuple(shape))}",
         )
     return HeaderTensor(name, dtype_name, tuple(shape), start, end)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{quote(twice)} occurs twice")
-    return table
-
-
-def _count(digits: str) -> int:
-    # Check the length first, because int() of a long text takes quadratic time.
-    if digits.startswith("-") or len(digits) > 20 or int(digits) > _MAX_INTEGER:
-        raise ValueError(f"{quote(digits)} is not a count")
-    return int(digits)
-
-
-def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"{quote(text)} is not a count")
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_int=_count, parse_float=_refuse_number, parse_constant=_refuse_number
-)
