@@ -1,4 +1,4 @@
-"""What is a rank's state, and what only lies where one should."""
+"""The states of ranks and their records: sound ones, and files that are not one."""
 
 from __future__ import annotations
 

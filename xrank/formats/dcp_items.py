@@ -99,14 +99,7 @@ class ItemReader:
     def read(self, file: RegularFile, starts: Sequence[int], lengths: Sequence[int], names: Sequence[str]) -> IntArray:
         """Return for each item [n, 4]: index into `kinds`; first byte of its record in the file; bytes; checksum or -1.
 
-        Args:
-            file: the open file.
-            starts: first byte of each item, preferably in rising order.
-            lengths: bytes of each item.
-            names: the tensor of each item, for errors.
-
-        Raises:
-            CorruptError, UnsafeError: an item is damaged, or is not a tensor.
+        Items begin at `starts`, preferably in rising order; `names` are their tensors', for errors.
         """
         rows = np.empty((len(starts), 4), dtype=np.int64)
         for k, (start, length, name) in enumerate(zip(starts, lengths, names, strict=True)):

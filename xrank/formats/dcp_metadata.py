@@ -186,10 +186,7 @@ class _Run(PickleRun):
 class _RunFinder:
     """Cuts runs out of a pickle: each chunk or entry, thirty to forty opcodes, by one regular expression.
 
-    Args:
-        data: the pickle.
-        origin: the file, for errors.
-        excluded: first bytes of objects that are read opcode by opcode.
+    Objects at the bytes `excluded` are read opcode by opcode.
     """
 
     def __init__(self, data: bytes, origin: Origin, excluded: set[int]) -> None:

@@ -86,14 +86,9 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
 
 
 def inert_error(record: object, origin: Origin, place: str = "") -> XrankError:
-    """Return the error for a value that should be plain data or a tensor.
+    """Return the error for a value, in a file at a place such as a tensor's name, that must be plain data or a tensor.
 
     An object that a framework writes, or that is recognized by its parts, is a `UsageError`; others are unsafe.
-
-    Args:
-        record: the value, usually an `InertRecord`.
-        origin: the file.
-        place: where it is in the file, such as a tensor's name.
     """
     if not isinstance(record, InertRecord):
         return origin.corrupt(f"{place or 'its content'} has the wrong kind", got=type(record).__name__)
@@ -130,18 +125,10 @@ def inert_error(record: object, origin: Origin, place: str = "") -> XrankError:
 
 
 def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
-    """Raise an error if a walk of the tree would be endless, too long or too deep.
+    """Raise a CorruptError if a walk of the tree, shared nodes each time, would be endless, too long or too deep.
 
     A pickle may hold a list that contains itself, or 60 lists that each hold the previous one twice: small in memory,
     but endless to walk. The contents of inert records are checked as separate trees.
-
-    Args:
-        value: the tree.
-        max_nodes: largest number of nodes of the walk, which visits shared nodes again each time.
-        origin: the file, for errors.
-
-    Raises:
-        CorruptError: the tree is too deep or has too many nodes.
     """
     sizes: dict[int, int] = {}
     records: set[int] = set()
@@ -385,15 +372,14 @@ def find_foreign_names(
 ) -> dict[Name, int]:
     """Return the names that no framework writes, each with the byte of the pickle that names it first.
 
+    A pickle that discards the result of a call, or a name outside the list, is unsafe.
+
     Args:
         named: every class and function that the pickle names, with the byte.
         calls: the calls that it makes, without those that became plain values.
         built: names whose calls became plain values.
         roots: the pickle's value, and what was dropped from it.
         origin: the file, for errors.
-
-    Raises:
-        UnsafeError: the pickle discards the result of a call, or a name outside the list.
     """
     calls = list(calls)
     foreign = {name: at for name, at in named.items() if not is_known(name)}
@@ -501,8 +487,7 @@ _Block: TypeAlias = tuple[int, int, _Bytes, int, int]
 class PickleRun:
     """Objects that were cut out of a pickle: the opcode `RUN` stands for them, and makes one value of some of the memo.
 
-    Args:
-        gets: BINGET or LONG_BINGET, with its argument, of each memo value.
+    `gets` are the BINGET or LONG_BINGET, with its argument, of each memo value.
     """
 
     def __init__(self, gets: tuple[bytes, ...]) -> None:
@@ -768,12 +753,7 @@ class PickleReader(pickle.Unpickler):
         raise NotImplementedError
 
     def read(self) -> object:
-        """Return the value of the pickle.
-
-        Raises:
-            CorruptError: the pickle is damaged.
-            UnsafeError: it uses a call that needs code to run.
-        """
+        """Return the value of the pickle, unless it is damaged or needs code to run."""
         try:
             (value,) = self.load()
         except (XrankError, WrongRunError):
@@ -921,12 +901,7 @@ def read_pickle(
     load_global: Callable[[str, str], object] = InertRecord,
     load_persistent: Callable[[object], object] | None = None,
 ) -> Pickled:
-    """Read a pickle; its classes and calls are inert records. The arguments are those of `PickleReader`.
-
-    Raises:
-        CorruptError: the pickle is damaged, too long or too deep.
-        UnsafeError: it uses an opcode or a call that needs code to run, or discards the result of a call.
-    """
+    """Read a pickle; its classes and calls are inert records. The arguments are those of `PickleReader`."""
     if len(data) > MAX_PICKLE_NBYTES:
         raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
     reader = PickleReader(data, origin, builders, load_global, load_persistent)

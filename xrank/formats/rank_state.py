@@ -106,16 +106,7 @@ class RankRecord(Struct, frozen=True):
 
     @classmethod
     def from_json(cls, text: str, *, file: str) -> RankRecord:
-        """Parse and check a record.
-
-        Args:
-            text: the result of `to_json`.
-            file: the file with the text, for errors.
-
-        Raises:
-            UsageError: a newer xrank wrote it.
-            CorruptError: it is malformed.
-        """
+        """Parse and check the text of `to_json`; a newer xrank's is a UsageError, a malformed one a CorruptError."""
         place = "record"
         try:
             value = json.loads(text, object_pairs_hook=_refuse_repeats)
@@ -197,10 +188,7 @@ _PROTOCOL = 2  # torch/serialization.py: DEFAULT_PROTOCOL
 def state_pickle(config: Mapping[str, Any], weights: Mapping[str, ArchivedTensor], record: str) -> bytes:
     """Return the pickle of ``{"config": config, "weight": weights, "xrank": record}``.
 
-    Args:
-        config: plain values, as in JSON.
-        weights: name -> tensor, each the whole of its record; equal values become one tensor with several names.
-        record: the state's record as a text.
+    Each tensor is the whole of its record in the archive; equal values become one tensor with several names.
     """
     parts = [pickle.PROTO + bytes([_PROTOCOL]), pickle.EMPTY_DICT, pickle.MARK]
     parts += [_plain(CONFIG), _plain(dict(config)), _plain(WEIGHT), pickle.EMPTY_DICT, pickle.MARK]
@@ -261,11 +249,7 @@ class SavedState(Struct, frozen=True):
         return None if record is None else (record.run_id, record.attempt, record.step, record.world_size)
 
     def check_rank(self) -> None:
-        """Check that the record, if there is one, has the expected rank.
-
-        Raises:
-            ContradictionError: it has another rank.
-        """
+        """Raise a ContradictionError for a record of another rank than the expected one."""
         if self.record is None or self.record.rank == self.rank:
             return
         raise ContradictionError(
@@ -279,11 +263,7 @@ class SavedState(Struct, frozen=True):
 
 
 def read_saved_state(file: str, rank: int) -> SavedState:
-    """Read the state in a file without its tensors' bytes.
-
-    Args:
-        file: the state's path.
-        rank: the expected rank, which `SavedState.check_rank` checks.
+    """Read the state of an expected rank, which `SavedState.check_rank` checks, without its tensors' bytes.
 
     Raises:
         IncompleteError: there is no such file.
@@ -307,12 +287,7 @@ def read_saved_state(file: str, rank: int) -> SavedState:
 
 
 def record_of(archive: TorchArchive, rank: int | None) -> RankRecord | None:
-    """Return the record of a state's archive; None if it has no record. Errors name the rank, if known.
-
-    Raises:
-        CorruptError: the record is malformed.
-        UsageError: a newer xrank wrote it.
-    """
+    """Return the record of a state's archive; None if it has no record. Errors name the rank, if known."""
     text = archive.value.get(RECORD) if isinstance(archive.value, dict) else None
     if text is None:
         return None

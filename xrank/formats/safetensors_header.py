@@ -62,11 +62,7 @@ class SafetensorsHeader(Struct, frozen=True):
 
 
 def read_header(path: str, *, start: int = 0) -> SafetensorsHeader:
-    """Read and check a safetensors header; the tensors' bytes are not read.
-
-    Args:
-        path: the file.
-        start: the byte of the file at which the header begins.
+    """Read and check the safetensors header that begins at a byte of a file; the tensors' bytes are not read.
 
     Raises:
         CorruptError: the file breaks a rule of the format, or its length contradicts its header.

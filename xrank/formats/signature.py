@@ -222,14 +222,9 @@ class SignedFiles(Struct, frozen=True):
 
 
 def make_files_statement(name: str, digests: Mapping[str, bytes], ignored: str) -> dict[str, Any]:
-    """Return the statement about files with these SHA-256 digests.
+    """Return the statement about files: path in the model folder, with "/" -> SHA-256; it ignores the signature.
 
     By whole files: ``model_signing verify`` has no other way, though its Python API also takes shards.
-
-    Args:
-        name: name of the model.
-        digests: digest by path relative to the model folder, with "/".
-        ignored: the signature's own name.
     """
     # model-signing sorts by the parts of a path.
     files = sorted(digests, key=lambda path: path.split("/"))

@@ -284,11 +284,7 @@ class TorchArchive(Struct, frozen=True):
 
 
 def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
-    """Read the structure of a ``torch.save`` archive.
-
-    Args:
-        path: the file.
-        rank: the rank that wrote it, for errors.
+    """Read the structure of a ``torch.save`` archive, which a rank wrote, if one is given.
 
     Raises:
         CorruptError: the file is not such an archive, is cut short or damaged, or its parts disagree.
@@ -308,13 +304,7 @@ def is_archive(file: RegularFile) -> bool:
 
 
 def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = None) -> TorchArchive:
-    """Read the structure of a ``torch.save`` archive in an open file; errors as in `read_archive`.
-
-    Args:
-        file: the file.
-        start: first byte of the archive, for an item inside a larger file (torch DCP's ``.distcp``).
-        nbytes: length of the archive; None: to the end of the file.
-    """
+    """Read the archive in an open file, or, as in torch DCP's ``.distcp``, in these bytes of it; see `read_archive`."""
     item = open_item(file, start, nbytes)
     try:
         stem, members = _strip_folder(item, read_members(item))

@@ -107,13 +107,7 @@ class ZarrArray(Struct, frozen=True):
 
 
 def parse_array(name: str, text: bytes, origin: Origin, *, is_zarr3: bool) -> ZarrArray:
-    """Return an array from the content of its metadata file.
-
-    Args:
-        name: the array's name, for errors.
-        text: the content.
-        origin: the file with the content.
-        is_zarr3: whether it is ``zarr.json`` rather than ``.zarray``.
+    """Return an array from the content of its ``zarr.json`` or ``.zarray``.
 
     Raises:
         CorruptError: it is not such metadata.
@@ -231,13 +225,8 @@ def _unsupported(name: str, what: str, origin: Origin) -> UsageError:
 def read_shard_index(index: bytes, num_parts: int, nbytes: int) -> list[tuple[int, int] | None] | None:
     """Return offset and bytes of each part of a shard, in row-major order; None for a part that it does not contain.
 
-    Args:
-        index: the last ``16 * num_parts + 4`` bytes of the shard.
-        num_parts: number of parts.
-        nbytes: bytes of the shard.
-
-    Returns:
-        None if the index is cut short, its checksum is wrong, or a part lies outside the shard.
+    `index` is the last ``16 * num_parts + 4`` bytes of the shard. Where it is cut short, its checksum is wrong, or a
+    part lies outside the shard, return None.
     """
     table, checksum = index[:-4], int.from_bytes(index[-4:], "little")
     if len(table) != 16 * num_parts or crc32c(table) != checksum:

@@ -75,11 +75,7 @@ def open_item(file: RegularFile, start: int = 0, nbytes: int | None = None) -> I
 
 
 def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
-    """Read all members, in the order of their bytes.
-
-    Raises:
-        CorruptError: the archive is cut short, damaged, compressed, encrypted, or arranged differently than torch's.
-    """
+    """Read all members, in the order of their bytes; refuse an archive that is arranged differently than torch's."""
     origin = item.file.origin
     offset, nbytes, count = _directory(item)
     # An entry takes at least its 46 fixed bytes, which bounds the claimed count.

@@ -16,11 +16,7 @@ _MAX_WINDOW_NBYTES = 8 << 20
 
 
 def import_zstandard() -> ModuleType:
-    """Return the module that decodes frames of zstd.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Return the module that decodes frames of zstd; its absence is a UsageError."""
     try:
         import zstandard
     except ImportError:
@@ -42,10 +38,6 @@ class Readable(Protocol):
 
 
 def open_frame(encoded: Readable) -> Any:
-    """Return a stream (`read`, `readinto`) of the content of one frame of zstd; it raises ZstdError.
-
-    Raises:
-        UsageError: zstandard is not installed.
-    """
+    """Return a stream (`read`, `readinto`) of the content of one frame of zstd; it raises ZstdError."""
     decoder = import_zstandard().ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES)
     return decoder.stream_reader(encoded, read_size=_CHUNK_NBYTES, read_across_frames=False)

@@ -250,13 +250,8 @@ def adapt(
 ) -> Adapted | None:
     """Return a source with its adapter kept apart or merged by the options; None for a source without an adapter.
 
-    Args:
-        source: the model that the reader found.
-        options: options with the choice to keep or merge.
-        place: path of the source, for the files beside it.
-        own: the base model's tensors by name; they are not an adapter's, even if their names look like it.
-        names: the adapter's names, where they are known; None: find them.
-        config: the adapter's configuration, where it is known; None: find it.
+    Tensors of the base model, `own`, are not an adapter's, even if their names look like it. `names` and `config` are
+    the adapter's, where they are known; else they are searched in the source and in the files at its `place`.
     """
     if names is None:
         names = find_adapter([shard.name for shard in source.shards], source.path, own)
@@ -484,8 +479,7 @@ def convert_adapted(
 ) -> Adapted | None:
     """Return a source with an adapter whose base model is converted.
 
-    Returns:
-        None if an adapted tensor becomes tensors that are not runs of its elements.
+    None: an adapted tensor becomes tensors that are not runs of its elements.
     """
     updates, renamed = adapted.updates or {}, converted.renamed
     moved = {renamed[name]: update for name, update in updates.items() if name in renamed}

@@ -93,11 +93,7 @@ def split_config(
 ) -> Iterator[Section]:
     """Yield the objects of a config.json, each with its tensors: those in modules that are named after the object.
 
-    Args:
-        config: the content of config.json, or of an object in it.
-        kinds: the tensors that it sizes.
-        prefix: path of the object, as in `Section`.
-        outer: the model types of the objects around it.
+    `prefix` is the path of the object, as in `Section`; `outer` are the model types of the objects around it.
     """
     model_type = config.get("model_type")
     types = (*outer, model_type) if isinstance(model_type, str) else outer
@@ -540,9 +536,9 @@ def prove_config(
 ) -> _Notes:
     """Check the config.json of a model against its tensors, and that the model lacks none, as far as they show it.
 
-    Only what tensors show is checked: sizes of dims, and lengths of lists of layers and experts. A rotary base, and
-    heads whose number changes no shape, are not visible. Sizes of a model with code of its own (``auto_map``) are not
-    checked. A model that no recipe and no base model proves has its layers compared with one another.
+    Tensors show the sizes of dims, and the lengths of lists of layers and experts, but no rotary base, and no number of
+    heads that changes no shape. Sizes of a model with code of its own (``auto_map``) are not checked. A model that no
+    recipe and no base model proves has its layers compared with one another.
 
     Args:
         found: the source with its config.

@@ -348,12 +348,7 @@ def run_operations(
 ) -> dict[str, Placed]:
     """Return the outputs of a converter, under its targets.
 
-    Args:
-        side: the converter.
-        inputs: pattern -> the tensors that match it, in natural order.
-        config: the model's config.json.
-        is_save: whether the converter goes from memory to files.
-        module_shapes: when loading, target -> global shape of the module's tensor, where it is known.
+    `inputs` are the tensors that match each pattern, in natural order; `module_shapes`, when loading, the module's.
     """
     tensors: _Tensors = {pattern: list(each) for pattern, each in inputs.items()}
     for operation in side.operations:
@@ -627,15 +622,10 @@ def convert_model(
     is_save: bool,
     module_shapes: Mapping[str, Shape | None] | None = None,
 ) -> Converted:
-    """Return the model with the names and tensors that saving (or loading) gives it.
+    """Return the model with the names and tensors that saving (from memory to files) or loading gives it.
 
-    Args:
-        source: the model as it is; each tensor whole.
-        transforms: the transforms to apply, in the order of loading.
-        config: the model's config.json.
-        is_save: whether to go from memory to files.
-        module_shapes: when loading, name in the module -> global shape, or None where it is not known; None: no module
-            is there.
+    Each tensor of the source is whole; `transforms` are in the order of loading. When loading, `module_shapes` has the
+    names in the module, with global shapes where they are known; None: there is no module.
     """
     names = NamePass(transforms, is_save=is_save)
     shards = {shard.name: shard for shard in source.shards}

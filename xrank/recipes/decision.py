@@ -125,13 +125,8 @@ def select(
 ) -> Selection:
     """Return the tensors of a source to write, with their dtypes, ties and casts.
 
-    Args:
-        source: the model that the reader found.
-        options: include, exclude and dtype choices.
-        base: the base model, if any.
-        config: the config.json that the output will have, if any; it ties or unties the head.
-        aliases: tied name -> name it is written under, from a layout file.
-        apart: names outside the model, such as an adapter's; they get neither ties nor the base model's dtypes.
+    The output's `config` ties or unties the head; `aliases` are a layout file's, tied name -> name it is written under.
+    Names `apart` are outside the model, such as an adapter's; they get neither ties nor the base model's dtypes.
     """
     for shard in source.shards:
         name = shard.name

@@ -225,9 +225,6 @@ def lend_model(
         across_hosts: whether processes of other hosts also read, although all ranks may be on one host.
         failures: raises if a rank has failed, while the source reads; None: the team's.
         by_mooncake: whether processes that are no ranks read by Mooncake.
-
-    Raises:
-        XrankError: as `xrank.commands.export.export_model`, before anything is written or handed out.
     """
     # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
     part = locate_part(request, team) if part is None else part

@@ -183,10 +183,8 @@ def make_finder(
 ) -> Callable[[Sequence[str]], _Strip | None]:
     """Return the function that finds what wrappers put before the names of a model.
 
-    Args:
-        known: names that the model has, as a base model or a module to fill shows; they count first.
-        config: the content of its config.json, whose class counts next; None: unknown.
-        is_left_out: returns whether the caller leaves a tensor out, so that it is no second model.
+    Names `known` of a base model, or of a module to fill, count first; next those of the class in its config.json. A
+    tensor that the caller leaves out is no second model.
     """
 
     def find(names: Sequence[str]) -> _Strip | None:

@@ -214,15 +214,8 @@ def prove_family(
     """Refuse a model that lacks tensors, if a recipe of config.json's ``model_type`` knows all of its names.
 
     For formats that record whole shapes: they record no list of a model's tensors, so a state dict from which some were
-    left out reads as a whole model, and transformers gives random values to the rest.
-
-    Args:
-        names: Hugging Face's names of all tensors of the model.
-        config: the content of config.json.
-        shapes: shapes of those tensors that config.json sizes; each must be the one that the recipe gives.
-
-    Returns:
-        Whether a recipe proves that all are there; False: no recipe knows the names.
+    left out reads as a whole model, and transformers gives random values to the rest. `shapes` are those of tensors
+    that config.json sizes; each must be the recipe's. Return False if no recipe knows the names.
     """
     types = list_model_types(config)
     recipes = sorted(load_recipes_of(types), key=lambda recipe: not recipe.args)
@@ -397,11 +390,8 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     the end of a tensor makes it shorter. Shapes alone prove nothing, because the loss of the last rank may shorten all
     tensors alike (vocabulary, heads and blocks) and still fit one set of sizes. So config must contain every size, of
     dims and of indices in names; only a contradiction between shapes is evidence without it. The names may be Hugging
-    Face's or a training framework's. Every layer that config counts must be complete.
-
-    Returns:
-        The recipe's name; None if no recipe knows all names, so that nothing is proven. The caller then asks for
-        a base model or refuses.
+    Face's or a training framework's. Every layer that config counts must be complete. Return None if no recipe knows
+    all names: then the caller asks for a base model or refuses.
     """
     # Several know Hugging Face's names of one family; those with a trainer's arguments know the most, such as biases.
     types = list_model_types(config)

@@ -41,10 +41,7 @@ def choose_recipe(
 ) -> Match | None:
     """Return the match of the recipe that fits a source under training names; None where the names stay.
 
-    Args:
-        source: the model that the reader found.
-        config: the model's config.json, if it is known.
-        asked: a shipped recipe's name, a file, ``"none"``, or None for the recipe that fits.
+    `asked` is a shipped recipe's name, a file, ``"none"``, or None for the recipe that fits.
     """
     names = [shard.name for shard in source.shards]
     if asked == "none" or not names:

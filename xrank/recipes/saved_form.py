@@ -47,12 +47,8 @@ def convert_to_files(
 ) -> Converted | None:
     """Return the model as `save_pretrained` would write it; None where the names stay.
 
-    Args:
-        source: the model; its names are a module's, or already those of files.
-        config: the content of config.json.
-        base_names: names in the files that the module was loaded from; without any, the module was made from scratch.
-        own: the knowledge of a live module about itself.
-        is_asked: whether the caller asked for the conversion, so that a misfit is an error.
+    `base_names` are those in the files that a module was loaded from; without any, it was made from scratch. A misfit
+    is an error if the caller asked for the conversion. `own` is the knowledge of a live module about itself.
     """
     names = {shard.name for shard in source.shards}
     if config is None and is_asked:

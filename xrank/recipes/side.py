@@ -35,12 +35,7 @@ GAP = "_"
 
 
 class Side(Struct, frozen=True):
-    """One side of a recipe: a tensor, or many of one kind whose names hold dims.
-
-    Args:
-        name: the tensor's name, possibly with dims; may be empty.
-        dims: the tensor's own dims.
-    """
+    """One side of a recipe: a tensor, or many of one kind whose names, possibly empty, hold dims."""
 
     name: TensorName
     dims: tuple[Node, ...]
@@ -205,15 +200,8 @@ def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[Branch]:
 class Pairing(Struct, frozen=True):
     """One nest of a recipe. All tensors of a side share one address space, in which the name's dims come first.
 
-    Args:
-        key: the part of the source that becomes the target; "" for a source without parts.
-        source: the side that the elements come from.
-        target: the side that they go to.
-        source_shape: the sizes of all dims of the source.
-        target_shape: the sizes of all dims of the target.
-        x: address of the first element in the source.
-        y: address of the first element in the target.
-        loops: (count, x stride, y stride), one for each name.
+    `key` is the part of the source that becomes the target, "" for a source without parts; `x` and `y` are the
+    addresses of the first element in source and target, and `loops` (count, x stride, y stride), one for each name.
     """
 
     key: str
@@ -234,14 +222,10 @@ class Pairing(Struct, frozen=True):
 def pair(
     source: str, targets: Mapping[str, str], sizes: Mapping[str, int], *, makes_copies: bool = False
 ) -> dict[str, Pairing]:
-    """Pair each part of a source with its target, as one nest each.
+    """Pair each part of a source, such as ``"[g <q: r d | k: d | v: d>, h]"``, with its target, as one nest each.
 
-    Args:
-        source: the source's text, such as ``"[g <q: r d | k: d | v: d>, h]"``.
-        targets: part of the source -> text of the tensor that it becomes, or that has a part of the same name. A source
-            without parts has one target, under any key.
-        sizes: all sizes of both sides, by name.
-        makes_copies: whether sizes in the target's names that the source lacks count copies of it.
+    A target is the text of the tensor that a part becomes, or that has a part of the same name. A source without parts
+    has one target, under any key. With `makes_copies`, sizes in the target's names that the source lacks count copies.
 
     Example:
         >>> found = pair("[<k: d | v: d>, h]", {"k": "[d, h]", "v": "[d, h]"}, {"d": 2, "h": 3})

@@ -114,14 +114,10 @@ def solve_sizes(
     is_reversed: bool = False,
     folder: str = "the source's folder",
 ) -> dict[str, int]:
-    """Return all sizes of a recipe for a source; the given sizes and all shapes must agree.
+    """Return all sizes of a recipe for a source; the given sizes, from `collect_sizes`, and all shapes must agree.
 
-    Args:
-        recipe: the recipe.
-        given: size -> (number, its origin), as from `collect_sizes`.
-        tensors: for each tensor of the source the recipe's side, its name and global shape.
-        is_reversed: whether the tensors are Hugging Face's, which have no padding.
-        folder: the folder that a config.json belongs in, for errors.
+    `tensors` are (the recipe's side, name, global shape); reversed they are Hugging Face's, which have no padding. A
+    config.json belongs in `folder`, for errors.
     """
     bound = {name: number for name, (number, _) in given.items()}
     padded = () if is_reversed else recipe.padded

@@ -97,12 +97,8 @@ def read_best(where: SourcePlace, hints: Hints, share: tuple[int, int] = (0, 1))
 
     ZeRO-3 leaves a model folder of empty tensors if a trainer saves it without gathering; the state beside it is whole.
     Otherwise all tensors of both are compared: a model that training started from agrees with the trained one in each
-    tensor that was frozen, so that only all of them show which of the two was taken.
-
-    Args:
-        where: the place of the source, with all readers that recognise it.
-        hints: facts that the caller knows.
-        share: position of this rank, and number of the ranks that compare together, each its share of the tensors.
+    tensor that was frozen, so that only all of them show which of the two was taken. `share` is the position of this
+    rank among the ranks that compare together, each its share of the tensors, and their number.
     """
     place, chosen, others = where.path, where.reader, where.others
     notes: list[tuple[str, str]] = []

@@ -20,12 +20,9 @@ _Get: TypeAlias = Callable[[str], object]
 
 
 class LayerChoice(Struct, frozen=True):
-    """The layers of a group by one origin.
+    """The layers of a group by one origin, config.json or the trainer's arguments.
 
-    Args:
-        text: the term, with the keys.
-        origin: what has the keys: config.json, or the trainer's arguments.
-        conditions: kind and numbers of each condition; all must hold. For ``every`` the numbers are step and start.
+    All conditions, (kind, numbers), must hold. For ``every`` the numbers are step and start.
     """
 
     text: str
