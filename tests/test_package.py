@@ -54,9 +54,8 @@ def test_importing_is_cheap(module):
 def test_a_plain_gather_imports_no_module_of_other_work(tmp_path):
     leave_states(tmp_path / "workspace")
     unused = (
-        *("decisions.reshard_plan", "decisions.load_plan", "formats.signature", "layout.layout_diff"),
-        *("readers.torch_save", "readers.hugging_face.folder", "recipes.rewriting", "conversion.verify"),
-        *("conversion.export", "virtual"),
+        *("recipes.reshard_plan", "recipes.load_plan", "formats.signature", "layout.layout_diff"),
+        *("readers.torch_save", "readers.hugging_face.folder", "commands.verify", "commands.export", "virtual"),
     )
     code = "import sys, xrank; xrank.gather_checkpoint('workspace', 'out'); print(' '.join(sys.modules))"
     imported = python(code, cwd=tmp_path).split()

@@ -40,7 +40,7 @@ from xrank.errors import ContradictionError, CorruptError, UsageError, XrankErro
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.adapters import adapt
-from xrank.recipes.folder_plan import plan_gather
+from xrank.recipes.decision import plan_gather
 from xrank.recipes.options import GatherOptions
 
 SCALE = ALPHA / RANK

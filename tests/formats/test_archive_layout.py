@@ -14,8 +14,7 @@ from torch.utils import serialization
 
 from xrank.dtypes import DTYPES
 from xrank.formats.rank_state import state_pickle
-from xrank.formats.torch_archive import ArchivedTensor, read_archive
-from xrank.formats.zip_archive import ALIGNMENT, lay_out_archive
+from xrank.formats.torch_archive import ALIGNMENT, ArchivedTensor, lay_out_archive, read_archive
 
 config: Any = serialization.config
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.formats.crafted_zip import Member, crafted_zip
 from xrank.errors import CorruptError
-from xrank.formats.zip_archive import open_item, read_members
+from xrank.formats.torch_archive import open_item, read_members
 from xrank.storage.regular_file import open_regular
 
 pytestmark = pytest.mark.quick

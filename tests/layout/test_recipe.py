@@ -10,7 +10,7 @@ import pytest
 from xrank.errors import LayoutError
 from xrank.layout.nests import Nest, addresses, intersect, size
 from xrank.layout.notation import Parts, Product, Size
-from xrank.recipes.side import Pairing, pair, parse_side, reverse_pairing, single_tensors
+from xrank.recipes.recipe import Pairing, pair, parse_side, reverse_pairing, single_tensors
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ from xrank.layout.local_part import local_part
 from xrank.layout.mesh_parts import flat_part
 from xrank.layout.nests import addresses, size
 from xrank.layout.tensor_name import name_table, parse_name
-from xrank.recipes.side import pair
+from xrank.recipes.recipe import pair
 
 pytestmark = pytest.mark.quick
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 import pytest
 
 from xrank.recipes import config_proof
 from xrank.recipes.config_proof import Equation, group_tensors, make_family_claims, measure, parse_equation
+from xrank.recipes.recipe_file import read_shipped_table
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_texts_are_read_as_they_are_written(text: str, length: int) -> None:
 
 
 def test_every_equation_of_the_file_is_read() -> None:
-    entries = json.loads(config_proof._PATH.read_text())["equations"]
+    entries = read_shipped_table("config_sizes.json")["equations"]
     texts = {text for found in entries.values() for text in found}
     assert len(texts) > 200
     assert [text for text in texts if str(parse_equation(text)) != text] == []

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import asdict
 
 from xrank.errors import CorruptError
-from xrank.recipes.own_config import OwnConfig, choose_config
+from xrank.recipes.found_source import OwnConfig, choose_config
 from xrank.storage.entries import Entry
 
 pytestmark = pytest.mark.quick

@@ -16,10 +16,9 @@ from xrank.layout.local_part import global_size, names_of_dim
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
 from xrank.layout.stored_model import RecordTable, StoredModel, StoredShard
-from xrank.recipes.recipe import Recipe, active_rules, match, settle
+from xrank.recipes.recipe import Recipe, active_rules, find_range, match, settle
+from xrank.recipes.recipe_choice import rewrite_model
 from xrank.recipes.recipe_file import load_shipped_recipes
-from xrank.recipes.rewriting import rewrite_model
-from xrank.recipes.side import find_range
 
 RECIPES = {recipe.name: recipe for recipe in load_shipped_recipes()}
 _FAR = 1 << 32

@@ -4,6 +4,6 @@ To add an option, add a click option to the command's module (options of all com
 that ranks share: `xrank.cli.command`), and a parameter of the same name to the function that it calls: ``xrank gather``
 calls `xrank.commands.gather.gather_checkpoint`. An option of conversions is also a field of
 `xrank.recipes.options.GatherOptions`, which checks it; if it changes the bytes of an output and not its plan, add it
-to `xrank.recipes.folder_plan.FolderPlan.digest`, too, so that an interrupted output is not resumed with another
+to `xrank.recipes.decision.FolderPlan.digest`, too, so that an interrupted output is not resumed with another
 value. A parameter whose option has another name is listed in `xrank.errors`, so that errors show each caller its own.
 """

@@ -19,7 +19,7 @@ from xrank.engine.sources import DecodedSource, open_source
 from xrank.engine.windows import RecordChecksums
 from xrank.errors import UsageError, errors_of, names_own_arguments, require
 from xrank.layout import LayoutMap
-from xrank.recipes.folder_plan import FolderPlan, plan_gather, read_layouts
+from xrank.recipes.decision import FolderPlan, plan_gather, read_layouts
 from xrank.recipes.layout_sources import layouts_at
 from xrank.recipes.options import GatherOptions, dtype_choice
 from xrank.storage import places

@@ -38,12 +38,12 @@ from xrank.recipes.adapters import (
     convert_adapted,
     describe_merges,
 )
+from xrank.recipes.conversions import TABLE, convert_to_files
 from xrank.recipes.decision import Purpose, Request, decide
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.recipe import match
 from xrank.recipes.recipe_choice import load_recipe
-from xrank.recipes.saved_form import TABLE, convert_to_files
 from xrank.recipes.sources import complete_adapter, read_source
 from xrank.recipes.ties import find_config_ties
 from xrank.storage import places

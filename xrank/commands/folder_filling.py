@@ -28,7 +28,7 @@ from xrank.engine.windows import FileHashes, digest_text
 from xrank.layout.nest_table import IntArray
 from xrank.ranks.team import Team
 from xrank.recipes.adapters import describe_merges
-from xrank.recipes.folder_plan import FolderPlan
+from xrank.recipes.decision import FolderPlan
 from xrank.storage.commit import JournalLine, Stage
 from xrank.storage.manifest import (
     MANIFEST_NAME,

@@ -26,7 +26,7 @@ from xrank.environment import environ
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
 from xrank.ranks.team import Team, check_plans, find_launched_team
-from xrank.recipes.folder_plan import FolderPlan, plan_gather
+from xrank.recipes.decision import FolderPlan, plan_gather
 from xrank.recipes.options import AdapterChoice, GatherOptions
 from xrank.storage import places
 from xrank.storage.output_place import check_room

@@ -19,7 +19,7 @@ from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
-from xrank.recipes.folder_plan import FolderPlan, plan_found, read_layouts
+from xrank.recipes.decision import FolderPlan, plan_found, read_layouts
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.sources import companions_of, open_base_model, read_source
 from xrank.storage import places

@@ -21,7 +21,7 @@ from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import LayoutMap
 from xrank.layout.layout_map import LayoutDiff, write_whole
 from xrank.pictures.text_picture import share_words
-from xrank.recipes.folder_plan import read_layouts
+from xrank.recipes.decision import read_layouts
 from xrank.recipes.layout_sources import (
     file_text,
     filter_tensors,

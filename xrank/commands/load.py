@@ -32,8 +32,7 @@ from xrank.readers.live.modules import (
     local_model,
     names_left_out,
 )
-from xrank.recipes.decision import Purpose, Request, decide
-from xrank.recipes.folder_plan import layout_notes
+from xrank.recipes.decision import Purpose, Request, decide, layout_notes
 from xrank.recipes.load_plan import Load, check_loads, describe_load, plan_load
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
 from xrank.recipes.sources import read_source

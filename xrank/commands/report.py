@@ -35,7 +35,7 @@ from xrank.errors import LayoutError
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.recipes.adapters import describe_merges
-from xrank.recipes.folder_plan import FolderPlan
+from xrank.recipes.decision import FolderPlan
 from xrank.storage.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text, plural, size_text

@@ -18,7 +18,7 @@ from xrank.engine.windows import FileHashes
 from xrank.formats.signature import STATEMENT_TYPE, make_files_statement, read_signing_key, sign_statement
 from xrank.layout.stored_model import NO_CHECKSUM, StoredModel
 from xrank.recipes.adapters import describe_merges
-from xrank.recipes.folder_plan import FolderPlan
+from xrank.recipes.decision import FolderPlan
 from xrank.storage import places
 from xrank.storage.output_place import ATTESTATION_NAME, MANIFEST_NAME, SIGNATURE_NAME
 

@@ -24,7 +24,7 @@ from xrank.errors import (
 from xrank.layout import LayoutMap
 from xrank.ranks.team import check_plans, find_launched_team
 from xrank.readers.workspace import WorkspaceReader
-from xrank.recipes.folder_plan import digest_of_plan, read_layouts
+from xrank.recipes.decision import digest_of_plan, read_layouts
 from xrank.recipes.found_source import BaseModel
 from xrank.recipes.options import default_workers, parse_size
 from xrank.recipes.sources import open_base_model

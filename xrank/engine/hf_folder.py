@@ -14,8 +14,7 @@ from xrank import dtypes
 from xrank.errors import UsageError, either, option
 from xrank.formats.rank_state import RankRecord, state_pickle
 from xrank.formats.safetensors_header import HeaderTensor, build_header
-from xrank.formats.torch_archive import ArchivedTensor
-from xrank.formats.zip_archive import lay_out_archive
+from xrank.formats.torch_archive import ArchivedTensor, lay_out_archive
 from xrank.layout.nests import row_major
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.storage.places import state_file_name

@@ -30,7 +30,7 @@ from xrank.engine.faults import find_owner
 from xrank.engine.windows import Read
 from xrank.environment import environ, scratch_folder
 from xrank.errors import AGAIN, CorruptError, NoSpaceError, XrankError
-from xrank.formats.zstd_frame import import_zstandard, open_frame
+from xrank.formats.zarr_array import import_zstandard, open_frame
 from xrank.layout.stored_model import PLAIN, StoredModel
 from xrank.storage.client import Store, copy_bytes, open_store
 from xrank.storage.url import can_list

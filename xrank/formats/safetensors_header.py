@@ -228,13 +228,13 @@ def _decode(text: bytes | msgspec.Raw, kind: Any, max_names: int | None = None) 
         names.add(name)
         return _Key(name)
 
-    table: Any = dict[_Key, kind]  # type: ignore[valid-type]
+    table: Any = dict[_Key, kind]
     return {str(name): value for name, value in msgspec.json.decode(text, type=table, dec_hook=take_name).items()}
 
 
 def _tensor(name: str, raw: msgspec.Raw, data_nbytes: int, origin: Origin) -> HeaderTensor:
     text = memoryview(raw)
-    entry = _decode(raw, Any) if text[:1] == b"{" and text.nbytes <= _MAX_ENTRY_NBYTES else {}
+    entry = _decode(raw, Any) if text[:1].tobytes() == b"{" and text.nbytes <= _MAX_ENTRY_NBYTES else {}
     # JSON's true becomes a bool, whose type is not int, so it is refused.
     match entry:
         case {"dtype": str(dtype_name), "shape": list(shape), "data_offsets": [start, end]} if len(entry) == 3 and all(

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from xrank.errors import AGAIN, ContradictionError, option
 from xrank.layout.output_files import OutputTensor
-from xrank.layout.stored_model import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel
 from xrank.recipes.conversions import is_known_size, is_known_type
 from xrank.recipes.found_source import BaseModel, FoundSource
 from xrank.recipes.missing_tensors import find_absent, find_hole
 from xrank.recipes.model_names import names_of_class
 from xrank.recipes.proofs import lost_tensor, prove_family
 from xrank.recipes.quantization import check_quantization, find_packed
+from xrank.recipes.recipe_file import read_shipped_table
 from xrank.words import plural
 
 SIZE_KEYS = (
@@ -97,7 +96,11 @@ def split_config(
     """
     model_type = config.get("model_type")
     types = (*outer, model_type) if isinstance(model_type, str) else outer
-    inner = {key: value for key, value in config.items() if _is_section(key, value)}
+    inner = {
+        key: value
+        for key, value in config.items()
+        if isinstance(value, Mapping) and (key.endswith("_config") or "model_type" in value)
+    }
     text = inner.pop("text_config", None)
     for key, values in inner.items():
         own = tuple(kind for kind in kinds if _is_within(kind, key.removesuffix("_config")))
@@ -106,23 +109,15 @@ def split_config(
     if text is not None:
         # A text model's tensors may lie in no module of their own, and its head lies outside.
         own = tuple(kind for kind in kinds if _is_within(kind, "text") or kind.pattern.startswith("lm_head."))
-        text = {**text, "architectures": config.get("architectures"), "tie_word_embeddings": _is_tied(config, text)}
+        flags = [values["tie_word_embeddings"] for values in (config, text) if "tie_word_embeddings" in values]
+        is_tied = True in flags if flags else None
+        text = {**text, "architectures": config.get("architectures"), "tie_word_embeddings": is_tied}
         yield from split_config(text, own or kinds, f"{prefix}text_config.", types)
         kinds = [kind for kind in kinds if own and kind not in own]
         config = {key: value for key, value in config.items() if key not in text}
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     yield Section(prefix, config, tuple(kinds), types, name if isinstance(name, str) else "")
-
-
-def _is_section(key: str, value: object) -> bool:
-    return isinstance(value, Mapping) and (key.endswith("_config") or "model_type" in value)
-
-
-def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None:
-    """Return whether a model or its text model ties the head to the embedding; None where config.json has no flag."""
-    flags = [values["tie_word_embeddings"] for values in (config, text) if "tie_word_embeddings" in values]
-    return True in flags if flags else None
 
 
 def _is_within(kind: TensorKind, word: str) -> bool:
@@ -196,11 +191,15 @@ _EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_dim"
 
 def make_claims(section: Section) -> Iterator[Claim]:
     """Yield the claims of an object in config.json; those that no tensor can show are left out or have no lengths."""
-    for keys, witnesses in _DIMS:
+    for keys, places in _DIMS:
         if "hidden_size" in keys and section.size("embed_dim") is not None:
             continue  # a vision tower whose hidden_size is that of its output
-        yield from _claim(section, keys, _lengths(section, *witnesses))
-    yield from _claim_mlp(section)
+        yield from _claim(section, keys, _lengths(section, *places))
+    # Without a size of their own, experts have that of dense blocks.
+    witnesses = [(_DENSE, (0, 1)), (_VISUAL, (0, 1))]
+    if section.find_size(*_EXPERT_SIZES) is None:
+        witnesses.append((_EXPERTS, (-1, -2)))
+    yield from _claim(section, ("intermediate_size", "ffn_dim", "n_inner", "d_ff"), _lengths(section, *witnesses))
     yield from _claim_layers(section)
     yield from _claim_heads(section)
     yield from _claim_experts(section)
@@ -238,14 +237,6 @@ def _claim(section: Section, keys: Sequence[str], found: Mapping[int, Place], *o
             yield Claim(keys[0], (key,), (size, *(size + offset for offset in offsets)), found)
 
 
-def _claim_mlp(section: Section) -> Iterator[Claim]:
-    # Without a size of their own, experts have that of dense blocks.
-    witnesses = [(_DENSE, (0, 1)), (_VISUAL, (0, 1))]
-    if section.find_size(*_EXPERT_SIZES) is None:
-        witnesses.append((_EXPERTS, (-1, -2)))
-    yield from _claim(section, ("intermediate_size", "ffn_dim", "n_inner", "d_ff"), _lengths(section, *witnesses))
-
-
 def _claim_layers(section: Section) -> Iterator[Claim]:
     lists: dict[str, set[int]] = {}
     first: dict[str, str] = {}
@@ -278,7 +269,13 @@ def _claim_heads(section: Section) -> Iterator[Claim]:
     if heads is None:
         return
     if all(section.size(key) for key in _LATENT):
-        yield from _claim_latent(section, *heads)
+        # Multi-head latent attention.
+        for other, expression in (
+            ("v_head_dim", r"(?:.*\.)?kv_b_proj\.weight"),
+            ("qk_rope_head_dim", r"(?:.*\.)?(?:self_attn|attention)\.q(?:_b)?_proj\.weight"),
+        ):
+            number = heads[1] * ((section.size(_LATENT[0]) or 0) + (section.size(other) or 0))
+            yield Claim(_LATENT[0], (heads[0], _LATENT[0], other), (number,), _lengths(section, (expression, (0,))))
         return
     hidden = section.find_size("embed_dim", "hidden_size", "d_model", "n_embd")
     if width is None:
@@ -301,16 +298,6 @@ def _claim_heads(section: Section) -> Iterator[Claim]:
     fused = _lengths(section, (_ATTENTION + r"(?:qkv_proj|qkv|Wqkv|query_key_value|c_attn)\.weight", (0, 1)))
     rows = (heads[1] + 2 * (heads if groups is None else groups)[1]) * width[1]
     yield Claim("fused heads", (*named, *(() if groups is None else groups[:1])), (rows,), fused)
-
-
-def _claim_latent(section: Section, key: str, num_heads: int) -> Iterator[Claim]:
-    """Yield the claims of multi-head latent attention."""
-    for other, expression in (
-        ("v_head_dim", r"(?:.*\.)?kv_b_proj\.weight"),
-        ("qk_rope_head_dim", r"(?:.*\.)?(?:self_attn|attention)\.q(?:_b)?_proj\.weight"),
-    ):
-        number = num_heads * ((section.size(_LATENT[0]) or 0) + (section.size(other) or 0))
-        yield Claim(_LATENT[0], (key, _LATENT[0], other), (number,), _lengths(section, (expression, (0,))))
 
 
 def _claim_experts(section: Section) -> Iterator[Claim]:
@@ -374,7 +361,6 @@ def _claim_outputs(section: Section) -> Iterator[Claim]:
 Lengths = Mapping[str, tuple[int, Place]]
 """Left side of an equation -> the length that the tensors have."""
 
-_PATH = Path(__file__).parent / "config_sizes.json"
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
@@ -483,9 +469,8 @@ def _look_up(config: Mapping[str, Any], path: str) -> object:
     return value
 
 
-@lru_cache(maxsize=1)
 def _read_equations() -> Mapping[str, Sequence[str]]:
-    equations: dict[str, list[str]] = json.loads(_PATH.read_text())["equations"]
+    equations: dict[str, list[str]] = read_shipped_table("config_sizes.json")["equations"]
     return equations
 
 
@@ -559,32 +544,19 @@ def prove_config(
     shards = [s for s in model.shards if s.name not in apart and not _OF_ADAPTER.search(s.name)]
     kept = [shard for shard in shards if shard.name not in left_out]
     notes = check_quantization(found, kept if written is None else written, config, is_transformed=written is not None)
-    return notes + _prove_sizes(found, model, shards, config, base, left_out, apart)
-
-
-def _prove_sizes(
-    found: FoundSource,
-    model: StoredModel,
-    shards: Sequence[StoredShard],
-    config: Mapping[str, Any] | None,
-    base: BaseModel | None,
-    left_out: Collection[str],
-    apart: Collection[str],
-) -> _Notes:
-    """Check sizes and names; arguments, notes and errors are those of `prove_config`, `shards` the model's own."""
     own = {shard.name: shard.shape for shard in shards}
     # A base model has shown all names, except those that the user leaves out.
     is_shown = base is not None and bool(base.tensors)
     is_foreign = model.format.startswith("megatron") and model.recipe is None
     if config is None or "auto_map" in config or is_foreign:
-        return () if is_shown else _judge_holes(own, config, found)
+        return notes if is_shown else notes + _judge_holes(own, config, found)
     # An adapter may lie in a few layers.
     packed = find_packed(shards, config)
     shapes = {name: shape for name, shape in own.items() if name not in packed}
     misfit = find_misfit(config, {name: shape for name, shape in shapes.items() if name not in left_out})
     if misfit is None or (left_out and find_misfit(config, shapes) is None):
         if is_shown and not left_out:
-            return ()
+            return notes
         # The user leaves some names out; any other name that the source lacks is a hole.
         names, known = [shard.name for shard in model.shards if shard.name not in apart], names_of_class(config)
         # A recipe that gave the names has proven the shapes, which another recipe of the type may lay out otherwise.
@@ -595,9 +567,13 @@ def _prove_sizes(
             # A head of the trainer's own beside the model, such as a critic's, must not hide that it lacks a tensor.
             is_proven = prove_family(within, config, sizes)
         if is_proven or is_shown:
-            return ()
-        _refuse_absent(own, config, found)
-        return _judge_holes(own, config, found)
+            return notes
+        # All models of a type of transformers have some tensors once.
+        absent = find_absent(own, config)
+        if absent is not None:
+            want = f"the tensor that each {config['model_type']} of transformers has"
+            raise lost_tensor(absent, plural(len(own), "other tensor"), want, file=found.place)
+        return notes + _judge_holes(own, config, found)
     section, claim = misfit
     file = found.config_path or ("the model's config" if found.place is None else f"the config in {found.place}")
     hidden = section.size("hidden_size", "d_model", "n_embd")
@@ -611,15 +587,6 @@ def _prove_sizes(
     step = f"{stages}; if the model has {length}, {_advise(found, base)}" if are_few else _advise(found, base)
     problem = f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}"
     raise ContradictionError(problem, tensor=place.tensor, file=found.config_path, got=got, want=want, next_step=step)
-
-
-def _refuse_absent(shapes: Mapping[str, _Shape], config: Mapping[str, Any], found: FoundSource) -> None:
-    """Refuse a model without a tensor that all models of its type have once."""
-    name = find_absent(shapes, config)
-    if name is not None:
-        got = plural(len(shapes), "other tensor")
-        want = f"the tensor that each {config['model_type']} of transformers has"
-        raise lost_tensor(name, got, want, file=found.place)
 
 
 def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None, found: FoundSource) -> _Notes:

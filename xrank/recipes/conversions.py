@@ -1,31 +1,33 @@
 """transformers' own conversions, as data: which names and forms tensors have in files, and which in memory.
 
 ``transformers.json`` beside this module is generated from an installed transformers by
-``tests/oracle/make_conversion_table.py``. A conversion of a model is a sequence of transforms; each renames tensors or
-rearranges them (`xrank.recipes.conversions`, `xrank.recipes.conversions`), and has one side for loading and
-one for saving, as transformers itself reverses it (transformers/core_model_loading.py: reverse_transform).
+``tests/oracle/make_conversion_table.py``. A conversion is a sequence of transforms, each with one side for loading and
+one for saving, as transformers reverses it (transformers/core_model_loading.py: reverse_transform). Models on the Hub
+have one tensor for each expert's projection, and often older names than the module has. `save_pretrained` undoes the
+conversions that loading made, and, for a model made from scratch, all that transformers has for its class, without
+those that add or remove a prefix (transformers/core_model_loading.py: revert_weight_conversion).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from math import ceil, prod
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from xrank.errors import LayoutError, option
+from xrank.errors import LayoutError, UsageError, option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.layout.stored_model import StoredModel, StoredShard
-
-_PATH = Path(__file__).parent / "transformers.json"
+from xrank.recipes.found_source import OwnConfig
+from xrank.recipes.options import GatherOptions
+from xrank.recipes.recipe_choice import make_shard
+from xrank.recipes.recipe_file import read_shipped_table
 
 
 class Rearrangement(Struct, frozen=True):
@@ -154,9 +156,8 @@ def _walk(name: str, config: Mapping[str, Any], path: str) -> Iterator[tuple[str
         yield from _walk(inner, inner_config, f"{path}.{inner_path}" if path else inner_path)
 
 
-@lru_cache(maxsize=1)
 def _read_table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(_PATH.read_text(encoding="utf-8"))
+    table: dict[str, Any] = read_shipped_table("transformers.json")
     return table
 
 
@@ -643,8 +644,6 @@ def convert_model(
                 renamed[labels[0]] = group.name
                 outputs.append((group.name, replace(shards[labels[0]], name=group.name)))
             else:
-                from xrank.recipes.rewriting import make_shard
-
                 for name, value in _convert_group(group, group.side, shards, config, wanted, known, is_save).items():
                     parts = [(shards[labels[int(label)]], nest) for label, nest in value.parts]
                     new = names.finish_name(name)
@@ -700,3 +699,147 @@ def _convert_group(
     target = next((each for each in known[key] if each in whole), None)
     start, _, end = whole.partition(target) if target is not None else ("", "", "")
     return {start + each + end: value for each, value in known[key].items()}
+
+
+TABLE = "transformers"
+"""Name by which `recipe` asks for the conversion."""
+
+_SAVED_FORMATS = ("safetensors", "hf-shards")
+"""Formats whose names are those of files already, unless a base model shows otherwise."""
+_SCALE = re.compile(r"[._:].*(scale|absmax|quant|zero_?point|blocks|packed|qdata)")
+_ROUTERS = (r".*\.mlp\.gate\.weight", r".*\.block_sparse_moe\.gate\.weight")
+
+
+def convert_to_files(
+    source: StoredModel,
+    config: Mapping[str, Any] | None,
+    *,
+    base_names: Collection[str] = (),
+    own: OwnConfig | None = None,
+    is_asked: bool = False,
+) -> Converted | None:
+    """Return the model as `save_pretrained` would write it; None where the names stay.
+
+    `base_names` are those in the files that a module was loaded from; without any, it was made from scratch. A misfit
+    is an error if the caller asked for the conversion. `own` is the knowledge of a live module about itself.
+    """
+    names = {shard.name for shard in source.shards}
+    if config is None and is_asked:
+        raise _config_error(source)
+    if not names or config is None or "quantization_config" in config or (base_names and names <= set(base_names)):
+        return None
+    if source.format in _SAVED_FORMATS and not base_names and not is_asked:
+        return None
+    transforms = find_transforms(config)
+    if not transforms:
+        return None
+    chosen = _choose(transforms, names, base_names, own)
+    try:
+        converted = convert_model(source, chosen, config, is_save=True)
+    except LayoutError:
+        if is_asked:
+            raise
+        return None
+    new = {shard.name for shard in converted.model.shards}
+    is_closer = not base_names or len(new.intersection(base_names)) > len(names.intersection(base_names))
+    if new == names or not is_closer or not is_loaded_as(chosen, new, names) or _has_scales(names, converted):
+        return None
+    if not base_names and own is None and _is_in_files_form(source, chosen, config):
+        return None
+    return _describe(converted, config)
+
+
+def convert_to_module(
+    source: StoredModel, config: Mapping[str, Any] | None, module_shapes: Mapping[str, Shape | None]
+) -> Converted | None:
+    """Return the model of files under a module's names; None where it has them."""
+    if config is None or "quantization_config" in config or not _count_misfits(source, module_shapes):
+        return None
+    transforms = find_transforms(config)
+    converted = convert_model(source, transforms, config, is_save=False, module_shapes=module_shapes)
+    is_closer = _count_misfits(converted.model, module_shapes) < _count_misfits(source, module_shapes)
+    if not is_closer or _has_scales({shard.name for shard in source.shards}, converted):
+        return None
+    return _describe(converted, config)
+
+
+def _count_misfits(source: StoredModel, module_shapes: Mapping[str, Shape | None]) -> int:
+    """Return how many of a module's tensors the source lacks, or has with their dims in another order.
+
+    Other shapes are no conversion's doing: rows of padding, or another model.
+    """
+    held = {shard.name: shard.shape for shard in source.shards}
+    num_missing = sum(name not in held for name in module_shapes)
+    pairs = ((shape, held[name]) for name, shape in module_shapes.items() if name in held and shape is not None)
+    return num_missing + sum(want != got and sorted(want) == sorted(got) for want, got in pairs)
+
+
+def convert_states(source: StoredModel, config: Mapping[str, Any] | None) -> Converted | None:
+    """Return the model in its other form: from memory to files, or from files to memory; None if both are one."""
+    if config is None:
+        raise _config_error(source)
+    transforms = [each for each in find_transforms(config) if each.kind != "prefix"]
+    if not _is_in_files_form(source, transforms, config):
+        return convert_to_files(source, config, is_asked=True)
+    converted = convert_model(source, transforms, config, is_save=False)
+    names = {shard.name for shard in source.shards}
+    return None if _has_scales(names, converted) else _describe(converted, config)
+
+
+def keep_routers(model: StoredModel, options: GatherOptions) -> GatherOptions:
+    """Return options under which a cast leaves the routers of experts alone."""
+    names = [shard.name for shard in model.shards]
+    return options.with_keep_fp32([each for each in _ROUTERS if any(re.fullmatch(each, name) for name in names)])
+
+
+def _choose(
+    transforms: tuple[Conversion, ...], names: Collection[str], base_names: Collection[str], own: OwnConfig | None
+) -> list[Conversion]:
+    """Return the transforms that saving undoes."""
+    if base_names:
+        used = find_used(transforms, base_names, names)
+        return [each for number, each in enumerate(transforms) if number in used]
+    if own is not None and own.conversions is not None:
+        transforms = tuple(each for each in transforms if "\n".join(each.load.patterns) in own.conversions)
+        if own.is_loaded:
+            return list(transforms)
+    return [each for each in transforms if each.kind != "prefix"]
+
+
+def _is_in_files_form(source: StoredModel, transforms: list[Conversion], config: Mapping[str, Any]) -> bool:
+    """Return whether loading would change the names, and saving would then give them back.
+
+    Without that, text that both forms share, as ``language_model``, would be replaced a second time.
+    """
+    names = {shard.name for shard in source.shards}
+    try:
+        loaded = convert_model(source, transforms, config, is_save=False).model
+        saved = convert_model(loaded, transforms, config, is_save=True).model
+    except LayoutError:
+        return False
+    return names != {shard.name for shard in loaded.shards} and names == {shard.name for shard in saved.shards}
+
+
+def _has_scales(names: set[str], converted: Converted) -> bool:
+    """Return whether a tensor that is taken apart or joined has scales, which would have to be, too."""
+    moved = names - converted.renamed.keys()
+    return any(
+        name[:at] in moved and _SCALE.match(name, at)
+        for name in names - moved
+        for at, sign in enumerate(name)
+        if sign in "._:"
+    )
+
+
+def _config_error(source: StoredModel) -> UsageError:
+    step = f"name the folder that has one with {option('base_model')}, or put it beside the checkpoint"
+    got = f"{option('recipe', TABLE)}, and no config.json"
+    problem = f"{source.path}: no config.json names the class of this model"
+    return UsageError(problem, file=source.path, got=got, want="the config.json of the model", next_step=step)
+
+
+def _describe(converted: Converted, config: Mapping[str, Any]) -> Converted:
+    name = f"{TABLE}-{config.get('model_type')}"
+    note = ("recipe", f"tensors are named and taken apart by the recipe {name}")
+    model = replace(converted.model, recipe=name, notes=(*converted.model.notes, note))
+    return replace(converted, model=model)

@@ -1,18 +1,199 @@
-"""The base model a user names: its companions, its config, and the names and shapes the result must have."""
+"""A source with its config and small files, the base model that a user names, and the config of a live module."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
 from xrank.engine.companions import CompanionFile
-from xrank.errors import CorruptError
+from xrank.errors import CorruptError, UsageError
 from xrank.layout.stored_model import StoredModel
-from xrank.recipes.own_config import OwnConfig
+from xrank.storage.entries import Entry, plain_config
 from xrank.storage.regular_file import open_regular
+
+if TYPE_CHECKING:
+    import torch
+
+
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "module")
+"""Attributes in which wrappers keep the inner module: torch.compile's, FSDP1's; DistributedDataParallel's etc."""
+
+
+class OwnConfig(Struct, frozen=True):
+    """The configuration that a model carries; all fields are empty if it is not a transformers module."""
+
+    config: Mapping[str, Any] | None = None
+    """Content of config.json."""
+    generation_text: str | None = None
+    """Text of generation_config.json."""
+    adapter_text: str | None = None
+    """Text of PEFT's adapter_config.json for the active adapter."""
+    unsaved: tuple[str, ...] = ()
+    """Names of tensors that `save_pretrained` leaves out."""
+    tied: tuple[str, ...] = ()
+    """Patterns of names that `save_pretrained` leaves out where another name has the same tensor."""
+    conversions: tuple[str, ...] | None = None
+    """The conversions that `save_pretrained` would undo: patterns, one per line; None if the module does not show them.
+    """
+    is_loaded: bool = False
+    """Whether `from_pretrained` used those conversions; otherwise they are all that transformers has for the class."""
+
+    @classmethod
+    def from_entry(cls, fields: Entry) -> OwnConfig:
+        """Return the config of a rank, whose fields have passed through JSON, which turns tuples into lists."""
+        config, generation, adapter = (fields.get(key) for key in ("config", "generation_text", "adapter_text"))
+        conversions = fields.get("conversions")
+        if adapter is not None:
+            adapter.json().table()
+        return cls(
+            None if config is None else config.table(),
+            None if generation is None else generation.text(),
+            None if adapter is None else adapter.text(),
+            fields["unsaved"].texts(),
+            fields["tied"].texts(),
+            None if conversions is None else conversions.texts(),
+            fields["is_loaded"].flag(),
+        )
+
+
+def choose_config(ranks: Sequence[OwnConfig]) -> tuple[OwnConfig, dict[int, OwnConfig]]:
+    """Return the first config that is not empty, and by position the others that differ from it.
+
+    Ranks of a pipeline may lack the config.
+    """
+    held = {position: config for position, config in enumerate(ranks) if config != OwnConfig()}
+    own = next(iter(held.values()), OwnConfig())
+    return own, {position: config for position, config in held.items() if config != own}
+
+
+def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:
+    """Return the configuration that a transformers module carries; an empty one for any other object."""
+    module = _find_model(_unwrap(model))
+    adapter_text = None
+    if callable(getattr(module, "get_base_model", None)) and isinstance(getattr(module, "peft_config", None), Mapping):
+        adapter_text = _adapter_text(module)
+        module = module.get_base_model()
+    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
+    if not callable(to_json):
+        return OwnConfig(adapter_text=adapter_text)
+    # Same steps as transformers (modeling_utils.py: save_pretrained), on a copy: the module's config stays as it is.
+    config = copy.deepcopy(module.config)
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    dtype = getattr(module, "dtype", None)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    generation = getattr(module, "generation_config", None)
+    can_generate = getattr(module, "can_generate", lambda: False)()
+    unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    return OwnConfig(
+        json.loads(_json("its config", config.to_json_string)),
+        _json("its generation_config", lambda: generation.to_json_string(keys_to_pop=["compile_config"]))
+        if generation is not None and can_generate
+        else None,
+        adapter_text,
+        tuple(sorted(map(str, unsaved))),
+        _find_tied(module),
+        *_find_conversions(module),
+    )
+
+
+def _find_tied(module: Any) -> tuple[str, ...]:
+    """Return the ties of a module and of those in it (transformers/modeling_utils.py: _get_tied_weight_keys)."""
+    found = []
+    for path, part in module.named_modules():
+        keys = getattr(part, "_tied_weights_keys", None)  # a list in transformers 4
+        found += [f"{path}.{key}" if path else str(key) for key in keys or ()]
+    return tuple(sorted(found))
+
+
+def _find_conversions(module: Any) -> tuple[tuple[str, ...] | None, bool]:
+    """Return the fields `conversions` and `is_loaded` for a module."""
+    found = getattr(module, "_weight_conversions", None)  # set by `from_pretrained`; None for a newly made model
+    is_loaded = found is not None
+    if not is_loaded:
+        mappings = sys.modules.get("transformers.conversion_mapping")  # transformers >= 5.0; its modules import it
+        find = getattr(mappings, "get_model_conversion_mapping", None)
+        # A private interface: where its signature differs, xrank's own table decides.
+        with suppress(AttributeError, TypeError, KeyError, ValueError):
+            found = None if find is None else find(module, add_legacy=False)
+    if found is None:
+        return None, is_loaded
+    # A model made from scratch is saved without the prefixes that only loading could have removed.
+    used = [each for each in found if is_loaded or type(each).__name__ != "PrefixChange"]
+    return tuple("\n".join(each.source_patterns) for each in used), is_loaded
+
+
+def _adapter_text(module: Any) -> str:
+    """Return the configuration of a PEFT model's active adapter as PEFT writes it (peft/config.py: save_pretrained)."""
+    name = module.active_adapter
+    values = {
+        key: sorted(value) if isinstance(value, set | frozenset) else value
+        for key, value in module.peft_config[name].to_dict().items()
+    }
+    return _json("its adapter's configuration", lambda: json.dumps({**values, "inference_mode": True}))
+
+
+def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config merged with overrides; an object inside an object is merged, too."""
+    return _override(config, plain_config(overrides, "config_overrides"))
+
+
+def _override(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in overrides.items():
+        known = merged.get(key)
+        both = isinstance(known, Mapping) and isinstance(value, Mapping)
+        merged[key] = _override(known, value) if both and isinstance(known, Mapping) else value
+    return merged
+
+
+def _json(what: str, make: Callable[[], str]) -> str:
+    try:
+        return make()
+    except (TypeError, ValueError, RecursionError) as error:
+        got, step = str(error)[:200], "leave only objects, lists, texts, numbers, true, false and null in it"
+        raise UsageError(f"{what} cannot be written as JSON", got=got, next_step=step) from error
+
+
+def _find_model(module: Any) -> Any:
+    """Return the model with a config in a module that has no tensors beside it, as a policy or a LightningModule."""
+    if not callable(getattr(module, "named_modules", None)):
+        return module
+    models = (path for path, each in module.named_modules() if _has_config(each))
+    path = next(models, "")
+    if path == "":
+        return module
+    beside = (
+        each
+        for name, each in module.named_modules()
+        if not f"{name}.".startswith(f"{path}.") and any(kept is not None for kept in _own_tensors(each))
+    )
+    return module if any(True for _ in beside) else module.get_submodule(path)
+
+
+def _has_config(module: Any) -> bool:
+    return callable(getattr(getattr(module, "config", None), "to_json_string", None))
+
+
+def _own_tensors(module: Any) -> Iterator[Any]:
+    # FSDP1 keeps the parameters of the modules in it in one of the outer module's.
+    yield from (value for name, value in module._parameters.items() if name != "_flat_param")
+    yield from (value for name, value in module._buffers.items() if name != "n_averaged")
+
+
+def _unwrap(model: Any) -> Any:
+    while (
+        inner := next((getattr(model, n) for n in _WRAPPED if n in getattr(model, "_modules", {})), None)
+    ) is not None:
+        model = inner
+    return model
+
 
 _MAX_CONFIG_NBYTES = 4 << 20
 """As Python's objects up to 160 MB. The largest known have some hundred KB, lists of modules left unquantized."""

@@ -21,7 +21,7 @@ from xrank.layout.stored_model import StatedLayout, StoredModel, StoredShard
 from xrank.layout.tensor_layout import free_size_names
 from xrank.layout.tensor_name import compile_pattern, has_groups, parse_name
 from xrank.readers.discovery import find_source
-from xrank.recipes.folder_plan import read_layouts
+from xrank.recipes.decision import read_layouts
 from xrank.recipes.found_source import BaseModel
 from xrank.recipes.sources import read_source
 from xrank.storage import places

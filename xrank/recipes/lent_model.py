@@ -35,9 +35,9 @@ from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_
 from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.modules import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
-from xrank.recipes.folder_plan import FolderPlan, plan_export
+from xrank.recipes.decision import FolderPlan, plan_export
+from xrank.recipes.found_source import OwnConfig, choose_config, read_own_config
 from xrank.recipes.options import GatherOptions
-from xrank.recipes.own_config import OwnConfig, choose_config, read_own_config
 from xrank.storage import places
 from xrank.storage.entries import Entry
 from xrank.system import anonymous_memory, available_memory_nbytes
@@ -68,39 +68,25 @@ def copy_part(
     for source in sources:
         starts.append(nbytes)
         nbytes += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-    _check_room(nbytes, rank, num_here, room_nbytes)
+    takes, without = f"the copy of rank {rank}'s part takes {size_text(nbytes)}", option("background", True)
+    available = available_memory_nbytes() if room_nbytes is None else None
+    if room_nbytes is not None and nbytes > room_nbytes:
+        room = max(room_nbytes, 0)
+        problem = f"{takes}, and {option('max_memory')} leaves {size_text(room)} beside the buffers"
+        got, want = f"{nbytes:,} bytes of tensors on rank {rank}", f"at most {room:,} bytes"
+        step = f"give a larger {option('max_memory')}, or leave {without} out, which copies nothing"
+        raise UsageError(problem, rank=rank, got=got, want=want, next_step=step)
+    if available is not None and nbytes > available // num_here:
+        problem = f"{takes}, and the host has {size_text(available)} of memory left for {num_here} rank(s)"
+        step = f"leave {without} out, which copies nothing; {option('max_memory')} lifts this check"
+        needed = nbytes * num_here
+        raise NoSpaceError(problem, rank=rank, needed_nbytes=needed, free_nbytes=available, next_step=step)
     memory = anonymous_memory(nbytes or 1)  # no map is empty
     content, copies = torch.frombuffer(memory, dtype=torch.uint8), []
     for start, source in zip(starts, sources, strict=True):
         source.read_into(0, memoryview(memory)[start : start + source.nbytes])
         copies.append(local_bytes(content[start : start + source.nbytes]))
     return copies
-
-
-def _check_room(nbytes: int, rank: int, num_here: int, room_nbytes: int | None) -> None:
-    if room_nbytes is not None:
-        if nbytes > room_nbytes:
-            raise UsageError(
-                f"the copy of rank {rank}'s part takes {size_text(nbytes)}, "
-                f"and {option('max_memory')} leaves {size_text(max(room_nbytes, 0))} beside the buffers",
-                rank=rank,
-                got=f"{nbytes:,} bytes of tensors on rank {rank}",
-                want=f"at most {max(room_nbytes, 0):,} bytes",
-                next_step=f"give a larger {option('max_memory')}, or leave {option('background', True)} out, "
-                "which copies nothing",
-            )
-        return
-    available = available_memory_nbytes()
-    if available is not None and nbytes > available // num_here:
-        raise NoSpaceError(
-            f"the copy of rank {rank}'s part takes {size_text(nbytes)}, and the host has {size_text(available)} of "
-            f"memory left for {num_here} rank(s)",
-            rank=rank,
-            needed_nbytes=nbytes * num_here,
-            free_nbytes=available,
-            next_step=f"leave {option('background', True)} out, which copies nothing; "
-            f"{option('max_memory')} lifts this check",
-        )
 
 
 class ModelRequest(Struct, frozen=True, eq=False):
@@ -236,9 +222,19 @@ def lend_model(
         secret=team.secret,
     )
     loan.callback(offer.close)
-    loan.push(partial(_raise_own, team.rank, offer))
+
+    def raise_own(_: object, error: BaseException | None, __: object) -> None:
+        """Raise the error of this rank's own service, if another rank reported it after a failed read."""
+        if isinstance(error, RankFailedError) and error.rank == team.rank and offer.failure is not None:
+            raise offer.failure from error
+
+    def collect(_: object, texts: Sequence[str]) -> list[str]:
+        check()
+        return list(texts)
+
+    loan.push(raise_own)
     own = json.dumps({"model": part.description, "offer": offer.describe(), "own": to_builtins(part.config)})
-    _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, partial(_collect_parts, check))
+    _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, collect)
     parts = [json.loads(text) for text in texts]
     for one in parts:
         one["offer"] = add_token(one["offer"], team.secret)  # which the store, through which texts came, must not have
@@ -265,14 +261,16 @@ def lend_model(
     return LentModel(gather, source, live.stored, holder, parts)
 
 
-def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -> list[str]:
-    check()
-    return list(texts)
-
-
 def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tuple[FolderPlan, LiveModel]:
     """Return the plan of the whole model, and the tensors of all ranks."""
-    live = _read_parts([part["model"] for part in parts], ranks)
+    try:
+        live = read_ranks([part["model"] for part in parts], ranks=ranks)
+    except IncompleteError as error:
+        if error.rank is None or error.rank in ranks:
+            raise
+        problem = f"the mesh of {error.tensor} has rank {error.rank}, which is not in the group of ranks {list(ranks)}"
+        step = f"let all ranks of the mesh {AGAIN}, or give the group of them"
+        raise UsageError(problem, tensor=error.tensor, rank=error.rank, next_step=step) from error
     own, others = choose_config([OwnConfig.from_entry(Entry(part["own"], CorruptError)) for part in parts])
     plan = plan_export(
         live.stored,
@@ -290,12 +288,6 @@ def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tu
         note = f"rank {ranks[position]}'s module has another config than the one that is written: {difference}"
         plan = replace(plan, notes=(*plan.notes, ("config-differs", note)))
     return plan, live
-
-
-def _raise_own(rank: int, offer: MemoryOffer, _: object, error: BaseException | None, __: object) -> None:
-    """Raise the error of this rank's own service, if another rank reported it after a failed read."""
-    if isinstance(error, RankFailedError) and error.rank == rank and offer.failure is not None:
-        raise offer.failure from error
 
 
 def _describe_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:
@@ -321,21 +313,6 @@ def _check_plans(team: Team, made: tuple[FolderPlan, LiveModel], plans: Sequence
                     next_step="give all ranks the same function, one that does not depend on the rank",
                 )
     check_plans(team.ranks)(made, [one["digest"] for one in plans])
-
-
-def _read_parts(descriptions: Sequence[str], ranks: Sequence[int]) -> LiveModel:
-    """Return the parts of all ranks as one model; errors as `read_ranks`."""
-    try:
-        return read_ranks(descriptions, ranks=ranks)
-    except IncompleteError as error:
-        if error.rank is None or error.rank in ranks:
-            raise
-        raise UsageError(
-            f"the mesh of {error.tensor} has rank {error.rank}, which is not in the group of ranks {list(ranks)}",
-            tensor=error.tensor,
-            rank=error.rank,
-            next_step=f"let all ranks of the mesh {AGAIN}, or give the group of them",
-        ) from error
 
 
 def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Team) -> None:

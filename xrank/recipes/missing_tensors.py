@@ -6,12 +6,9 @@ it does not find. Where no recipe and no base model knows all names, layers are 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -21,6 +18,7 @@ from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.recipes.adapter_names import find_adapter
 from xrank.recipes.found_source import BaseModel
+from xrank.recipes.recipe_file import read_shipped_table
 from xrank.recipes.ties import embedding_of
 from xrank.words import likewise_text
 
@@ -186,7 +184,6 @@ def _is_explained(numbers: Sequence[int], count: int, config: Mapping[str, Any])
     return False
 
 
-_PATH = Path(__file__).parent / "single_tensors.json"
 _NUMBERED = re.compile(r"\.\d+\.|^\d+\.")
 
 
@@ -196,7 +193,7 @@ def find_absent(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     Older versions of transformers gave some tensors other names. So a tensor is absent only if the model has no other
     one with as many dims whose name the type does not know.
     """
-    entry = _read_types().get(str(config.get("model_type")))
+    entry = read_shipped_table("single_tensors.json")["types"].get(str(config.get("model_type")))
     if entry is None or not set(config.get("architectures") or ()) <= set(entry["classes"]):
         return None
     singles = {name: shape for name, shape in shapes.items() if not _NUMBERED.search(name)}
@@ -211,12 +208,6 @@ def find_absent(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 
 def _has_end(name: str, ends: Iterable[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
-
-
-@lru_cache(maxsize=1)
-def _read_types() -> Mapping[str, Mapping[str, Any]]:
-    types: dict[str, dict[str, Any]] = json.loads(_PATH.read_text())["types"]
-    return types
 
 
 def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[str], tied: set[str]) -> str | None:

@@ -6,12 +6,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from msgspec import Struct, field
@@ -19,11 +16,11 @@ from msgspec import Struct, field
 from xrank.errors import LayoutError, UsageError, either, option
 from xrank.recipes.conversions import Conversion, NamePass, find_transforms
 from xrank.recipes.recipe import match
-from xrank.recipes.recipe_file import load_recipes_for
+from xrank.recipes.recipe_file import load_recipes_for, read_shipped_table
 from xrank.words import plural
 
 _Strip: TypeAlias = Callable[[str], str]
-_PATH = Path(__file__).parent / "model_names.json"
+_TABLE = "model_names.json"
 _NUM_PARTS = 3
 _MAX_LEVELS = 12
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -54,7 +51,7 @@ class ModelNames(Struct, frozen=True, eq=False):
     @classmethod
     def of_tensors(cls, names: Iterable[str], config: Mapping[str, Any] | None) -> ModelNames:
         """Return the names of a model that has these tensors, and this config.json if it is known."""
-        entry = _read_types().get(str((config or {}).get("model_type")))
+        entry = read_shipped_table(_TABLE)["types"].get(str((config or {}).get("model_type")))
         prefix = f"{entry[0]}." if entry is not None and entry[0] else ""
         return cls(frozenset(map(find_stem, names)), prefix, is_exact=True)
 
@@ -160,7 +157,8 @@ def names_of_class(config: Mapping[str, Any] | None) -> ModelNames | None:
 
     Without a class, the names of all classes of its ``model_type`` count.
     """
-    entry = None if config is None or "auto_map" in config else _read_types().get(str(config.get("model_type")))
+    types = read_shipped_table(_TABLE)["types"]
+    entry = None if config is None or "auto_map" in config else types.get(str(config.get("model_type")))
     if config is None or entry is None:
         return None
     prefix, known, stems = entry
@@ -197,9 +195,3 @@ def make_finder(
         return None
 
     return find
-
-
-@lru_cache(maxsize=1)
-def _read_types() -> Mapping[str, Sequence[str]]:
-    types: dict[str, list[str]] = json.loads(_PATH.read_text(encoding="utf-8"))["types"]
-    return types

@@ -12,9 +12,8 @@ from msgspec import Struct, field
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
 from xrank.layout.local_part import global_size, names_of_dim
 from xrank.layout.notation import Node, Parts, Product, Size
-from xrank.recipes.recipe import Match, Rule, active_rules, is_required, match, raised_flags, source_sides
+from xrank.recipes.recipe import Match, Rule, Side, active_rules, is_required, match, raised_flags, source_sides
 from xrank.recipes.recipe_file import load_recipes_of, load_shipped_recipes
-from xrank.recipes.side import Side
 from xrank.recipes.sizes import check_counts, collect_flags, list_model_types, place_names
 from xrank.words import list_text
 

@@ -18,8 +18,7 @@ from xrank.layout.layout_map import parse_toml
 from xrank.layout.local_part import names_of_dim
 from xrank.layout.notation import MAX_SIZE
 from xrank.layout.tensor_name import TensorName, compile_pattern
-from xrank.recipes.recipe import Recipe, Rule, size_texts
-from xrank.recipes.side import Side, parse_side, part_names
+from xrank.recipes.recipe import Recipe, Rule, Side, parse_side, part_names, size_texts
 from xrank.recipes.terms import is_term
 from xrank.words import clip, list_text, size_text
 
@@ -41,6 +40,12 @@ def read_shipped() -> dict[str, str]:
     """Return name -> text of the recipes that come with xrank, sorted."""
     texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*.toml")}
     return dict(sorted(texts.items()))
+
+
+@lru_cache(maxsize=8)
+def read_shipped_table(name: str) -> Any:
+    """Return the content of a JSON file beside this module, which is generated from an installed transformers."""
+    return json.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 _MAX_NBYTES = 1 << 20

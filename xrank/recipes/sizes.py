@@ -16,9 +16,8 @@ from xrank.errors import ContradictionError, LayoutError, UsageError, option
 from xrank.layout.local_part import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size, render_dim
 from xrank.layout.tensor_name import MAX_NAMES
-from xrank.recipes.recipe import Match, Recipe, Rule, settle
+from xrank.recipes.recipe import Match, Recipe, Rule, Side, parse_side, settle
 from xrank.recipes.recipe_file import find_place, read_shipped
-from xrank.recipes.side import Side, parse_side
 from xrank.recipes.terms import LayerChoice, evaluate, is_layer_term, look_up, parse_layers
 from xrank.words import clip
 

@@ -33,13 +33,12 @@ from xrank.readers.placement import note_zero_tails
 from xrank.readers.records import find_checkpoint_folders
 from xrank.recipes.adapter_names import PREFIX, find_adapter, find_config
 from xrank.recipes.adapters import check_ties
-from xrank.recipes.found_source import BaseModel, FoundSource, read_config
+from xrank.recipes.conversions import convert_to_files, convert_to_module
+from xrank.recipes.found_source import BaseModel, FoundSource, OwnConfig, read_config
 from xrank.recipes.model_names import make_finder
 from xrank.recipes.options import default_workers
-from xrank.recipes.own_config import OwnConfig
 from xrank.recipes.proofs import prove_shapes
 from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
-from xrank.recipes.saved_form import convert_to_files, convert_to_module
 from xrank.recipes.ties import embedding_of, find_config_ties, list_unsaved
 from xrank.storage import places
 from xrank.words import list_text, plural

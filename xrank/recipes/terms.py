@@ -11,11 +11,13 @@ from msgspec import Struct
 _BEGINNING = "layers "
 
 _VALUE = r"([A-Za-z_][\w.]*|[0-9]{1,18})"
+
 _CONDITION = re.compile(
     rf"(?P<range>from|before) {_VALUE}|every {_VALUE}(?: from {_VALUE})?|(?P<list>in|not in) {_VALUE}|{_VALUE} = (\S+)"
 )
 
 _Kind = Literal["from", "before", "every", "in", "not in"]
+
 _Get: TypeAlias = Callable[[str], object]
 
 
@@ -119,7 +121,7 @@ def _term(values: Mapping[str, Any], term: str) -> object:
     ``SECTION.KEY`` is a key of a section, ``KEY.0`` the first number of a list. A condition may
     follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
     stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
-    default of a key that a complete config.json (one with a model_type) lacks. `xrank.recipes.terms` has the
+    default of a key that a complete config.json (one with a model_type) lacks. `xrank.recipes.sizes` has the
     terms of a group's layers.
     """
     if is_layer_term(term):
@@ -172,7 +174,9 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
 
 
 _KEY = re.compile(r"[A-Za-z_][\w.*-]*")
+
 _NUMBER = re.compile("[0-9]{1,18}")
+
 _MAX_OPERANDS = 32
 
 

@@ -27,8 +27,7 @@ from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import list_names, make_directory
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.recipes.decision import Purpose, Request, decide
-from xrank.recipes.found_source import FoundSource
-from xrank.recipes.own_config import OwnConfig, choose_config
+from xrank.recipes.found_source import FoundSource, OwnConfig, choose_config
 from xrank.recipes.sources import find_live_source
 from xrank.storage.entries import Entry
 from xrank.system import NEW, NO_LINK, READ, user_id

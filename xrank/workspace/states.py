@@ -33,8 +33,7 @@ from xrank.formats.rank_state import (
     record_of,
     state_error,
 )
-from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
-from xrank.formats.zip_archive import ALIGNMENT
+from xrank.formats.torch_archive import ALIGNMENT, ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 from xrank.readers.live.tensor_places import locate_tensors, view_key
 from xrank.storage import places
 from xrank.storage.client import ObjectStatus, open_store

@@ -15,8 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, option
-from xrank.formats.zarr_array import MANIFEST, ZarrArray
-from xrank.formats.zstd_frame import import_zstandard, open_frame
+from xrank.formats.zarr_array import MANIFEST, ZarrArray, import_zstandard, open_frame
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.stored_model import NO_CHECKSUM, PLAIN, RecordTable, SourceFile, StoredModel, StoredShard

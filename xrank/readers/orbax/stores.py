@@ -20,13 +20,15 @@ from xrank.errors import AGAIN, CorruptError, IncompleteError
 from xrank.formats.zarr_array import (
     ARRAY_FILES,
     MANIFEST,
+    Readable,
     StoredValue,
     ZarrArray,
+    import_zstandard,
+    open_frame,
     parse_array,
     read_ocdbt,
     read_shard_index,
 )
-from xrank.formats.zstd_frame import Readable, import_zstandard, open_frame
 from xrank.layout.coverage import range_text
 from xrank.layout.nests import row_major
 from xrank.storage import places

@@ -23,11 +23,10 @@ from xrank.layout.nests import Nest, restrict, swap
 from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.layout.tensor_name import has_groups, parse_name
-from xrank.recipes.folder_plan import FolderPlan, plan_export, plan_gather, read_layouts
-from xrank.recipes.found_source import FoundSource
+from xrank.recipes.decision import FolderPlan, plan_export, plan_gather, read_layouts
+from xrank.recipes.found_source import FoundSource, OwnConfig
 from xrank.recipes.layout_sources import is_layout_file, read_layout_source
 from xrank.recipes.options import GatherOptions
-from xrank.recipes.own_config import OwnConfig
 from xrank.recipes.reshard_plan import Reshard, plan_reshard, plan_reshard_of
 from xrank.virtual.simulation.traffic import ConversionTraffic, Flow, build_round
 
