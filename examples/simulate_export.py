@@ -14,8 +14,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from xrank.virtual.simulation.display import seconds_text, simulation_html
-from xrank.virtual.simulation.simulation import simulate
+from xrank.virtual.simulation.simulation import seconds_text, simulate, simulation_html
 from xrank.words import size_text
 
 LAYOUTS = """

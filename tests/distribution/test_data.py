@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.distribution.trained_models import Perceptron, assert_same_state, perceptron_batches, take_part, train
 from xrank.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, list_devices
-from xrank.distribution.datasets import shard_dataset
+from xrank.distribution.devices import shard_dataset
 
 
 @pytest.mark.ranks(4)

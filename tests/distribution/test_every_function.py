@@ -13,7 +13,7 @@ EXAMPLES = FUNCTIONAL | OPERATIONS
 
 
 @pytest.mark.ranks(2, timeout_seconds=120)
-@pytest.mark.parametrize(("shape", "axis"), [((1, 2), "model"), ((2, 1), "batch")])
+@pytest.mark.parametrize(("shape", "axis"), [((1, 2), "model"), pytest.param((2, 1), "batch", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_on_two_ranks(shape, axis):
     check_all(EXAMPLES, shape, axis)

@@ -10,15 +10,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.distribution.trained_models import (
-    DECODER_RULES,
     PERCEPTRON_RULES,
-    Decoder,
     Perceptron,
     assert_same_state,
-    decoder_batches,
     perceptron_batches,
     take_part,
-    token_loss,
     train,
 )
 from xrank.distribution import (
@@ -27,12 +23,12 @@ from xrank.distribution import (
     ModelParallel,
     TensorLayout,
     distribute_tensor,
+    distributions,
     list_devices,
-    placing,
     set_distribution,
 )
 from xrank.distribution import distribution as current_distribution
-from xrank.distribution.placing import GATHERS_PIECES, placements_for
+from xrank.distribution.distributions import GATHERS_PIECES, placements_for
 from xrank.errors import ContradictionError, LayoutError, UsageError
 
 
@@ -92,17 +88,6 @@ def test_parameters_that_the_batch_axis_cuts_train_as_one_process_does():
     )
     assert_same_state(model, whole)
     assert model.dense[0].weight.to_local().shape == (4, 8) and model.norm.weight.to_local().shape == (4,)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_a_decoder_with_masks_positions_and_tied_weights():
-    distribution = model_parallel((2, 2), DECODER_RULES)
-    model, whole = train_both(
-        distribution, Decoder, decoder_batches(3), token_loss, lambda model: torch.optim.AdamW(model.parameters(), 0.01)
-    )
-    assert_same_state(model, whole)
-    assert model.head.weight is model.embed.weight and isinstance(model.head.weight, DTensor)
 
 
 @pytest.mark.ranks(4)
@@ -497,7 +482,7 @@ def test_a_dim_cut_by_both_axes_or_in_pieces(rule, rows):
 
 def test_pieces_that_torch_does_not_gather_are_refused(monkeypatch):
     """torch 2.10 stops at an assertion; all versions gather parts of one cut, in whatever order."""
-    monkeypatch.setattr(placing, "GATHERS_PIECES", False)
+    monkeypatch.setattr(distributions, "GATHERS_PIECES", False)
     mesh = DeviceMesh((2, 2), ("batch", "model"))
     with pytest.raises(LayoutError, match=r"does not gather dim 0 .* part of several pieces"):
         placements_for(TensorLayout.parse("[2 f/model, h]", mesh), mesh, (8, 4))
@@ -505,13 +490,18 @@ def test_pieces_that_torch_does_not_gather_are_refused(monkeypatch):
         assert placements_for(TensorLayout.parse(text, mesh), mesh, (8, 4))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+
 @pytest.mark.ranks(2)
 def test_names_of_one_parameter_agree():
     with pytest.raises(LayoutError, match="several names, which have different layouts"):
-        model_parallel((1, 2), {"embed.weight": ("model",), "head.weight": (None, "model")}).distribute_module(
-            Decoder()
-        )
-    model = model_parallel((1, 2), {"head.weight": ("model",)}).distribute_module(Decoder())
+        model_parallel((1, 2), {"embed.weight": ("model",), "head.weight": (None, "model")}).distribute_module(Tied())
+    model = model_parallel((1, 2), {"head.weight": ("model",)}).distribute_module(Tied())
     assert model.embed.weight is model.head.weight and model.embed.weight.placements[1] == Shard(0)
 
 

@@ -234,7 +234,7 @@ def _evaluate(text: str) -> None:
 
 def read_words_of_rates(path: str) -> object:
     """Read a link file."""
-    from xrank.virtual.simulation.rates import read_rates
+    from xrank.virtual.simulation.traffic import read_rates
 
     return read_rates(path)
 

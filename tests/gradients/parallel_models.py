@@ -7,6 +7,7 @@ norm of queries a part of the heads; tables are on the first and on the last sta
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xrank.gradients import mark
-from xrank.gradients.mesh_places import MeshPlace
+from xrank.gradients import finalize_model_grads, mark
+from xrank.gradients.roles import MeshPlace
 from xrank.gradients.wire import make_wire
 from xrank.layout.mesh import MeshViews, megatron_views
 
@@ -255,6 +256,16 @@ def run_microbatch(model: Any, place: Place, ids: torch.Tensor, *, by_tokens: bo
     if x is not None:
         dist.send(x.grad.contiguous(), before)
     return num_tokens
+
+
+def run_step(ddp: Any, place: Place, num_microbatches: int = 1, *, by_tokens: bool = False, seed: int = 3) -> Any:
+    """Run a step over this rank's part of the batch, and return the exchanges."""
+    num_tokens, share = 0, 1 / num_microbatches
+    ddp.zero_grad_buffer()
+    for number, ids in enumerate(take_batch(place, seed).chunk(num_microbatches), 1):
+        with ddp.no_sync() if number < num_microbatches else nullcontext():
+            num_tokens += run_microbatch(ddp, place, ids, by_tokens=by_tokens, share=share)
+    return finalize_model_grads(ddp, num_tokens if by_tokens else None)
 
 
 def whole_place() -> Place:

@@ -8,10 +8,9 @@ import importlib.abc
 import importlib.machinery
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,7 +20,7 @@ import xrank.gradients
 
 __all__ = ["Mutant", "draw_mutants", "mutated_package"]
 
-_MODULES = ("plan", "roles", "mesh_places", "bucket_layout")
+_MODULES = ("plan", "roles")
 _FOLDER = Path(xrank.gradients.__file__).parent
 _PACKAGE = "xrank.gradients"
 _LEFT_OUT = (
@@ -137,9 +136,25 @@ def _parse(module: str) -> ast.Module:
 def _iter_changes(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Change one expression of a module after another, and yield line and change while the tree has it."""
     for node in _iter_nodes(tree):
-        for what, undo in _change(node):
-            yield getattr(node, "lineno", 0), what
-            undo()
+        for holder, key, value in [*_list_edits(node)]:
+            old = getattr(holder, key) if isinstance(key, str) else holder[key]
+            shown = old if isinstance(key, int) and isinstance(old, ast.stmt) else node
+            before = _describe(shown)
+            _set(holder, key, value)
+            yield getattr(node, "lineno", 0), f"{before} -> {'pass' if shown is old else _describe(node)}"
+            _set(holder, key, old)
+
+
+def _set(holder: Any, key: str | int, value: Any) -> None:
+    if isinstance(key, str):
+        setattr(holder, key, value)
+    else:
+        holder[key] = value
+
+
+def _describe(node: Any) -> str:
+    kinds = (ast.expr, ast.stmt)
+    return ast.unparse(node.test if isinstance(node, ast.If) else node)[:60] if isinstance(node, kinds) else "a filter"
 
 
 def _iter_nodes(tree: ast.Module) -> list[ast.AST]:
@@ -167,77 +182,38 @@ def _iter_nodes(tree: ast.Module) -> list[ast.AST]:
     return found
 
 
-def _change(node: Any) -> Iterator[tuple[str, Any]]:
-    """Change a node, yield what was changed with a function that undoes it."""
-    before = ast.unparse(node) if isinstance(node, ast.expr) else ""
-
-    def describe() -> str:
-        return f"{before[:60]} -> {ast.unparse(node)[:60]}"
-
-    yield from _change_names(node, describe)
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPPED:
-        old = node.ops[0]
-        node.ops[0] = _SWAPPED[type(old)]()
-        yield describe(), lambda: node.ops.__setitem__(0, old)
-    elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _SWAPPED:
-        old = node.op
-        node.op = _SWAPPED[type(old)]()
-        yield describe(), lambda: setattr(node, "op", old)
-    elif isinstance(node, ast.Constant) and type(node.value) is int and node.value in (0, 1, -1):
-        old = node.value
-        node.value = old + 1
-        yield describe(), lambda: setattr(node, "value", old)
-    elif isinstance(node, ast.Constant) and type(node.value) is bool:
-        old = node.value
-        node.value = not old
-        yield describe(), lambda: setattr(node, "value", old)
-    elif isinstance(node, ast.Constant) and node.value in _WORDS:
-        old = node.value
-        node.value = _WORDS[old]
-        yield describe(), lambda: setattr(node, "value", old)
-    elif isinstance(node, ast.IfExp):
-        node.body, node.orelse = node.orelse, node.body
-
-        def undo() -> None:
-            node.body, node.orelse = node.orelse, node.body
-
-        yield describe(), undo
-    elif isinstance(node, ast.If):
-        old = node.test
-        node.test = ast.UnaryOp(ast.Not(), old)
-        yield f"if {ast.unparse(old)[:60]} -> if not", lambda: setattr(node, "test", old)
-    elif isinstance(node, ast.Tuple) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load):
+def _list_edits(node: Any) -> Iterator[tuple[Any, str | int, Any]]:
+    """Yield changes of a node: what holds the changed part, its name or index there, and its new value."""
+    kind, value = type(node), getattr(node, "value", None)
+    is_read = isinstance(getattr(node, "ctx", None), ast.Load)
+    if kind is ast.Name and is_read and node.id in _NAMES:
+        yield node, "id", _NAMES[node.id]
+    elif kind is ast.Attribute and is_read and node.attr in _ATTRIBUTES:
+        yield node, "attr", _ATTRIBUTES[node.attr]
+    elif kind is ast.comprehension and node.ifs:
+        yield node, "ifs", []
+    elif kind in (ast.Return, ast.keyword) and isinstance(value, ast.UnaryOp):
+        yield node, "value", value.operand
+    elif kind is ast.Compare and type(node.ops[0]) in _SWAPPED:
+        yield node.ops, 0, _SWAPPED[type(node.ops[0])]()
+    elif kind in (ast.BinOp, ast.BoolOp) and type(node.op) in _SWAPPED:
+        yield node, "op", _SWAPPED[type(node.op)]()
+    elif kind is ast.Constant and type(value) is int and value in (0, 1, -1):
+        yield node, "value", value + 1
+    elif kind is ast.Constant and type(value) is bool:
+        yield node, "value", not value
+    elif kind is ast.Constant and value in _WORDS:
+        yield node, "value", _WORDS[value]
+    elif kind in (ast.IfExp, ast.If):
+        yield node, "test", ast.UnaryOp(ast.Not(), node.test)
+    elif kind is ast.Tuple and is_read and len(node.elts) > 1:
         for index in range(len(node.elts)):
-            taken = node.elts.pop(index)
-            yield describe(), lambda index=index, taken=taken: node.elts.insert(index, taken)
-
-
-def _change_names(node: Any, describe: Callable[[], str]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Change a name, an attribute, a filter, a negation, a keyword argument or a statement; as `_change`."""
-    if isinstance(node, ast.Name) and node.id in _NAMES and isinstance(node.ctx, ast.Load):
-        old = node.id
-        node.id = _NAMES[old]
-        yield describe(), lambda: setattr(node, "id", old)
-    elif isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES and isinstance(node.ctx, ast.Load):
-        old = node.attr
-        node.attr = _ATTRIBUTES[old]
-        yield describe(), lambda: setattr(node, "attr", old)
-    elif isinstance(node, ast.comprehension) and node.ifs:
-        filters, node.ifs = node.ifs, []
-        yield f"if {ast.unparse(filters[0])[:60]} -> without a filter", lambda: setattr(node, "ifs", filters)
-    elif isinstance(node, ast.Return | ast.keyword) and isinstance(node.value, ast.UnaryOp):
-        negated = node.value
-        node.value = negated.operand
-        yield f"{ast.unparse(negated)[:60]} -> {ast.unparse(node.value)[:60]}", lambda: setattr(node, "value", negated)
+            yield node, "elts", node.elts[:index] + node.elts[index + 1 :]
     for field in ("body", "orelse"):
         statements = getattr(node, field, None)
         for index, statement in enumerate(statements if isinstance(statements, list) else ()):
             if isinstance(statement, ast.AugAssign | ast.Expr) and not _is_text(statement):
-                statements[index] = ast.copy_location(ast.Pass(), statement)
-                yield (
-                    f"{ast.unparse(statement)[:60]} -> pass",
-                    partial(statements.__setitem__, index, statement),
-                )
+                yield statements, index, ast.copy_location(ast.Pass(), statement)
 
 
 def _is_text(statement: ast.AST) -> bool:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrank.gradients.bucket_layout import choose_bucket_size, lay_out, shard_bounds
 from xrank.gradients.config import GradientConfig
+from xrank.gradients.plan import choose_bucket_size, lay_out, shard_bounds
 
 parameters = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12)
 

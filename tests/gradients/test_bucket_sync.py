@@ -10,8 +10,7 @@ import torch
 from tests.gradients.wires import RecordingWire
 from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
-from xrank.gradients.bucket_sync import BucketSync
-from xrank.gradients.buffer import GradientBuffer
+from xrank.gradients.buckets import BucketSync, GradientBuffer
 from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.plan import PlannedBucket
 from xrank.layout import DeviceMesh

@@ -41,17 +41,6 @@ def test_main_grads_are_disjoint_views_in_the_order_of_the_plan() -> None:
     assert buffer.data.numel() == sum(parameter.numel() for parameter in ddp.module.parameters())
 
 
-def test_frozen_parameters_take_no_memory_and_get_no_gradient() -> None:
-    module = make_module()
-    module.layers.requires_grad_(False)
-    ddp = _wrap(module)
-    _fill(ddp)
-    ddp.finish_grad_sync()
-    assert not hasattr(module.layers[0].weight, "main_grad")
-    assert ddp.gradient_buffers[0].data.numel() == 8 + 8 + 64
-    assert module.extra.weight.main_grad.any()
-
-
 def test_parameters_move_into_their_buffer_and_keep_their_values() -> None:
     module, like = make_module(), make_module()
     before = dict(module.named_parameters())

@@ -13,8 +13,7 @@ from torch import nn
 from tests.gradients.wires import RecordingWire, batch_of, loss_of, make_module, mean_gradients
 from xrank.errors import GradientError
 from xrank.gradients import GradientCheck, GradientConfig, GradientPlan, check_gradients, mark
-from xrank.gradients.checks import GivenGradients, take_slices
-from xrank.gradients.comparisons import _digest
+from xrank.gradients.checks import GivenGradients, _digest, take_slices
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
 

@@ -18,7 +18,7 @@ from tests.gradients.parallel_models import (
     place_of,
     reference_gradients,
     run_microbatch,
-    take_batch,
+    run_step,
     whole_batch,
     whole_place,
 )
@@ -63,17 +63,7 @@ def _wrap(place: Place, dtype: torch.dtype = torch.float32, **options: Any) -> D
 
 
 def _step(ddp: DistributedDataParallel, place: Place, num_microbatches: int = 1) -> list[Reduction]:
-    """Run a step over this rank's part of the batch."""
-    by_tokens = ddp.config.calculate_per_token_loss
-    parts, num_tokens = take_batch(place).chunk(num_microbatches), 0
-    ddp.zero_grad_buffer()
-    for number, ids in enumerate(parts, 1):
-        if number < num_microbatches:
-            with ddp.no_sync():
-                num_tokens += run_microbatch(ddp, place, ids, by_tokens=by_tokens, share=1 / num_microbatches)
-        else:
-            num_tokens += run_microbatch(ddp, place, ids, by_tokens=by_tokens, share=1 / num_microbatches)
-    return finalize_model_grads(ddp, num_tokens if by_tokens else None)
+    return run_step(ddp, place, num_microbatches, by_tokens=ddp.config.calculate_per_token_loss)
 
 
 def _assert_right(ddp: DistributedDataParallel, place: Place, whole: dict[str, torch.Tensor], tolerance: float) -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrank.errors import LayoutError
-from xrank.gradients.mesh_places import MeshPlace, as_mesh_views, check_shard_order, ranks_along
+from xrank.gradients.roles import MeshPlace, as_mesh_views, check_shard_order, ranks_along
 from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh import megatron_views
 

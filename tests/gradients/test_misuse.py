@@ -108,15 +108,6 @@ def test_a_second_backward_after_buckets_left_is_named_on_all_ranks(rank: int) -
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
-def test_two_backwards_are_added_up_where_nothing_leaves_early(rank: int) -> None:
-    ddp = _wrap(GradientConfig())
-    _backward(ddp, rank)
-    _backward(ddp, rank)
-    ddp.finish_grad_sync()
-    _assert_right(ddp, 2.0)
-
-
-@pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_bucket_that_waits_for_an_unused_parameter_takes_a_second_backward_or_names_it(rank: int) -> None:
     # Bucket 0 has the parameter that is not used, so nothing leaves: the second backward is added, as it should be.
     ddp = _wrap(_OVERLAP)

@@ -12,7 +12,7 @@ from tests.gradients.test_finalize import assert_raises_everywhere
 from tests.gradients.wires import RecordingWire, make_module
 from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, finalize_model_grads
-from xrank.gradients.nonfinite import first_nonfinite
+from xrank.gradients.buckets import first_nonfinite
 from xrank.layout import DeviceMesh
 
 pytestmark = pytest.mark.timeout(90)

@@ -13,8 +13,8 @@ from tests.gradients.planned_modules import KINDS, MarkedParameter, module_of
 from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.gradients import GradientConfig, GradientPlan, mark
-from xrank.gradients.agreement import agreement_lines, buffer_lines, check_lines
-from xrank.gradients.mesh_places import check_shard_order
+from xrank.gradients.distributed_data_parallel import agreement_lines, buffer_lines, check_lines
+from xrank.gradients.roles import check_shard_order
 from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh import megatron_views
 

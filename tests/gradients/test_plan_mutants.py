@@ -27,7 +27,7 @@ from tests.gradients.parallel_models import (
 )
 from tests.gradients.plan_mutants import Mutant, draw_mutants, mutated_package
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
-from xrank.gradients.mesh_places import MeshPlace
+from xrank.gradients.roles import MeshPlace
 from xrank.testing.rank_pool import RankPool
 
 pytestmark = pytest.mark.timeout(600)

@@ -19,8 +19,7 @@ from tests.gradients.parallel_models import (
     cut,
     place_of,
     reference_gradients,
-    run_microbatch,
-    take_batch,
+    run_step,
 )
 from tests.gradients.wires import batch_of, loss_of, make_module, mean_gradients
 from tests.sampled import sampled
@@ -30,7 +29,6 @@ from xrank.gradients import (
     GradientConfig,
     GradientPlan,
     check_gradients,
-    finalize_model_grads,
 )
 from xrank.layout import DeviceMesh
 
@@ -72,14 +70,7 @@ def test_right_gradients_raise_no_alarm(rank: int, world_size: int, start: int) 
         model = Stage(place, dtype, seed)
         config = GradientConfig(qk_layernorm=True, calculate_per_token_loss=by_tokens, **options)
         ddp = DistributedDataParallel(model, GradientPlan.from_module(model, place.views, config))
-        num_tokens = 0
-        for number, ids in enumerate(take_batch(place, seed).chunk(num_microbatches), 1):
-            if number < num_microbatches:
-                with ddp.no_sync():
-                    num_tokens += run_microbatch(ddp, place, ids, by_tokens=by_tokens, share=1 / num_microbatches)
-            else:
-                num_tokens += run_microbatch(ddp, place, ids, by_tokens=by_tokens, share=1 / num_microbatches)
-        finalize_model_grads(ddp, num_tokens if by_tokens else None)
+        run_step(ddp, place, num_microbatches, by_tokens=by_tokens, seed=seed)
         whole, _ = reference_gradients(by_tokens=by_tokens, dtype=dtype, seed=seed)
         wanted = {name: cut(name, one, place) for name, one in whole.items()}
         check = check_gradients(ddp, ddp.plan, reference=wanted)

@@ -8,8 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from xrank.errors import LayoutError, UsageError
 from xrank.gradients import GradientConfig, GradientPlan, mark
-from xrank.gradients.mesh_places import MeshPlace
-from xrank.gradients.roles import ParameterRole, role_of
+from xrank.gradients.roles import MeshPlace, ParameterRole, role_of
 from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh import megatron_views
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xrank.gradients.bucket_layout import lay_out
+from xrank.gradients.plan import lay_out
 
 buffers = pytest.importorskip("megatron.core.distributed.param_and_grad_buffer")
 distributed = pytest.importorskip("megatron.core.distributed")

@@ -18,7 +18,7 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.pictures import layout_html, show
 from xrank.pictures.page import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, colour, report_page
 from xrank.pictures.text_picture import Band, find_bands
-from xrank.virtual.schedule import make_schedule
+from xrank.virtual.pipeline import make_schedule
 
 VOID = {"meta", "input"}
 CLOSED_BY_OTHERS = {"td", "th", "tr", "li"}

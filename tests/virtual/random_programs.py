@@ -10,8 +10,7 @@ import numpy as np
 from tests.virtual.sample_arrays import made, of_kind
 from xrank.layout import DeviceMesh
 from xrank.virtual import ArraySpec, Operation, Program, kernel
-from xrank.virtual.collectives import COLLECTIVES
-from xrank.virtual.programs import Communicate, Compute, Receive, Return, Send, Take
+from xrank.virtual.programs import COLLECTIVES, Communicate, Compute, Receive, Return, Send, Take
 
 UFUNCS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 

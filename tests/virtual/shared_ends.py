@@ -2,7 +2,7 @@
 
 import contextlib
 
-from xrank.virtual.channels import HOST
+from xrank.virtual.engine import HOST
 from xrank.virtual.shared_channels import SharedLinks, SharedMemory
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 
 from xrank.virtual.arrays import ArraySpec
-from xrank.virtual.collectives import ALWAYS_PUSH, ROOTED, SendSlot, course
-from xrank.virtual.programs import Send, Take
+from xrank.virtual.programs import ALWAYS_PUSH, ROOTED, Send, SendSlot, Take, course
 
 
 def step_nbytes(collective, algorithm, given, member, *, dim=0, root=0):

@@ -14,7 +14,7 @@ from tests.virtual.random_programs import RandomOperation
 from tests.virtual.sample_arrays import plain
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.layout import DeviceMesh
-from xrank.virtual import MatMul, Mesh, VirtualCluster, threads
+from xrank.virtual import MatMul, Mesh, VirtualCluster, engine
 
 engines = pytest.mark.parametrize("engine", ["in-process", "processes"])
 
@@ -278,7 +278,7 @@ def test_the_last_device_to_end_leaves_a_reported_deadlock(virtual_cluster):
 def test_who_is_late_is_named_with_the_place_where_it_stands(virtual_cluster, monkeypatch):
     """By a clock on which the deadline passes when the others wait, however busy the machine is."""
     let_go, is_over = threading.Event(), threading.Event()
-    monkeypatch.setattr(threads, "monotonic", lambda: float(is_over.is_set()))
+    monkeypatch.setattr(engine, "monotonic", lambda: float(is_over.is_set()))
 
     def sleep_here(device):
         if device.index == 1:
@@ -340,21 +340,21 @@ def test_the_threads_are_gone_for_the_system_too(virtual_cluster):
 
 
 def test_threads_that_are_exiting_are_awaited_longer(virtual_cluster, monkeypatch):
-    live = threads._run_device
+    live = engine._run_device
 
     def live_slowly(*arguments):
         live(*arguments)
         time.sleep(0.2)  # as a busy machine lets it wait
 
-    monkeypatch.setattr(threads, "_run_device", live_slowly)
-    monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_run_device", live_slowly)
+    monkeypatch.setattr(engine, "_GRACE_SECONDS", 0.0)
     assert virtual_cluster(3).run(lambda device: device.index).outputs == [0, 1, 2]
     assert device_threads() == []
 
 
 def test_a_thread_started_after_the_run_does_nothing(virtual_cluster, monkeypatch):
     """As on a busy machine, which has not let it run before."""
-    live, begun, is_over = threads._run_device, [], threading.Event()
+    live, begun, is_over = engine._run_device, [], threading.Event()
 
     def live_late(job, *arguments):
         if job.device == 0:
@@ -365,8 +365,8 @@ def test_a_thread_started_after_the_run_does_nothing(virtual_cluster, monkeypatc
         begun.append(device.index)
         fail_on_one(device)
 
-    monkeypatch.setattr(threads, "_run_device", live_late)
-    monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "_run_device", live_late)
+    monkeypatch.setattr(engine, "_GRACE_SECONDS", 0.0)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
+from tests.virtual.any_shardings import count_costs, shardings
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.builder import shards_of
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.feed_forward import FeedForward, FeedForwardSharding, FeedForwardShardingPolicy
-from xrank.virtual.planning import plan
-from xrank.virtual.sharded_operation import shards_of
-from xrank.virtual.sharding import DimSharding, TensorSharding
+from xrank.virtual.layers import FeedForward, FeedForwardSharding, FeedForwardShardingPolicy
+from xrank.virtual.programs import plan
 
 X, Y, P = 2, 4, 8
 MESH = DeviceMesh((X, Y), ("x", "y"))
@@ -67,18 +67,12 @@ def backward_costs(case, b, s, m, h):
             return P * 10 * b * s * m * h / Y, P * (Y - 1), P * (Y - 1) * b * s * m
 
 
-def count_costs(statistics, itemsize=4):
-    assert statistics.traffic.received_nbytes == statistics.nbytes
-    return statistics.flops, statistics.messages, statistics.nbytes / itemsize
-
-
 def check_shards(outputs, whole, sharding, tolerance, mesh=MESH):
     for output, part in zip(outputs, shards_of(whole, sharding, mesh), strict=True):
         np.testing.assert_allclose(output, part, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("engine", ["in-process", "processes"])
-@pytest.mark.parametrize("case", SHARDINGS)
+@pytest.mark.parametrize(("case", "engine"), [*((case, "in-process") for case in SHARDINGS), ("gspmd", "processes")])
 def test_a_layer_has_the_values_and_costs_of_its_policy(case, engine):
     policy, sharding = SHARDINGS[case]
     assert sharding.policy is policy
@@ -162,17 +156,6 @@ def test_sequence_parallel_shards_send_half_by_push():
         np.testing.assert_allclose(joined[name], whole, rtol=2e-5, atol=2e-5)
     # Gathers of x and dout, a reduce-scatter of dx, an all-reduce of db2, whose rows are cut.
     assert count_costs(run.statistics)[1:] == (P * 4 * (Y - 1), P * (Y - 1) * (3 * b * s * m / Y + m))
-
-
-@st.composite
-def shardings(draw, num_dims):
-    """Return any sharding over x, y and z."""
-    dims = [[] for _ in range(num_dims)]
-    for axis in draw(st.permutations("xyz")):
-        place = draw(st.integers(0, num_dims))
-        if place < num_dims:
-            dims[place].append(axis)
-    return TensorSharding([DimSharding(axes, draw(st.sampled_from(["/=", "/~"]))) for axes in dims])
 
 
 @settings(max_examples=count_of(40))

@@ -6,7 +6,7 @@ import pytest
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh
 from xrank.virtual import Mesh, MeshIndex
-from xrank.virtual.mesh import as_device_mesh, group_of
+from xrank.virtual.sharding import as_device_mesh, group_of
 
 MESH = DeviceMesh((2, 2, 2), ("pp", "dp", "tp"), [7, 6, 5, 4, 3, 2, 1, 0])
 

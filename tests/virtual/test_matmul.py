@@ -8,16 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
+from tests.virtual.any_shardings import count_costs, shardings
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.choice import cheapest
+from xrank.virtual.builder import shards_of
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.feed_forward import FeedForward, FeedForwardSharding
+from xrank.virtual.layers import (
+    FeedForward,
+    FeedForwardSharding,
+    MatMul,
+    MatMulSharding,
+    MatMulShardingPolicy,
+    cheapest,
+)
 from xrank.virtual.link_model import LinkModel
-from xrank.virtual.matmul import MatMul, MatMulSharding, MatMulShardingPolicy
-from xrank.virtual.planning import plan
-from xrank.virtual.sharded_operation import shards_of
-from xrank.virtual.sharding import DimSharding, TensorSharding
+from xrank.virtual.programs import plan
+from xrank.virtual.sharding import TensorSharding
 
 X, Y, P = 2, 4, 8
 MESH = DeviceMesh((X, Y), ("x", "y"))
@@ -78,13 +84,7 @@ def cluster(algorithm="push", engine="in-process", mesh=MESH):
     return VirtualCluster(mesh, engine=engine, algorithm=algorithm)
 
 
-def count_costs(statistics, itemsize=4):
-    assert statistics.traffic.received_nbytes == statistics.nbytes
-    return statistics.flops, statistics.messages, statistics.nbytes / itemsize
-
-
-@pytest.mark.parametrize("engine", ["in-process", "processes"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "engine"), [*((case, "in-process") for case in CASES), ("full", "processes")])
 def test_forward_has_the_values_and_costs_of_its_policy(case, engine):
     policy, a_text, b_text, g = CASES[case]
     sharding = MatMulSharding((a_text, b_text))
@@ -105,8 +105,7 @@ def test_forward_has_the_values_and_costs_of_its_policy(case, engine):
     assert {each.received_messages for each in from_host} == {2}
 
 
-@pytest.mark.parametrize("engine", ["in-process", "processes"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "engine"), [*((case, "in-process") for case in CASES), ("full", "processes")])
 def test_backward_has_the_values_and_costs_of_its_policy(case, engine):
     policy, a_text, b_text, g = CASES[case]
     operation = MatMul(MatMulSharding((a_text, b_text))).backward()
@@ -254,16 +253,6 @@ def test_columns_alone_cut_need_no_device_to_hang():
     assert count_costs(even) == (P * 2 * 8**3 / Y, P * (Y - 1), P * (Y - 1) * 64 / Y)
 
 
-@st.composite
-def shardings(draw, num_dims, sums=False):
-    """Return any sharding over x, y and z."""
-    dims, left = [[] for _ in range(num_dims)], []
-    for axis in draw(st.permutations("xyz")):
-        place = draw(st.integers(0, num_dims + sums))
-        (left if place == num_dims + 1 else dims[place] if place < num_dims else []).append(axis)
-    return TensorSharding([DimSharding(axes, draw(st.sampled_from(["/=", "/~"]))) for axes in dims], left)
-
-
 @settings(max_examples=count_of(60))
 @given(st.data())
 def test_any_shardings_by_any_policy_give_the_product(data):
@@ -272,7 +261,7 @@ def test_any_shardings_by_any_policy_give_the_product(data):
     )
     num_dims = data.draw(st.integers(2, 3))
     sharding = MatMulSharding(
-        [data.draw(shardings(num_dims, False)), data.draw(shardings(2)), data.draw(shardings(num_dims, True))]
+        [data.draw(shardings(num_dims)), data.draw(shardings(2)), data.draw(shardings(num_dims, "xyz"))]
     )
     operation = MatMul(sharding, data.draw(st.sampled_from(sharding.policies)))
     rows = data.draw(st.tuples(*[st.integers(1, 6)] * (num_dims - 1)))
@@ -321,17 +310,6 @@ def test_narrow_elements_are_summed_in_wide_ones(dtype, kind):
         MatMul(MatMulSharding(("[m, k]", "[k, n]"))), activations=made[:1], parameters=made[1:]
     )
     assert float(run.outputs[0][0, 0]) == 2.25 * 4096
-
-
-def test_torch_agrees_on_the_gradients():
-    a, b, dc = (torch.from_numpy(array) for array in arrays(10, 6, 7, "float64"))
-    operation = MatMul(MatMulSharding(("[m/=x, k/=y]", "[k/=x, n/=y]", "[m/=y, n/=x]"))).backward()
-    run = cluster().run(operation, activations=(a, dc), parameters=(b,))
-    gradients = operation.join(run.outputs, MESH)
-    wanted_a, wanted_b = a.clone().requires_grad_(), b.clone().requires_grad_()
-    (wanted_a @ wanted_b).backward(dc)
-    torch.testing.assert_close(gradients["da"], wanted_a.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradients["db"], wanted_b.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from tests.virtual.whole_model import (
 )
 from xrank import dtypes
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.arrays import ArraySpec, spec_of
-from xrank.virtual.kernels import find_kernel
+from xrank.virtual.arrays import ArraySpec, find_kernel, spec_of
 from xrank.virtual.mlp import MLP, SGD, Adam
 from xrank.virtual.pipeline import Pipeline
 

@@ -10,7 +10,7 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
 from xrank.virtual.mlp import MLP, SGD, Adam
 from xrank.virtual.pipeline import Pipeline
-from xrank.virtual.planning import plan
+from xrank.virtual.programs import plan
 
 
 def check_refusal(error, match, activations, parameters, mlp=None):

@@ -7,12 +7,9 @@ from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import ArraySpec
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.mesh import Mesh
-from xrank.virtual.pipeline import Pipeline, PipelinedOperation, PipelineStage, StageProgram
-from xrank.virtual.planning import plan
-from xrank.virtual.programs import Send, Take
-from xrank.virtual.schedule import make_gpipe, make_schedule
-from xrank.virtual.sharding import TensorSharding
+from xrank.virtual.pipeline import Pipeline, PipelinedOperation, PipelineStage, StageProgram, make_gpipe, make_schedule
+from xrank.virtual.programs import Send, Take, plan
+from xrank.virtual.sharding import Mesh, TensorSharding
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
 

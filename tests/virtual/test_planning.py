@@ -157,7 +157,7 @@ def head(x):
         ([Receive("x", FOUR), Compute("test.head", ("x",), ("y", "z"), (TWO, TWO))], "returns 1 arrays"),
         ([Receive("x", FOUR), Compute("test.none", ("x",), ("y",), (FOUR,))], "unknown kernel 'test.none'"),
         ([Receive("x", FOUR), Communicate("all_sum", (0,), "x", "y", (FOUR,), FOUR)], "unknown collective"),
-        ([Receive("x", FOUR), Communicate("gather", (0,), "x", "y", (FOUR,), FOUR, dim=0)], "gather has no root"),
+        ([Receive("x", FOUR), Communicate("gather", (0,), "x", "y", (FOUR,), FOUR, dim=0)], "gather has the root None"),
         (
             [Receive("x", FOUR), Communicate("all_reduce", (0,), "x", "y", (FOUR,), TWO, reduction="sum")],
             "all_reduce returns 'y' with another shape",
@@ -188,8 +188,8 @@ class WrongPackets(Made):
 @pytest.mark.parametrize(
     ("packets", "message"),
     [
-        ({}, "not those that its program receives"),
-        ({"x": np.ones(4, np.float32), "y": np.ones(4)}, "not those that its program receives"),
+        ({}, "the packet 'x' for device 0 is not what"),
+        ({"x": np.ones(4, np.float32), "y": np.ones(4)}, "the packet 'y' for device 0 is not what"),
         ({"x": np.ones(4)}, "the packet 'x' for device 0 is not what"),
         ({"x": np.ones(5, np.float32)}, "the packet 'x' for device 0 is not what"),
     ],

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
+from tests.virtual.any_shardings import shardings
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.builder import ProgramBuilder, Value, extend_cut, redistribute
+from xrank.virtual.builder import ProgramBuilder, ShardedOperation, Value, extend_cut, redistribute
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.planning import plan
-from xrank.virtual.programs import Communicate, Compute
-from xrank.virtual.sharded_operation import ShardedOperation
+from xrank.virtual.programs import Communicate, Compute, plan
 from xrank.virtual.sharding import FULL, DimSharding, TensorSharding, as_sharding
 
 MESH = DeviceMesh((2, 4), ("x", "y"))
@@ -56,27 +55,15 @@ def collectives_of(builder: ProgramBuilder, device: int = 0) -> list[str]:
     return [each.collective for each in builder.instructions[device] if isinstance(each, Communicate)]
 
 
-@st.composite
-def shardings(draw, names: tuple[str, ...], num_dims: int, sums: tuple[str, ...] = ()) -> TensorSharding:
-    """Return any cut of so many dims by any of these axes; along some of `sums` addends are left."""
-    left = tuple(axis for axis in sums if draw(st.booleans()))
-    dims: list[list[str]] = [[] for _ in range(num_dims)]
-    for axis in draw(st.permutations([axis for axis in names if axis not in left])):
-        place = draw(st.integers(0, num_dims))
-        if place < num_dims:
-            dims[place].append(axis)
-    return TensorSharding([DimSharding(axes, draw(st.sampled_from(["/=", "/~"]))) for axes in dims], left)
-
-
 @settings(max_examples=count_of(150))
 @given(st.data())
 def test_a_value_gets_from_any_sharding_to_any_other(data):
     names = ("x", "y", "z")
     mesh = DeviceMesh(data.draw(st.tuples(*[st.integers(1, 3)] * 3)), names)
-    left = data.draw(shardings(names, 2))
+    left = data.draw(shardings(2))
     kept = [axis for axis in names if axis not in left.axes]
     right = TensorSharding((left[1], DimSharding(tuple(data.draw(st.permutations(kept))))))
-    target = data.draw(shardings(names, 2, tuple(axis for axis in names if axis in left[1].axes)))
+    target = data.draw(shardings(2, tuple(axis for axis in names if axis in left[1].axes)))
     m, k, n = (data.draw(st.integers(1, 7)) for _ in range(3))
     a, b = np.arange(m * k).reshape(m, k), np.arange(k * n).reshape(k, n) - 5
     operation = Moved(left, right, target)

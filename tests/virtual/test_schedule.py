@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xrank.errors import UsageError
-from xrank.virtual.schedule import (
+from xrank.virtual.pipeline import (
     SCHEDULES,
     Schedule,
     StageWork,
@@ -53,17 +53,6 @@ def test_interleaved_stages_are_idle_less(chunks):
         wanted = ((chunks - 1) * group + 2 * (stages - 1 - stage) + 1 for stage in range(stages))
         if chunks > 1:
             assert schedule.peak_live_activations == tuple(min(chunks * runs, live) for live in wanted)
-
-
-def test_gpipe_works_in_the_cycles_in_which_it_must():
-    # Stage p begins its forwards in cycle p and its backwards in cycle R + 2S - 2 - p, and then does one a cycle.
-    for runs, stages in SIZES:
-        schedule = make_gpipe(runs, stages)
-        for stage in range(stages):
-            for run in range(runs):
-                assert schedule.find_work(stage, stage + run) == StageWork(stage + run, "forward", run)
-                cycle = runs + 2 * stages - 2 - stage + run
-                assert schedule.find_work(stage, cycle) == StageWork(cycle, "backward", run)
 
 
 def test_1f1b_as_drawn_in_its_paper():

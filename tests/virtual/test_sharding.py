@@ -10,7 +10,7 @@ from xrank.errors import ContradictionError, LayoutError
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.tensor_layout import TensorLayout
-from xrank.virtual.sharded_operation import join_shards, shards_of
+from xrank.virtual.builder import join_shards, shards_of
 from xrank.virtual.sharding import FULL, DimSharding, TensorSharding, canonical
 
 MESH = DeviceMesh((2, 4), ("x", "y"))

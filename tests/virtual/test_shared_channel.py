@@ -18,8 +18,8 @@ from xrank import dtypes
 from xrank.errors import NoSpaceError, UsageError
 from xrank.virtual import processes, shared_channels
 from xrank.virtual.arrays import ArraySpec, bytes_of, from_bytes, kind_of, spec_of
-from xrank.virtual.channels import HOST, make_heading
-from xrank.virtual.shared_channels import Arena, DeviceWait
+from xrank.virtual.engine import HOST, make_heading
+from xrank.virtual.shared_channels import ArrayArena, DeviceWait
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (100_003,), (2, 33, 1025)]
 
@@ -297,7 +297,7 @@ STEPS = st.lists(st.one_of(st.integers(0, 300_000), st.floats(0, 1, exclude_max=
 @given(STEPS)
 def test_no_byte_has_two_users_and_no_room_is_lost(steps):
     """Whole numbers take a place of that size; a fraction gives back one of those that are in use."""
-    arena = Arena(mmap.mmap(-1, 64 << 20))
+    arena = ArrayArena(mmap.mmap(-1, 64 << 20))
     places, most, held = [], 0, 0
     for step in steps:
         if isinstance(step, float):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from xrank.virtual.cluster import VirtualCluster
-from xrank.virtual.planning import plan
+from xrank.virtual.programs import plan
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
 WIDTHS = (7, 9, 8, 11, 5)

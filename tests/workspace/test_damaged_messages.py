@@ -12,7 +12,7 @@ from tests.workspace.failing_os import FailingOs
 from xrank.errors import CorruptError, IncompleteError
 from xrank.ranks import directory_messages
 from xrank.ranks.directory_messages import DirectoryMessages
-from xrank.testing.message_contract import fill_tensor
+from xrank.testing.workspace_contract import fill_tensor
 
 SIZES = [3000, 1, 0, 20_000]
 HEADER = "the header " * 50

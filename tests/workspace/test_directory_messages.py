@@ -17,7 +17,7 @@ from xrank.errors import NoSpaceError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.ranks import directory_messages
 from xrank.ranks.directory_messages import DirectoryMessages, MessageName
-from xrank.testing.message_contract import fill_tensor
+from xrank.testing.workspace_contract import fill_tensor
 from xrank.workspace.nfs import NFSWorkspace
 
 

@@ -14,7 +14,7 @@ from tests.workspace.child import Child
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import IncompleteError
 from xrank.ranks.memory_messages import MemoryMessages
-from xrank.testing.message_contract import fill_tensor, tensor_of
+from xrank.testing.workspace_contract import fill_tensor, tensor_of
 
 # ---- leases
 
@@ -129,7 +129,7 @@ def test_a_child_that_closes_ends_no_message_of_its_parents(writer, reader):
 
 WRITER = """
 import sys
-from xrank.testing.message_contract import fill_tensor
+from xrank.testing.workspace_contract import fill_tensor
 from xrank.ranks.memory_messages import MemoryMessages
 messages = MemoryMessages()
 for value in (1, 2):

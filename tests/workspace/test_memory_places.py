@@ -11,7 +11,7 @@ from tests.open_files import open_files, opened_since
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UsageError
 from xrank.ranks import memory_messages
-from xrank.testing.message_contract import fill_tensor
+from xrank.testing.workspace_contract import fill_tensor
 
 # ---- what is not the message that was fields
 

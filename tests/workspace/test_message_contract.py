@@ -2,7 +2,7 @@ import pytest
 
 from xrank.ranks.socket_messages import SocketMessages
 from xrank.ranks.store import LocalStore
-from xrank.testing.message_contract import MessageWorkspaceContract
+from xrank.testing.workspace_contract import MessageWorkspaceContract
 from xrank.workspace.nfs import NFSWorkspace
 from xrank.workspace.shared_memory import SharedMemoryWorkspace
 

@@ -11,7 +11,7 @@ from tests.workspace.stale_view import Server, StaleClient
 from xrank.errors import IncompleteError
 from xrank.ranks import directory_messages
 from xrank.ranks.directory_messages import DirectoryMessages, MessageName
-from xrank.testing.message_contract import fill_tensor
+from xrank.testing.workspace_contract import fill_tensor
 from xrank.workspace import nfs
 from xrank.workspace.nfs import NFSWorkspace
 

@@ -53,13 +53,13 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
     FILE count. No tensor's bytes are read. An export runs on the ranks that hold the model; a refit on these and on an
     engine's ranks, which follow them.
     """
-    from xrank.virtual.simulation.display import (
+    from xrank.virtual.simulation.simulation import (
+        simulate,
         simulation_html,
         simulation_report,
         simulation_rows,
         simulation_table,
     )
-    from xrank.virtual.simulation.simulation import simulate
 
     found = simulate(path, operation, **arguments)
     report = simulation_report(found)

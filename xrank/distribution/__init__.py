@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
+    from xrank.distribution.calls import distribution, set_distribution
     from xrank.distribution.devices import get_device_count, initialize, list_devices
-    from xrank.distribution.distributions import DataParallel, ModelParallel
+    from xrank.distribution.distributions import DataParallel, ModelParallel, distribute_tensor
     from xrank.distribution.keras_forms import DeviceMesh, LayoutMap, TensorLayout
-    from xrank.distribution.placing import distribute_tensor
-    from xrank.distribution.scopes import distribution, set_distribution
 
 __all__ = [
     "DataParallel",
@@ -30,18 +29,12 @@ __all__ = [
     "set_distribution",
 ]
 
-_HOMES = {
-    "DataParallel": "distributions",
-    "DeviceMesh": "keras_forms",
-    "LayoutMap": "keras_forms",
-    "ModelParallel": "distributions",
-    "TensorLayout": "keras_forms",
-    "distribute_tensor": "placing",
-    "distribution": "scopes",
-    "get_device_count": "devices",
-    "initialize": "devices",
-    "list_devices": "devices",
-    "set_distribution": "scopes",
+_MODULES: dict[str, tuple[str, ...]] = {
+    "calls": ("distribution", "set_distribution"),
+    "devices": ("get_device_count", "initialize", "list_devices"),
+    "distributions": ("DataParallel", "ModelParallel", "distribute_tensor"),
+    "keras_forms": ("DeviceMesh", "LayoutMap", "TensorLayout"),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __getattr__, __dir__ = defer_imports(__name__, _HOMES)

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
-    from xrank.gradients.checks import check_gradients
-    from xrank.gradients.comparisons import GradientCheck
+    from xrank.gradients.checks import GradientCheck, check_gradients
     from xrank.gradients.config import GradientConfig
     from xrank.gradients.distributed_data_parallel import DistributedDataParallel
     from xrank.gradients.export import export_gradients, export_optimizer_shards, load_optimizer_shards
     from xrank.gradients.finalize import Reduction, finalize_model_grads
-    from xrank.gradients.norms import GradScaler, clip_grad_norm, grad_norm
     from xrank.gradients.plan import GradientPlan
     from xrank.gradients.roles import mark
-    from xrank.gradients.shards import ParameterShards
+    from xrank.gradients.shards import GradScaler, ParameterShards, clip_grad_norm, grad_norm
 
 __all__ = [
     "DistributedDataParallel",
@@ -39,22 +37,16 @@ __all__ = [
     "mark",
 ]
 
-_HOMES = {
-    "DistributedDataParallel": "distributed_data_parallel",
-    "GradScaler": "norms",
-    "GradientCheck": "comparisons",
-    "GradientConfig": "config",
-    "GradientPlan": "plan",
-    "ParameterShards": "shards",
-    "Reduction": "finalize",
-    "check_gradients": "checks",
-    "clip_grad_norm": "norms",
-    "export_gradients": "export",
-    "export_optimizer_shards": "export",
-    "finalize_model_grads": "finalize",
-    "grad_norm": "norms",
-    "load_optimizer_shards": "export",
-    "mark": "roles",
+_MODULES: dict[str, tuple[str, ...]] = {
+    "checks": ("GradientCheck", "check_gradients"),
+    "config": ("GradientConfig",),
+    "distributed_data_parallel": ("DistributedDataParallel",),
+    "export": ("export_gradients", "export_optimizer_shards", "load_optimizer_shards"),
+    "finalize": ("Reduction", "finalize_model_grads"),
+    "plan": ("GradientPlan",),
+    "roles": ("mark",),
+    "shards": ("GradScaler", "ParameterShards", "clip_grad_norm", "grad_norm"),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __getattr__, __dir__ = defer_imports(__name__, _HOMES)

@@ -10,30 +10,489 @@ wrapper cut its own buckets: Megatron's distributed optimizer cuts other slices 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations, product
+from math import prod
+from typing import Any, Literal, TypeAlias
 
 import torch
+from xxhash import xxh128_hexdigest
 
-from xrank.errors import UsageError
-from xrank.gradients.agreement import connect_ranks
-from xrank.gradients.comparisons import (
-    GradientCheck,
-    GradientFinding,
-    compare_replicas,
-    compare_with_reference,
-    encode_findings,
-    explain_missing_sums,
-    find_unowned,
-    merge_findings,
-)
-from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+from xrank.errors import GradientError, UsageError
+from xrank.gradients.buckets import first_nonfinite
+from xrank.gradients.distributed_data_parallel import DistributedDataParallel, connect_ranks
 from xrank.gradients.faults import At
-from xrank.gradients.nonfinite import first_nonfinite
-from xrank.gradients.plan import GradientPlan, split_instances
-from xrank.gradients.roles import local_of
+from xrank.gradients.plan import GradientPlan, PlannedParameter, list_later, split_instances
+from xrank.gradients.roles import EXPERT_DATA_AXES, MeshPlace, local_of
 from xrank.gradients.wire import GradientWire
+from xrank.layout.local_part import local_part
+from xrank.layout.terms.tensors import describe_mesh, from_placements
+from xrank.ranks.memory import row_major_bytes
+from xrank.words import first_lines, join_words, ranks_text
+
+FindingKind: TypeAlias = Literal["nonfinite", "missing", "unknown", "shape", "replicas", "tied", "scale", "reference"]
+Comparable: TypeAlias = tuple[torch.Tensor, torch.Tensor, float]
+"""The flat elements of a gradient and of its reference that this rank compares, and the largest allowed difference."""
+
+_ORDER = ("nonfinite", "missing", "unknown", "shape", "scale", "replicas", "tied", "reference")
+_MAX_SHOWN = 20
+_MAX_COMPARED = 64
+"""Gradients of one set of ranks whose values are compared or added up; further findings have no explanation."""
+_FACTOR_TOLERANCE = 0.02
+"""Allowed difference of a ratio from a product of lengths, relative to the product."""
+_DTYPE_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+"""Tolerance by dtype, relative to a parameter's largest element. In 100 right runs of a small transformer, cut along
+every axis, rounding errors reached 4e-6 in float32 and 6e-2 in bfloat16. A wrong factor is off by 0.25 or more."""
+_SHARE_OF_ALL = 1e-2
+"""Share of the tolerance that is relative to the largest element of all parameters, so that a gradient of zeros may
+have rounding errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFinding:
+    """A wrong gradient."""
+
+    kind: FindingKind
+    """``scale``: a multiple of the reference; ``reference``: another difference from it; ``tied``: tables of stages."""
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks where it was found; for ``replicas`` and ``tied``, all ranks that should hold the same gradient."""
+    message: str
+    """Text without the name and the ranks."""
+    difference: float | None = None
+    """Largest difference between two elements that should be equal."""
+    factor: float | None = None
+    """Gradient divided by reference, for ``scale``."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: on {ranks_text(self.ranks)} {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCheck:
+    """Result of `check_gradients`, with the same findings on all ranks.
+
+    Example:
+        >>> from xrank.gradients import GradientCheck
+        >>> bool(GradientCheck(rank=0, num_checked=2, findings=()))
+        True
+    """
+
+    rank: int
+    num_checked: int
+    """Number of gradients of this rank."""
+    findings: tuple[GradientFinding, ...]
+    """Findings of all ranks, the most informative kind first."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all gradients are right."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.is_right
+
+    def __str__(self) -> str:
+        if self.is_right:
+            return f"{self.num_checked} gradients of rank {self.rank} are right"
+        return "\n".join(first_lines([str(finding) for finding in self.findings], _MAX_SHOWN))
+
+    def raise_if_wrong(self) -> None:
+        """Raise a `GradientError` with the first finding as its message and the others as notes, on all ranks alike."""
+        if self.is_right:
+            return
+        first, *others = self.findings
+        step = "see what is found for each gradient, and correct the step that reduces it"
+        error = GradientError(str(first), tensor=first.name, rank=first.ranks[0], next_step=step)
+        for line in first_lines([f"also: {other}" for other in others], _MAX_SHOWN - 1):
+            error.add_note(line)
+        raise error
+
+
+def merge_findings(texts: Iterable[str]) -> tuple[GradientFinding, ...]:
+    """Return the findings of all ranks, of one text for each. Findings that differ only in ranks become one."""
+    found: dict[tuple[str, ...], GradientFinding] = {}
+    for text in texts:
+        for values in json.loads(text):
+            finding = GradientFinding(**{**values, "ranks": tuple(values["ranks"])})
+            key = finding.kind, finding.name, finding.message
+            ranks = set(finding.ranks) | set(found[key].ranks if key in found else ())
+            found[key] = replace(found.get(key, finding), ranks=tuple(sorted(ranks)))
+    return tuple(sorted(found.values(), key=lambda finding: (_ORDER.index(finding.kind), finding.ranks, finding.name)))
+
+
+def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding]:
+    """Return a finding for each parameter with elements that no rank owns and no optimizer steps; on all ranks."""
+    sets: dict[tuple[int, ...], list[str]] = {}
+    for planned in plan.parameters:
+        # Without the distributed optimizer each rank has to own whole parameters, and need not ask the others.
+        ranks = plan.buffers[planned.buffer].shard_ranks if plan.config.use_distributed_optimizer else (plan.rank,)
+        sets.setdefault(ranks, []).append(planned.name)
+    findings = []
+    for ranks, names in sorted(sets.items()):
+        texts = wire.exchange(json.dumps([plan[name].owned for name in names]), ranks)
+        for name, *slices in zip(names, *map(json.loads, texts.values()), strict=True):
+            covered = 0
+            for start, stop in sorted(slices):
+                covered = max(covered, stop) if start <= covered else covered
+            if covered < plan[name].numel:
+                message = f"no rank has element {covered} after the exchange, so no optimizer steps it"
+                findings.append(GradientFinding("missing", name, ranks, message))
+    return findings
+
+
+# Replicas: hashes first, then values where hashes differ
+
+
+def compare_replicas(
+    owned: Mapping[str, torch.Tensor | None], plan: GradientPlan, wire: GradientWire
+) -> list[GradientFinding]:
+    """Return where owned elements differ that should be equal, None if no gradient came; the same on all ranks."""
+    digests = {name: _digest(tensor) for name, tensor in owned.items()}
+    findings: list[GradientFinding] = []
+    sets: dict[tuple[tuple[int, ...], FindingKind, tuple[str, ...]], list[str]] = {}
+    for name, ranks, kind, axes in _list_equal_sets(plan):
+        sets.setdefault((ranks, kind, axes), []).append(name)
+    # All ranks use one order: a rank is in several sets, and each set waits for all of its ranks.
+    for (ranks, kind, axes), names in sorted(sets.items()):
+        own = [digests.get(name, "missing") for name in names]
+        # One digest for all gradients of the set; each one's own travels only after a difference.
+        digest_by_rank = wire.exchange(xxh128_hexdigest("\n".join(own).encode()), ranks)
+        if len(set(digest_by_rank.values())) == 1:
+            continue
+        texts = wire.exchange(json.dumps([names, own]), ranks)
+        names_of_first, _ = json.loads(texts[ranks[0]])  # each stage has its own name for a table
+        known = {rank: json.loads(texts[rank])[1] for rank in ranks}
+        num_compared = 0
+        for place, name in enumerate(names):
+            by_rank = {rank: known[rank][place] for rank in ranks}
+            if len(set(by_rank.values())) == 1 or "missing" in by_rank.values():
+                continue  # the rank without the gradient reports it
+            difference, at, tensor = None, None, owned.get(name)
+            is_comparable = len({_header(text) for text in by_rank.values()}) == 1
+            if is_comparable and tensor is not None and num_compared < _MAX_COMPARED:
+                num_compared += 1
+                difference, at = _find_largest_difference(tensor, ranks, wire)
+                if difference == 0:
+                    continue  # only the signs of zeros differ
+            message = _describe_difference(by_rank, axes, difference, at)
+            findings.append(GradientFinding(kind, names_of_first[place], ranks, message, difference))
+    return findings
+
+
+def _list_equal_sets(plan: GradientPlan) -> Iterator[tuple[str, tuple[int, ...], FindingKind, tuple[str, ...]]]:
+    """Yield each parameter with each set of two or more ranks that should own equal elements of it."""
+    for planned in plan.parameters:
+        buffer = plan.buffers[planned.buffer]
+        same = buffer.across_ranks if plan.config.use_distributed_optimizer else planned.ranks
+        if len(same) > 1:
+            yield planned.name, same, "replicas", planned.axes
+    for planned, later in list_later(plan.parameters):
+        kind: FindingKind = "tied" if later.kind in ("word", "position") else "replicas"
+        yield planned.name, later.ranks, kind, later.axes
+
+
+def _digest(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none came"
+    return f"{tensor.numel()} of {tensor.dtype} {xxh128_hexdigest(row_major_bytes(tensor).data)}"
+
+
+def _header(digest: str) -> str:
+    return digest.rpartition(" ")[0]
+
+
+def _find_largest_difference(tensor: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> tuple[float, int]:
+    """Return the largest difference of an element between ranks, and the element's index."""
+    values = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+    # Two maxima give the spread of each element over the ranks: max(x) + max(-x).
+    high = values.to(wire.device, torch.float64)
+    # Elements that are not finite are other findings; here they would hide the rest.
+    high = torch.nan_to_num(high, nan=0.0, posinf=0.0, neginf=0.0)
+    low = -high
+    for handle in [wire.all_reduce(high, ranks, "max"), wire.all_reduce(low, ranks, "max")]:
+        handle.wait()
+    spread = high.add_(low)
+    at = int(spread.argmax())
+    return float(spread[at]), at // 2 if tensor.is_complex() else at
+
+
+def _describe_difference(
+    by_rank: Mapping[int, str], axes: Sequence[str], difference: float | None, at: int | None
+) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, text in by_rank.items():
+        groups.setdefault(text, []).append(rank)
+    if len(groups) == len(by_rank):
+        how = "each rank has another value"
+    else:
+        how = "; ".join(f"{ranks_text(ranks)} have one and the same" for ranks in groups.values() if len(ranks) > 1)
+        alone = [ranks[0] for ranks in groups.values() if len(ranks) == 1]
+        if alone:
+            how += f", {ranks_text(alone)} another"
+    if len({_header(text) for text in groups}) > 1:
+        return f"copies along {join_words(axes)} are not alike: {how} ({' or '.join(sorted(groups))})"
+    by = "" if difference is None else f", by up to {difference:.3g} at element {at} of those that are compared"
+    return f"copies along {join_words(axes)} are not equal{by}: {how}"
+
+
+# The reference of one process
+
+
+def compare_with_reference(
+    gradients: Mapping[str, Any], reference: Mapping[str, Any], plan: GradientPlan, tolerance: float | None
+) -> tuple[list[GradientFinding], dict[str, Comparable]]:
+    """Return where this rank's gradients differ from those of one process, and what was compared.
+
+    Gradients are of the local shape, or None if none came; references are of the local or of the whole shape, or None.
+    """
+    findings: list[GradientFinding] = []
+    compared: dict[str, Comparable] = {}
+    judged: list[str] = []
+    known = [one for one in reference.values() if one is not None and bool(one.isfinite().all())]
+    largest = max((float(one.abs().max()) for one in known if one.numel()), default=0.0)
+    for name, gradient in gradients.items():
+        planned, ranks = plan[name], (plan.rank,)
+        if name not in reference:
+            message = "the reference has no gradient of this name"
+            findings.append(GradientFinding("missing", name, ranks, message))
+            continue
+        wanted = _find_local_reference(reference[name], gradient, planned)
+        if wanted is None:
+            got = f"{list(planned.shape)}, and the reference of {list(reference[name].shape)}"
+            message = f"it is of the local shape {got}, and no placement defines this rank's part"
+            findings.append(GradientFinding("shape", name, ranks, message))
+            continue
+        bad = first_nonfinite(wanted)
+        if bad is not None:
+            message = f"the reference is {bad[1]} at element {list(bad[0])}, so nothing can be compared with it"
+            findings.append(GradientFinding("nonfinite", name, ranks, message))
+            continue
+        local = torch.zeros(planned.shape, dtype=planned.dtype) if gradient is None else local_of(gradient)
+        part = slice(*planned.owned)
+        if bool(wanted.reshape(-1)[part].any()):
+            judged.append(name)
+        dtypes = {planned.dtype, wanted.dtype, local.dtype}
+        allowed = max(_DTYPE_TOLERANCES.get(one, 1e-4) for one in dtypes) if tolerance is None else tolerance
+        # The largest element of the whole parameter: small elements of a slice have the rounding errors of the others.
+        own = float(wanted.abs().max()) if wanted.numel() else 0.0
+        bound = allowed * (own + _SHARE_OF_ALL * largest)
+        wide = torch.complex128 if local.is_complex() else torch.float64
+        mine = local.reshape(-1)[part].to(wide)
+        expected = wanted.reshape(-1)[part].to(mine.device, wide)
+        if not mine.is_complex():
+            compared[name] = mine, expected, bound
+        found = _find_difference(mine, expected, bound, planned, plan)
+        if found is not None:
+            findings.append(found)
+    return _summarize_factors(findings, plan, judged), compared
+
+
+def _find_difference(
+    found: torch.Tensor, wanted: torch.Tensor, bound: float, planned: PlannedParameter, plan: GradientPlan
+) -> GradientFinding | None:
+    if not found.numel():
+        return None
+    off = (found - wanted).abs()
+    difference = float(off.max())
+    if not difference > bound:  # also if it is a NaN, which another check reports
+        return None
+    # The least-squares factor: a gradient that equals it times the reference is only scaled.
+    norm = float(torch.linalg.vector_norm(wanted))
+    ratio = float((found.conj() * wanted).sum().real) / norm**2 if norm else 0.0
+    if ratio > 0 and float((found - ratio * wanted).abs().max()) <= ratio * bound:
+        message = describe_factor(ratio, plan, planned)
+        return GradientFinding("scale", planned.name, (plan.rank,), message, difference, ratio)
+    if not bool(found.any()):
+        message = "it is zero, and that of one process is not"
+    else:
+        relative = difference / max(float(wanted.abs().max()), 1e-300)
+        message = (
+            f"it differs from that of one process by up to {relative:.3g} of the largest element, most at element "
+            f"{int(off.argmax())} of those that are compared"
+        )
+        if planned.later:
+            axes = dict.fromkeys(axis for later in planned.later for axis in later.axes)
+            verbs = join_words(f"{later.operation} along {join_words(later.axes)}" for later in planned.later)
+            message += f"; the plan has a later {verbs}, without which it is a part along {join_words(axes)}"
+    return GradientFinding("reference", planned.name, (plan.rank,), message, difference)
+
+
+def _find_local_reference(reference: Any, gradient: Any, planned: PlannedParameter) -> torch.Tensor | None:
+    """Return this rank's part of a reference; None if its placement is unknown."""
+    if reference is None:
+        return torch.zeros(planned.shape, dtype=planned.dtype)
+    whole: torch.Tensor = local_of(reference)
+    if not hasattr(gradient, "placements") or tuple(whole.shape) != tuple(gradient.shape):
+        return whole if tuple(whole.shape) == planned.shape else None
+    if any(placement.is_partial() for placement in gradient.placements):
+        return None
+    mesh = describe_mesh(gradient.device_mesh)
+    layout = from_placements(mesh, gradient.placements, whole.ndim)
+    at = dict(zip(mesh.axis_names, gradient.device_mesh.get_coordinate(), strict=True))
+    part = local_part(layout, mesh, at, tuple(whole.shape))
+    assert part is not None  # placements have no "where"
+    found, flat = whole.new_zeros(part.shape), whole.contiguous().view(-1)
+    for nest in part.nests:
+        counts, steps, whole_steps = zip(*nest.loops, strict=True) if nest.loops else ((), (), ())
+        found.view(-1).as_strided(counts, steps, nest.x).copy_(flat.as_strided(counts, whole_steps, nest.y))
+    return found
+
+
+# Factors: lengths of axes that explain a multiple of the reference
+
+
+def find_factors(
+    ratio: float, plan: GradientPlan, planned: PlannedParameter, tolerance: float = _FACTOR_TOLERANCE
+) -> tuple[str, ...]:
+    """Return the products and quotients of lengths of axes that equal gradient / reference, with the fewest axes.
+
+    Products, or their inverses, come before quotients, and those of the parameter's own mesh before all others. A
+    quotient is written so that it equals the ratio: ``dp/edp``.
+    """
+    own = _list_lengths(plan, planned, is_own=True)
+    every = _list_lengths(plan, planned, is_own=False)
+    for lengths in (own, every):
+        for count in range(1, len(lengths) + 1):
+            # A missing division and a division too many have inverse ratios and the same axis.
+            factor = max(ratio, 1 / ratio)
+            found = tuple(
+                " x ".join(chosen)
+                for chosen in combinations(lengths, count)
+                if abs(factor / prod(lengths[axis] for axis in chosen) - 1) <= tolerance
+            )
+            if not found and lengths is every:
+                found = _find_quotients(ratio, lengths, count, tolerance)
+            if found:
+                return found
+    return ()
+
+
+def _find_quotients(ratio: float, lengths: Mapping[str, int], count: int, tolerance: float) -> tuple[str, ...]:
+    found = []
+    for chosen in combinations(lengths, count):
+        for is_above in product((True, False), repeat=count):
+            above = [axis for axis, above in zip(chosen, is_above, strict=True) if above]
+            below = [axis for axis in chosen if axis not in above]
+            quotient = prod(lengths[axis] for axis in above) / prod(lengths[axis] for axis in below)
+            if above and below and abs(ratio / quotient - 1) <= tolerance:
+                text = " x ".join(below)
+                found.append((chosen, f"{' x '.join(above)}/{text if len(below) == 1 else f'({text})'}"))
+    # Experts have other replicas than dense weights: to divide by the one number for the other is the usual mistake.
+    usual = tuple(text for chosen, text in found if all(axis in EXPERT_DATA_AXES for axis in chosen))
+    return usual or tuple(text for _, text in found)
+
+
+def _list_lengths(plan: GradientPlan, planned: PlannedParameter, *, is_own: bool) -> dict[str, int]:
+    """Return the lengths of axes longer than 1, of the parameter's mesh or of all, those of its exchanges first."""
+    place = MeshPlace(plan.views, plan.rank)
+    lengths: dict[str, int] = {}
+    others = () if is_own else (place.mesh(False), *(mesh for _, mesh in plan.views.others))
+    for mesh in (place.mesh(plan.buffers[planned.buffer].is_expert), *others):
+        for axis in mesh.axis_names:
+            if mesh.axis_length(axis) > 1:
+                lengths.setdefault(axis, mesh.axis_length(axis))
+    exchanged = dict.fromkeys([*planned.axes, *(axis for later in planned.later for axis in later.axes)])
+    return {axis: lengths[axis] for axis in (*exchanged, *lengths) if axis in lengths}
+
+
+def describe_factor(ratio: float, plan: GradientPlan, planned: PlannedParameter) -> str:
+    """Return a sentence on a gradient that is a multiple of its reference."""
+    axes = find_factors(ratio, plan, planned)
+    times = f"{ratio:.4g} times" if ratio > 1 else f"1/{1 / ratio:.4g} of"
+    start = f"it is {times} that of one process"
+    if not axes:
+        return f"{start}, which is not a length of an axis: see numbers of micro-batches and of tokens"
+    alternatives = " or ".join(axes)
+    if any("/" in one for one in axes):
+        return f"{start}, which is {alternatives}: it was divided by one of them, and the other is right"
+    if ratio > 1:
+        return f"{start}, as many as ranks along {alternatives}: a division by it is missing, or a sum was made twice"
+    return f"{start}, as many as ranks along {alternatives}: it was divided once too often, or not summed"
+
+
+def _summarize_factors(
+    findings: Sequence[GradientFinding], plan: GradientPlan, judged: Sequence[str]
+) -> list[GradientFinding]:
+    """Replace findings of one factor by one finding where it is that of all gradients of a kind.
+
+    The judged gradients are those whose reference is not zero, so that a factor would show.
+    """
+    left = list(findings)
+    for title, members in _list_kinds(plan, judged):
+        scaled = {one.name: one for one in left if one.kind == "scale" and one.name in members}
+        factors = [one.factor for one in scaled.values() if one.factor is not None]
+        if len(members) < 2 or len(factors) < len(members) or max(factors) > min(factors) * (1 + _FACTOR_TOLERANCE):
+            continue
+        # The median has the smallest error of rounding.
+        factor = sorted(factors)[len(factors) // 2]
+        first = scaled[members[0]]
+        message = describe_factor(factor, plan, plan[first.name])
+        difference = max(one.difference or 0.0 for one in scaled.values())
+        summary = replace(first, name=title, message=message, difference=difference, factor=factor)
+        left = [summary, *(one for one in left if one.name not in scaled or one.kind != "scale")]
+    return left
+
+
+def _list_kinds(plan: GradientPlan, judged: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the kinds of gradients that one mistake scales alike, the largest first."""
+    yield "all gradients", list(judged)
+    for title, is_expert in (("all gradients of experts", True), ("all gradients of dense weights", False)):
+        yield title, [name for name in judged if plan.buffers[plan[name].buffer].is_expert == is_expert]
+    for kind, title in (("tensor", "all copies along tp"), ("conditional", "all copies along pp")):
+        yield title, [name for name in judged if any(later.kind == kind for later in plan[name].later)]
+
+
+# Missing exchanges: a sum or mean over some ranks that would be right
+
+
+def explain_missing_sums(
+    findings: Sequence[GradientFinding], compared: Mapping[str, Comparable], plan: GradientPlan, wire: GradientWire
+) -> list[GradientFinding]:
+    """Return the findings, with the missing exchange where one explains a difference; on all ranks together."""
+    wrong = {one.name for one in findings if one.kind == "reference" and one.name in compared}
+    hints: dict[str, str] = {}
+    for ranks, axes, names in _list_summed_sets(plan):
+        own = {name: [compared[name][0].numel(), name in wrong] for name in names if name in compared}
+        # Ranks along tp may hold other parameters, so only those that all of them compare are added up.
+        texts = wire.exchange(json.dumps(own if wrong & own.keys() else None), ranks)
+        if all(text == "null" for text in texts.values()):
+            continue
+        tables = [json.loads(text) for text in wire.exchange(json.dumps(own), ranks).values()]
+        shared = [name for name in tables[0] if len({table.get(name, [-1])[0] for table in tables}) == 1]
+        chosen = [name for name in shared if any(table[name][1] for table in tables)]
+        for name in sorted(chosen)[:_MAX_COMPARED]:
+            gradient, wanted, bound = compared[name]
+            total = gradient.to(wire.device, torch.float64, copy=True)
+            wire.all_reduce(total, ranks, "sum").wait()
+            total, along = total.to(wanted.device), join_words(axes)
+            if name not in wrong or not total.numel():
+                continue
+            if float((total - wanted).abs().max()) <= len(ranks) * bound:
+                hints[name] = f"; its sum along {along} is right: that sum is missing"
+            elif float((total / len(ranks) - wanted).abs().max()) <= bound:
+                hints[name] = f"; its mean along {along} is right: that mean is missing"
+    return [
+        replace(one, message=one.message + hints[one.name]) if one.kind == "reference" and one.name in hints else one
+        for one in findings
+    ]
+
+
+def _list_summed_sets(plan: GradientPlan) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], list[str]]]:
+    """Yield sets of ranks with their axes and the parameters of which they should hold the same, in one order."""
+    place = MeshPlace(plan.views, plan.rank)
+    sets: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}
+    for planned in plan.parameters:
+        if len(planned.tensor_ranks) > 1 and planned.is_cut_over_tp is not True:
+            axis = place.tensor_axis(plan.buffers[planned.buffer].is_expert)
+            sets.setdefault((planned.tensor_ranks, (axis,)), []).append(planned.name)
+        if len(planned.ranks) > 1 and not plan.config.use_distributed_optimizer:
+            sets.setdefault((planned.ranks, planned.axes), []).append(planned.name)
+    for (ranks, axes), names in sorted(sets.items()):
+        yield ranks, axes, names
+
 
 Given: TypeAlias = "Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module]"
 
@@ -200,7 +659,7 @@ def check_gradients(
     if reference is not None:
         differences, compared = compare_with_reference(gradients, rename_to_plan(reference, plan), plan, tolerance)
         findings += explain_missing_sums(differences, compared, plan, wire)
-    texts = wire.exchange(encode_findings(findings), everyone)
+    texts = wire.exchange(json.dumps([asdict(finding) for finding in findings]), everyone)
     return GradientCheck(plan.rank, len(gradients), merge_findings(texts[rank] for rank in everyone))
 
 
@@ -220,8 +679,7 @@ def _check_views(given: GivenGradients, plan: GradientPlan, wire: GradientWire) 
         is_view = local.untyped_storage().nbytes() > local.numel() * local.element_size()
         if is_view and local.storage_offset() != planned.offset:
             error = At(planned.name, plan.rank).usage_error(
-                f"its gradient is a view of element {local.storage_offset()} of a buffer that the plan does not know, "
-                "so the elements that this rank has are unknown",
+                f"its gradient is a view of element {local.storage_offset()} of a buffer that the plan does not know",
                 _GIVE_WRAPPER,
                 want=f"element {planned.offset}, as in the plan",
             )

@@ -19,9 +19,8 @@ import torch
 from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.faults import At
-from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.optimizers import OWNED, list_states
-from xrank.gradients.roles import local_of
+from xrank.gradients.roles import MeshPlace, local_of
 from xrank.gradients.shards import OwnedSlice, list_owned_slices
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.local_part import bind, infer_shape
@@ -35,12 +34,9 @@ class SliceLayouts:
     """Builds the layout map of a rank's tensors, each of which belongs to a parameter's owned slice."""
 
     def __init__(self, own: LayoutMap | None) -> None:
-        self._map: LayoutMap | None = None
+        self.layouts: LayoutMap | None = None
+        """The layouts that were added."""
         self._own = own
-
-    def finish(self) -> LayoutMap:
-        """Return the layouts that were added."""
-        return LayoutMap() if self._map is None else self._map
 
     def add(self, key: str, name: str, one: OwnedSlice) -> None:
         """Add the layout of a tensor of a slice's shape."""
@@ -73,16 +69,16 @@ class SliceLayouts:
         if is_expert and "ep" not in cutting and at.get("ep") is not None and mesh.axis_length("ep") > 1:
             where.append(f"ep={at['ep']}")
         clause = f" where {', '.join(where)}" if where else ""
-        if self._map is None:
-            self._map = LayoutMap(mesh)
-        if mesh == self._map.device_mesh:
-            self._map[key] = TensorLayout.parse(text + clause)
+        if self.layouts is None:
+            self.layouts = LayoutMap(mesh)
+        if mesh == self.layouts.device_mesh:
+            self.layouts[key] = TensorLayout.parse(text + clause)
             return
         view = "expert" if is_expert else "dense"
-        if mesh.ranks == self._map.device_mesh.ranks and self._map.views.setdefault(view, mesh) == mesh:  # type: ignore[union-attr]
-            self._map[key] = TensorLayout.parse(f"{text} in {view}{clause}")
+        if mesh.ranks == self.layouts.device_mesh.ranks and self.layouts.views.setdefault(view, mesh) == mesh:  # type: ignore[union-attr]
+            self.layouts[key] = TensorLayout.parse(f"{text} in {view}{clause}")
         else:
-            self._map[key] = TensorLayout.parse(text + clause, mesh)
+            self.layouts[key] = TensorLayout.parse(text + clause, mesh)
 
     def _find_layout(self, name: str, one: OwnedSlice, mesh: DeviceMesh) -> tuple[TensorLayout, tuple[int, ...]]:
         """Return the cut of the parameter, with numbers for its sizes, and its global shape."""
@@ -229,7 +225,7 @@ def export_gradients(
     for name, one in _rename_slices(list_owned_slices(models), names).items():
         found[name] = one.gradient()
         places.add(name, name, one)
-    return found, places.finish()
+    return found, places.layouts or LayoutMap()
 
 
 def export_optimizer_shards(
@@ -277,7 +273,7 @@ def export_optimizer_shards(
                 places.add_scalar(full, one)
             if key in values:
                 found[full] = _check_shape(full, values[key], one) if is_shaped else values[key]
-    return found, places.finish()
+    return found, places.layouts or LayoutMap()
 
 
 @torch.no_grad()

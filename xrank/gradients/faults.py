@@ -7,7 +7,8 @@ step, and at the end of the step every rank receives the faults of all (`xrank.g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from xrank.errors import GradientError, LayoutError, UsageError
 from xrank.words import first_lines
@@ -30,9 +31,7 @@ class GradientFault:
 
     def make_error(self) -> GradientError:
         """Return the fault as an error."""
-        return GradientError(
-            self.message, tensor=self.tensor, rank=self.rank, got=self.got, want=self.want, next_step=self.next_step
-        )
+        return GradientError(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,14 @@ class At:
 
     def usage_error(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> UsageError:
         """Return an error of an argument."""
-        message = f"{self.tensor}: {text}" if self.tensor else text
-        return UsageError(message, tensor=self.tensor, rank=self.rank, got=got, want=want, next_step=next_step)
+        return UsageError(**self._parts(text, next_step, got, want))
 
     def layout_error(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> LayoutError:
         """Return an error of a mesh or of placements."""
-        message = f"{self.tensor}: {text}" if self.tensor else text
-        return LayoutError(message, tensor=self.tensor, rank=self.rank, got=got, want=want, next_step=next_step)
+        return LayoutError(**self._parts(text, next_step, got, want))
+
+    def _parts(self, text: str, next_step: str, got: str | None, want: str | None) -> dict[str, Any]:
+        return asdict(self.fault(text, next_step, got, want))
 
 
 def raise_faults(found: Mapping[int, Sequence[GradientFault]]) -> None:

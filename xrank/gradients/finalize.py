@@ -16,8 +16,8 @@ import torch
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.faults import At, GradientFault
-from xrank.gradients.mesh_places import MeshPlace
 from xrank.gradients.plan import LATER_KINDS, LaterReduction, Operation
+from xrank.gradients.roles import MeshPlace
 from xrank.gradients.wire import GradientWire, Handle
 
 ReductionKind: TypeAlias = Literal["data", "conditional", "tensor", "word", "position", "router", "tokens"]

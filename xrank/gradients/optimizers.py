@@ -119,13 +119,11 @@ def _check_first_step(optimizer: torch.optim.Optimizer, arguments: Any, options:
         if own is not None:
             raise At(own.name, own.model.plan.rank).usage_error(
                 "its shard has no gradient, so this step would not change it",
-                "call shards.attach(optimizer) after it is made, or give_gradients() before each step and "
-                "take_parameters() after it",
+                "call shards.attach(optimizer) after it is made, or give_gradients() and take_parameters() each step",
             )
         if hasattr(parameter, "main_grad"):
             raise At().usage_error(
-                f"a parameter of shape {list(parameter.shape)} has its gradient in main_grad and none in .grad, so "
-                "this step would not change it",
+                f"a parameter of shape {list(parameter.shape)} has its gradient in main_grad, where no step finds it",
                 "make the optimizer over ParameterShards(ddp).parameters(), or map_groups(groups), and attach it",
             )
     _SEEN.add(optimizer)

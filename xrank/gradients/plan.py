@@ -8,20 +8,118 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from math import prod
+from functools import lru_cache
+from math import lcm, prod
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from xrank.errors import UsageError
-from xrank.gradients.bucket_layout import choose_bucket_size, lay_out, shard_bounds
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.faults import At
-from xrank.gradients.mesh_places import DENSE_DATA_AXES, MeshPlace, as_mesh_views, check_shard_order, ranks_along
-from xrank.gradients.roles import ParameterRole, local_of, role_of
+from xrank.gradients.roles import (
+    DENSE_DATA_AXES,
+    MeshPlace,
+    ParameterRole,
+    as_mesh_views,
+    check_shard_order,
+    local_of,
+    ranks_along,
+    role_of,
+)
 from xrank.layout import MeshViews
 from xrank.words import join_words, ranks_text
+
+_START_ALIGNMENT = 64
+"""Elements: 128 bytes of 16 bits (megatron/core/distributed/param_and_grad_buffer.py), which kernels prefer."""
+_END_ALIGNMENT = 128
+# Both as in that file: NCCL's bandwidth is high for sizes that a large power of two divides.
+_WIDE_END_ALIGNMENT = 1 << 16
+_MIN_BUCKET_SIZE = 1_000_000
+_MAX_BUCKET_SIZE = 25_000_000
+_NUM_BUCKETS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The place of one bucket in its buffer."""
+
+    start: int
+    stop: int
+    numel_unpadded: int
+    members: tuple[int, ...]
+    """Indices of its parameters in the order of registration, the last one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """Places of the parameters of one buffer."""
+
+    offsets: tuple[int, ...]
+    """Offset of each parameter in elements, in the order of registration."""
+    buckets: tuple[Extent, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+
+@lru_cache(maxsize=256)
+def lay_out(
+    numels: tuple[int, ...], is_alone: tuple[bool, ...], bucket_size: int | None, num_shards: int, is_wide: bool
+) -> BufferLayout:
+    """Return the places of parameters. The same arguments give the same layout on any rank."""
+    # Without shards no rank needs equal parts, so padding would only be sent for nothing.
+    start_alignment = _START_ALIGNMENT if num_shards else 1
+    end_alignment = lcm(num_shards, _END_ALIGNMENT, _WIDE_END_ALIGNMENT if is_wide else 1) if num_shards else 1
+    offsets = [0] * len(numels)
+    buckets: list[Extent] = []
+    members: list[int] = []
+    start = end = 0
+
+    def close() -> None:
+        nonlocal start, end
+        # A bucket ends where all shards are equal and aligned; the next one starts there.
+        stop = _align(end, end_alignment)
+        buckets.append(Extent(start, stop, end - start, tuple(members)))
+        members.clear()
+        start = end = stop
+
+    # Backwards produce gradients from the last registered parameter to the first, so buckets fill in this order.
+    for index in reversed(range(len(numels))):
+        if is_alone[index] and members:
+            close()
+        offsets[index] = _align(end, start_alignment)
+        end = offsets[index] + numels[index]
+        members.append(index)
+        if is_alone[index] or (bucket_size is not None and end - start >= bucket_size):
+            close()
+    if members:
+        close()
+    return BufferLayout(tuple(offsets), tuple(buckets))
+
+
+def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
+    """Return the number of elements that closes a bucket; None for one bucket per buffer.
+
+    The default depends on the elements that the same ranks exchange: several buckets leave while the backward runs.
+    """
+    if not config.overlap_grad_reduce:
+        return None
+    return config.bucket_size or max(_MIN_BUCKET_SIZE, min(_MAX_BUCKET_SIZE, sum(numels) // _NUM_BUCKETS))
+
+
+def _align(index: int, alignment: int) -> int:
+    return -(-index // alignment) * alignment
+
+
+def shard_bounds(start: int, stop: int, num_shards: int, place: int) -> tuple[int, int]:
+    """Return the bounds of one shard of a bucket."""
+    size = (stop - start) // num_shards
+    return start + place * size, start + (place + 1) * size
+
 
 Operation: TypeAlias = Literal["sum", "average"]
 LaterKind: TypeAlias = Literal["conditional", "tensor", "word", "position"]
@@ -231,7 +329,7 @@ class GradientPlan:
         Args:
             module: this rank's module. Names in several chunks start with the chunk's number, as in a ``ModuleList``.
             mesh: a `DeviceMesh` or torch's with axes among pp, dp, cp, tp, or `MeshViews` with a view that has edp, ep,
-                etp, pp for experts. Frameworks' own names are known too (`mesh_places.AXIS_ALIASES`): data, fsdp,
+                etp, pp for experts. Frameworks' own names are known too (`roles.AXIS_ALIASES`): data, fsdp,
                 replicate and shard of hybrid sharding, tensor, model; an unnamed torch mesh of one axis is dp.
             config: storage and exchange of gradients.
             rank: rank of the plan; this process' rank when None.
@@ -409,7 +507,12 @@ def _make_plan(
         shard_ranks, across_ranks = split_instances(kind.ranks, place.rank, config)
         layout = lay_out(
             tuple(parameters[index].numel for index in indices),
-            tuple(_is_alone(parameters[index], config) for index in indices),
+            # All stages that hold a parameter cut its bucket into the same shards, so it has one of its own.
+            tuple(
+                config.use_distributed_optimizer
+                and any(later.kind in _ACROSS_STAGES for later in parameters[index].later)
+                for index in indices
+            ),
             choose_bucket_size(config, numels[kind.ranks]),
             len(shard_ranks) if config.use_distributed_optimizer else 0,
             config.pad_buckets_for_high_nccl_busbw,
@@ -565,11 +668,6 @@ def _find_divisor(role: ParameterRole, place: MeshPlace) -> int:
     mesh = place.mesh(role.is_expert)
     cut = prod(mesh.axis_length(axis) for axis in place.data_axes(role.is_expert) if axis in role.sharded)
     return len(place.ranks(place.data_axes(False))) // cut
-
-
-def _is_alone(parameter: PlannedParameter, config: GradientConfig) -> bool:
-    """Return whether a parameter has a bucket of its own: all stages that hold it then cut it into the same shards."""
-    return config.use_distributed_optimizer and any(later.kind in _ACROSS_STAGES for later in parameter.later)
 
 
 def split_instances(

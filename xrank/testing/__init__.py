@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING
 from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
-    from xrank.testing.message_contract import MessageWorkspaceContract
     from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
-    from xrank.testing.workspace_contract import WorkspaceContract
+    from xrank.testing.workspace_contract import MessageWorkspaceContract, WorkspaceContract
 
 __all__ = ["MessageWorkspaceContract", "ReaderContract", "SampleSource", "WorkspaceContract", "whole"]
 
-_HOMES = {
-    "MessageWorkspaceContract": "message_contract",
-    "ReaderContract": "reader_contract",
-    "SampleSource": "reader_contract",
-    "WorkspaceContract": "workspace_contract",
-    "whole": "reader_contract",
+_MODULES: dict[str, tuple[str, ...]] = {
+    "reader_contract": ("ReaderContract", "SampleSource", "whole"),
+    "workspace_contract": ("MessageWorkspaceContract", "WorkspaceContract"),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __getattr__, __dir__ = defer_imports(__name__, _HOMES)

@@ -31,9 +31,9 @@ from xrank.testing.rank_pool import MAX_RANKS, RankPool
 
 if TYPE_CHECKING:
     from xrank.virtual.cluster import VirtualCluster
-    from xrank.virtual.mesh import MeshLike
+    from xrank.virtual.sharding import MeshLike
 
-for _name in ("workspace_contract", "message_contract", "reader_contract"):
+for _name in ("workspace_contract", "reader_contract"):
     if f"xrank.testing.{_name}" not in sys.modules:
         # A contract's failed assert then shows its values, as in the tests beside it.
         pytest.register_assert_rewrite(f"xrank.testing.{_name}")

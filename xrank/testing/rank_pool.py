@@ -22,9 +22,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError, require, require_linux
-from xrank.testing.rank_starter import RankStarter
-from xrank.testing.rank_worker import Failure, Task
-from xrank.virtual.processes import StackRequest, collect_stacks
+from xrank.testing.rank_worker import Failure, RankStarter, Task
+from xrank.virtual.processes import collect_stacks
 from xrank.words import ranks_text
 
 MAX_RANKS = 8
@@ -291,11 +290,8 @@ class _Rank:
 
     def stack(self) -> str:
         """Return the stacks of the rank's threads. Its handler is C, and so answers from within any Python call."""
-        (stack,) = collect_stacks([StackRequest(self._pid or 0, self._stacks, self._ask_for_stack)])
+        (stack,) = collect_stacks([(self._stacks, lambda: self._send_signal(signal.SIGUSR1))])
         return stack or "(it does not react: stopped, or inside the kernel)"
-
-    def _ask_for_stack(self) -> None:
-        self._send_signal(signal.SIGUSR1)
 
     def _send_signal(self, number: int) -> None:
         if self._pid is not None:  # not yet awaited: nobody else has the number

@@ -1,38 +1,451 @@
-"""The interpreter: executes a program on a virtual device."""
+"""Virtual devices with their collectives, the interpreter of programs, and the cluster that runs them."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, SupportsIndex
 
 from xrank.errors import UsageError, require_linux
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.arrays import Array, concatenate, nbytes_of, spec_of, split_evenly
-from xrank.virtual.channels import HOST, ChannelStatistics, Links
-from xrank.virtual.collectives import DeviceStatistics, Statistics, check_algorithm
-from xrank.virtual.device import VirtualDevice
-from xrank.virtual.engine import Counts, DeviceJob, Engine, EngineOutcome
-from xrank.virtual.kernels import find_kernel
-from xrank.virtual.mesh import MeshLike, as_device_mesh
-from xrank.virtual.planning import compile_programs
+from xrank.virtual.arrays import (
+    Array,
+    ArraySpec,
+    concatenate,
+    copy_of,
+    find_kernel,
+    fold,
+    kind_of,
+    mean_of,
+    reduce,
+    reshape,
+    spec_of,
+    split_evenly,
+    with_length,
+)
+from xrank.virtual.engine import (
+    HOST,
+    ChannelStatistics,
+    Counts,
+    DeviceJob,
+    Engine,
+    EngineOutcome,
+    Heading,
+    Links,
+    make_heading,
+)
 from xrank.virtual.programs import (
+    ALWAYS_PUSH,
+    COLLECTIVES,
+    REDUCTIONS,
+    ROOTED,
     Communicate,
     Compute,
+    Course,
+    DeviceStatistics,
     Operation,
     Program,
     Receive,
+    ReceiveSlot,
     Return,
     Send,
+    SendSlot,
+    Statistics,
     Take,
+    Traffic,
+    check_algorithm,
+    compile_programs,
+    course,
     find_last_uses,
     list_inputs,
     list_outputs,
 )
+from xrank.virtual.sharding import MeshLike, as_device_mesh, group_of
+
+
+def sent_message(array: Array) -> Traffic:
+    """Return the traffic of one array that was sent."""
+    return Traffic(0, 1, 0, array.nbytes, 0)
+
+
+def received_message(array: Array) -> Traffic:
+    """Return the traffic of one array that was received."""
+    return Traffic(0, 0, 1, 0, array.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """One call of a collective by one device."""
+
+    device: int
+    collective: str
+    members: tuple[int, ...]
+    course: Course
+    heading: Heading
+    dim: int | None = None
+    """The dim along which parts are cut or joined; None for lists."""
+    reduction: str | None = None
+    slots: dict[int, Array] = field(default_factory=dict)
+
+    @property
+    def place(self) -> int:
+        """This device's place in the group."""
+        return self.members.index(self.device)
+
+    def run(self, brought: Array | Sequence[Array] | None, links: Links) -> tuple[Any, Traffic]:
+        """Execute all steps with an array, or one part per member; return the caller's own result, and the traffic."""
+        traffic = Traffic(1)
+        self._fill_slots(brought)
+        wanted = self._compute_specs()
+        for step in self.course.steps:
+            if isinstance(step, SendSlot):
+                array = self.slots[step.slot]
+                links.to_device(self.members[step.member]).send(array, self.heading)
+                traffic += sent_message(array)
+                continue
+            array = links.from_device(self.members[step.member]).receive(self.heading)
+            traffic += received_message(array)
+            if wanted:
+                # A ring forwards slots: the array comes from the member of the slot's number, not from the neighbour.
+                origin = step.member if self.course.start != "whole" else step.slot
+                self._check(array, wanted[step.slot], self.members[origin])
+            assert not step.fold or self.reduction is not None
+            self.slots[step.slot] = fold(array, self.slots[step.slot], self.reduction or "") if step.fold else array
+        return self._result(brought), traffic
+
+    def _fill_slots(self, brought: Array | Sequence[Array] | None) -> None:
+        size = len(self.members)
+        match self.course.start:
+            case "whole":
+                self.slots[self.place] = brought
+            case "flat":
+                assert brought is not None
+                flat = reshape(brought, (-1,))
+                self.slots.update(enumerate(split_evenly(flat, size, 0)))
+            case "parts" if isinstance(brought, list | tuple):
+                self.slots.update(enumerate(brought))
+            case "parts":
+                assert brought is not None and self.dim is not None
+                self.slots.update(enumerate(split_evenly(brought, size, self.dim)))
+
+    def _compute_specs(self) -> Mapping[int, ArraySpec]:
+        """Return the spec that each slot must receive, as far as this device knows; a length of -1 matches any."""
+        own = self.slots.get(self.place)
+        if self.reduction is not None:
+            if self.course.finish == "reduce":
+                return dict.fromkeys(range(len(self.members)), spec_of(own))
+            return {slot: spec_of(array) for slot, array in self.slots.items()}
+        if self.collective in ("all_gather", "gather") and self.dim is not None:
+            return dict.fromkeys(range(len(self.members)), with_length(spec_of(own), self.dim, -1))
+        return {}
+
+    def _check(self, array: Array, wanted: ArraySpec, origin: int) -> None:
+        found, own = spec_of(array), self.slots[self.place]
+        fits = len(found.shape) == len(wanted.shape) and all(
+            want in (-1, got) for got, want in zip(found.shape, wanted.shape, strict=True)
+        )
+        if fits and found.dtype == wanted.dtype and kind_of(array) == kind_of(own):
+            return
+        mine, its = _text(wanted, kind_of(own)), _text(found, kind_of(array))
+        raise UsageError(
+            f"{self.collective}: device {origin} brings {its}, which does not match device {self.device}'s {mine}",
+            rank=self.device,
+            got=its,
+            want=mine,
+            next_step="let all members of the group bring the same kind, element type and shape"
+            + ("" if self.reduction else f", but for the length of dim {self.dim}"),
+        )
+
+    def _result(self, brought: Array | Sequence[Array] | None) -> Array | list[Array] | None:
+        size = len(self.members)
+        match self.course.finish:
+            case "all":
+                arrays = [self.slots[slot] for slot in range(size)]
+                if self.dim is not None and self.collective != "all_to_all":
+                    return concatenate(arrays, self.dim)
+                # The other arrays came through channels and are new; this one is still the caller's argument.
+                arrays[self.place] = copy_of(arrays[self.place])
+                return arrays
+            case "reduce":
+                assert self.reduction is not None
+                return reduce([self.slots[slot] for slot in range(size)], self.reduction)
+            case "flat":
+                whole = concatenate([self.slots[slot] for slot in range(size)], 0)
+                return reshape(self._finish_mean(whole), spec_of(brought).shape)
+            case "one":
+                one = self.slots[self.course.slot]
+                received = {step.slot for step in self.course.steps if isinstance(step, ReceiveSlot)}
+                return self._finish_mean(one if self.course.slot in received else copy_of(one))
+        return None
+
+    def _finish_mean(self, total: Array) -> Array:
+        return mean_of(total, len(self.members)) if self.reduction == "mean" else total
+
+
+def _text(spec: ArraySpec, kind: str) -> str:
+    lengths = ", ".join("any" if length == -1 else str(length) for length in spec.shape)
+    return f"{kind} {spec.dtype} ({lengths})"
+
+
+Axes = str | Sequence[str] | None
+
+
+class VirtualDevice:
+    """One device of a running cluster, created by the cluster.
+
+    Args:
+        links: the device's ends of its channels.
+        index: the device's number in the mesh (its rank).
+        mesh: the mesh of all devices.
+        algorithm: the default algorithm of its collectives.
+    """
+
+    def __init__(self, links: Links, index: int, mesh: DeviceMesh, algorithm: str = "push") -> None:
+        self.index = index
+        self.mesh = mesh
+        self.algorithm = check_algorithm(algorithm)
+        self.coordinate = mesh.coordinate(index)
+        """The device's place along every mesh axis, by axis name."""
+        self._links = links
+        self._traffic: dict[str, Traffic] = {}
+        self._from_host = Traffic()
+        self._to_host = Traffic()
+        self._flops = 0
+        self._peak_nbytes: int | None = None
+        self._calls: dict[tuple[int, ...], int] = {}
+
+    def __repr__(self) -> str:
+        return f"<VirtualDevice {self.index} at {self.coordinate}>"
+
+    @property
+    def statistics(self) -> DeviceStatistics:
+        """Statistics of this device up to now."""
+        return DeviceStatistics(dict(self._traffic), self._from_host, self._to_host, self._flops, self._peak_nbytes)
+
+    def group(self, axes: Axes = None, *, group: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return the members of the group that these arguments select, including this device."""
+        return group_of(self.mesh, self.index, axes, group)
+
+    def all_scatter(self, array: Array, axes: Axes = None, *, group: Sequence[int] | None = None) -> list[Array]:
+        """Send an array to all others at once and return all in group order; shapes may differ. Always a push."""
+        result = self.exchange("all_scatter", array, axes, group)
+        assert isinstance(result, list)
+        return result
+
+    def all_gather(
+        self,
+        array: Array,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int | None = None,
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return the arrays of all members: a list in group order, or, with a dim, one array joined there.
+
+        Shapes and element types may differ in a list; in a joined array only the lengths of the dim may differ.
+        """
+        return self.exchange("all_gather", array, axes, group, dim=dim, algorithm=algorithm)
+
+    def all_reduce(
+        self,
+        array: Array,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        reduction: str = "sum",
+        algorithm: str | None = None,
+    ) -> Array:
+        """Reduce the arrays of all members element by element, in their element type.
+
+        ``"push"`` reduces in group order; ``"ring"`` reduces each flat piece from the member after its own on. Both
+        orders are the same in every run and on every member. Sums of bools are "or".
+        The arrays have one shape and element type. `reduction`: ``"sum"``, ``"mean"`` (of floats), ``"max"``, ``"min"``
+        or ``"prod"``.
+        """
+        return self.exchange("all_reduce", array, axes, group, reduction=reduction, algorithm=algorithm)
+
+    def reduce_scatter(
+        self,
+        array: Array,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int = 0,
+        reduction: str = "sum",
+        algorithm: str | None = None,
+    ) -> Array:
+        """Reduce the arrays of all members and return this member's part along a dim.
+
+        Parts are cut as by ``numpy.array_split``: lengths differ by at most 1, longer ones first.
+        """
+        return self.exchange("reduce_scatter", array, axes, group, dim=dim, reduction=reduction, algorithm=algorithm)
+
+    def broadcast(
+        self,
+        array: Array | None,
+        root: int,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return the array of the device `root`; the arrays of the other members are ignored."""
+        return self.exchange("broadcast", array, axes, group, root=root, algorithm=algorithm)
+
+    def gather(
+        self,
+        array: Array,
+        root: int,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int | None = None,
+        algorithm: str | None = None,
+    ) -> Array | None:
+        """Return the arrays of all members on the root, as `all_gather` does, and None on the other members."""
+        return self.exchange("gather", array, axes, group, dim=dim, root=root, algorithm=algorithm)
+
+    def scatter(
+        self,
+        array: Array | None,
+        root: int,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int = 0,
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return this member's part of the root's array along a dim, cut as in `reduce_scatter`."""
+        return self.exchange("scatter", array, axes, group, dim=dim, root=root, algorithm=algorithm)
+
+    def all_to_all(
+        self, arrays: Sequence[Array], axes: Axes = None, *, group: Sequence[int] | None = None
+    ) -> list[Array]:
+        """Send each member its own array and return the received ones, both in group order. Always a push."""
+        result = self.exchange("all_to_all", list(arrays), axes, group)
+        assert isinstance(result, list)
+        return result
+
+    def send(self, array: Array, device: int) -> None:
+        """Send an array to one other device, which must call `receive`; returns without waiting for it."""
+        self._check_array("send", array)
+        channel = self._links.to_device(self._partner(device))
+        channel.send(array)
+        self._count("send", Traffic(1) + sent_message(array))
+
+    def receive(self, device: int) -> Array:
+        """Wait for the next array that another device sends to this one, and return it."""
+        array = self._links.from_device(self._partner(device)).receive()
+        self._count("receive", Traffic(1) + received_message(array))
+        return array
+
+    def receive_from_host(self) -> Array:
+        """Return the host's next packet; for interpreters of programs."""
+        array = self._links.from_host.receive(make_heading("packet", call=self._from_host.calls))
+        self._from_host += Traffic(1) + received_message(array)
+        return array
+
+    def send_to_host(self, array: Array) -> None:
+        """Send a program's output to the host; for interpreters of programs."""
+        self._links.to_host.send(array, make_heading("return", call=self._to_host.calls))
+        self._to_host += Traffic(1) + sent_message(array)
+
+    def count_flops(self, flops: int) -> None:
+        """Add floating-point operations that the caller has done; the device cannot see them."""
+        self._flops += flops
+
+    def count_held(self, nbytes: int) -> None:
+        """Record that registers contain this many bytes now; the maximum becomes the statistics' peak."""
+        self._peak_nbytes = max(self._peak_nbytes or 0, nbytes)
+
+    def exchange(
+        self,
+        collective: str,
+        brought: Array | list[Array] | None,
+        axes: Axes = None,
+        group: Sequence[int] | None = None,
+        *,
+        dim: int | None = None,
+        reduction: str | None = None,
+        root: int | None = None,
+        algorithm: str | None = None,
+    ) -> Array | list[Array] | None:
+        """Call a collective by its name; for interpreters of programs."""
+        members = group_of(self.mesh, self.index, axes, group)
+        algorithm = self.algorithm if algorithm is None else check_algorithm(algorithm)
+        # The heading has the algorithm, and members with different defaults do the same here.
+        if collective in ALWAYS_PUSH:
+            algorithm = "push"
+        if collective in ROOTED and root not in members:
+            raise self._refusal(collective, f"has the root {root}", f"one of its group {list(members)}")
+        if collective == "all_to_all":
+            assert isinstance(brought, list)
+            if len(brought) != len(members):
+                raise self._refusal(collective, f"has {len(brought)} arrays", f"{len(members)}, one for each member")
+            for array in brought:
+                self._check_array(collective, array)
+        elif collective in ("broadcast", "scatter") and root != self.index:
+            brought = None
+        else:
+            dim = self._check_array(collective, brought, dim, reduction)
+        place = members.index(self.index)
+        plan = course(collective, algorithm, len(members), place, 0 if root is None else members.index(root))
+        # The number of the call is part of the heading, so a skipped collective is found at the next message.
+        call = self._calls.get(members, 0)
+        self._calls[members] = call + 1
+        # Flat pieces do not show the array's shape, so the heading carries its digest.
+        shape = spec_of(brought).shape if plan.start == "flat" else None
+        heading = make_heading(
+            collective, algorithm=algorithm, reduction=reduction, root=root, group=members, call=call, shape=shape
+        )
+        exchange = CollectiveCall(self.index, collective, members, plan, heading, dim, reduction)
+        result, traffic = exchange.run(brought, self._links)
+        self._count(collective, traffic)
+        return result
+
+    def _check_array(
+        self, collective: str, array: Array | None, dim: int | None = None, reduction: str | None = None
+    ) -> int | None:
+        """Check an array for a collective and return the dim as a non-negative number."""
+        if array is None:
+            raise self._refusal(collective, "has no array", "an array on this device")
+        try:
+            spec = spec_of(array)
+        except UsageError as error:
+            error.about(rank=self.index)
+            raise
+        if dim is None and collective in ("reduce_scatter", "scatter"):
+            raise self._refusal(collective, "has no dim", "the dim along which parts are cut")
+        is_dim = isinstance(dim, SupportsIndex) and -len(spec.shape) <= dim < len(spec.shape)
+        if not is_dim and dim is not None:
+            raise self._refusal(collective, f"has dim {dim!r} of a shape {spec.shape}", "a dim of the array")
+        if collective in ("all_reduce", "reduce_scatter"):
+            self._check_reduction(collective, spec.dtype, reduction)
+        return dim if dim is None else dim % len(spec.shape)
+
+    def _check_reduction(self, collective: str, dtype: str, reduction: str | None) -> None:
+        if reduction not in REDUCTIONS:
+            raise self._refusal(collective, f"has the reduction {reduction!r}", f"one of {list(REDUCTIONS)}")
+        if reduction == "mean" and (dtype[0] in "IU" or dtype == "BOOL"):
+            raise self._refusal(collective, f"is a mean of {dtype}", "floats; or a sum, divided as you choose")
+        if reduction in ("max", "min") and dtype == "C64":
+            raise self._refusal(collective, f"is a {reduction} of {dtype}", "numbers that have an order")
+
+    def _partner(self, device: int) -> int:
+        if device not in self.mesh or device == self.index:
+            raise self._refusal("send or receive", f"names device {device!r}", "another device of the mesh")
+        return device
+
+    def _count(self, name: str, traffic: Traffic) -> None:
+        self._traffic[name] = self._traffic.get(name, Traffic()) + traffic
+
+    def _refusal(self, collective: str, got: str, want: str) -> UsageError:
+        return UsageError(f"device {self.index}: {collective} {got}", rank=self.index, got=got, want=want)
 
 
 def interpret(program: Program, device: VirtualDevice) -> None:
@@ -52,12 +465,12 @@ def interpret(program: Program, device: VirtualDevice) -> None:
                     f"device {device.index}: {_title(instruction)} returns {name!r} with another shape or element type",
                     tensor=name,
                     rank=device.index,
-                    got=f"{spec_of(array).dtype} {spec_of(array).shape}",
-                    want=f"{spec.dtype} {spec.shape}",
+                    got=str(spec_of(array)),
+                    want=str(spec),
                 )
             registers[name] = array
         # Counted before unused registers are freed: inputs and outputs coexist.
-        device.count_held(sum(map(nbytes_of, registers.values())))
+        device.count_held(sum(array.nbytes for array in registers.values()))
         for name in unused:
             del registers[name]
 
@@ -93,37 +506,17 @@ def _do(instruction: Any, inputs: Sequence[Array], device: VirtualDevice) -> Seq
     raise AssertionError(instruction)
 
 
-def _communicate(instruction: Communicate, array: Array | None, device: VirtualDevice) -> Array | None:
-    group, dim = instruction.group, instruction.dim
-    cut = 0 if dim is None else dim
-    match instruction.collective:
-        case "all_scatter":
-            return concatenate(device.all_scatter(array, group=group), cut)
-        case "all_gather":
-            return device.all_gather(array, group=group, dim=cut)
-        case "all_reduce":
-            return device.all_reduce(array, group=group, reduction=instruction.reduction or "sum")
-        case "reduce_scatter":
-            return device.reduce_scatter(array, group=group, dim=cut, reduction=instruction.reduction or "sum")
-        case "broadcast":
-            return device.broadcast(array, _root(instruction), group=group)
-        case "gather":
-            return device.gather(array, _root(instruction), group=group, dim=cut)
-        case "scatter":
-            return device.scatter(array, _root(instruction), group=group, dim=cut)
-        case "all_to_all":
-            return concatenate(device.all_to_all(split_evenly(array, len(group), cut), group=group), cut)
-    raise UsageError(
-        f"unknown collective {instruction.collective!r}",
-        rank=device.index,
-        next_step="compile the program with one of the collectives of xrank.virtual",
-    )
-
-
-def _root(instruction: Communicate) -> int:
-    if instruction.root is None:
-        raise UsageError(f"{instruction.collective} has no root", want="a device of its group")
-    return instruction.root
+def _communicate(call: Communicate, array: Array | None, device: VirtualDevice) -> Array | None:
+    if call.collective not in COLLECTIVES:
+        raise UsageError(
+            f"unknown collective {call.collective!r}", rank=device.index, want=f"one of {', '.join(COLLECTIVES)}"
+        )
+    dim = call.dim or 0
+    cut = None if call.collective in (*ALWAYS_PUSH, "all_reduce", "broadcast") else dim
+    reduction = (call.reduction or "sum") if call.collective in ("all_reduce", "reduce_scatter") else None
+    given = list(split_evenly(array, len(call.group), dim)) if call.collective == "all_to_all" else array
+    result = device.exchange(call.collective, given, group=call.group, dim=cut, reduction=reduction, root=call.root)
+    return concatenate(result, dim) if isinstance(result, list) else result
 
 
 def _title(instruction: Any) -> str:
@@ -175,7 +568,7 @@ class VirtualCluster:
         mesh: a `DeviceMesh`; a `Mesh` or a tuple of up to four lengths, whose axes are x, y, z and w; or a number.
         engine: ``"processes"`` runs a process per device; ``"in-process"`` runs a thread per device, with results equal
             bit by bit: it starts faster and suits tests and debuggers.
-        algorithm: ``"push"`` or ``"ring"``, the default of the collectives (`xrank.virtual.collectives`).
+        algorithm: ``"push"`` or ``"ring"``, the default of the collectives.
         timeout_seconds: time limit of a run; the error names the devices that are late.
 
     >>> import numpy as np
@@ -241,14 +634,20 @@ class VirtualCluster:
         outcome = self._engine()(jobs, timeout_seconds=self.timeout_seconds)
         _check_received(outcome)
         statistics = Statistics(tuple(statistics for _, statistics in outcome.results))
-        outputs = [value for value, _ in outcome.results] if names is None else _name_outputs(names, outcome)
+        if names is None:
+            outputs = [value for value, _ in outcome.results]
+        else:
+            outputs = [
+                arrays[0] if len(its) == 1 else dict(zip(its, arrays, strict=True)) or None
+                for its, arrays in zip(names, outcome.returned, strict=True)
+            ]
         return Run(outputs, statistics, Channels(outcome.sent, outcome.received), monotonic() - begin)
 
     def _engine(self) -> Engine:
         if self.engine == "in-process":
-            from xrank.virtual import threads
+            from xrank.virtual import engine
 
-            return threads.run
+            return engine.run
         require_linux('VirtualCluster(engine="processes")')
         from xrank.virtual import processes
 
@@ -319,32 +718,18 @@ def _copy_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _order_packets(program: Program, packets: dict[str, Array]) -> tuple[Array, ...]:
     """Return packets in the order in which a program receives them."""
-    taken = [i for i in program.instructions if isinstance(i, Receive)]
-    if sorted(packets) != sorted(i.output for i in taken):
-        raise UsageError(
-            f"the packets for device {program.device} are not those that its program receives",
-            rank=program.device,
-            got=str(sorted(packets)),
-            want=str(sorted(i.output for i in taken)),
-        )
-    for instruction in taken:
-        found = spec_of(packets[instruction.output])
-        if found != instruction.spec:
+    wanted = {one.output: one.spec for one in program.instructions if isinstance(one, Receive)}
+    found = {name: spec_of(array) for name, array in packets.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if found.get(name) != wanted.get(name):
             raise UsageError(
-                f"the packet {instruction.output!r} for device {program.device} is not what its program receives",
-                tensor=instruction.output,
+                f"the packet {name!r} for device {program.device} is not what its program receives",
+                tensor=name,
                 rank=program.device,
-                got=f"{found.dtype} {found.shape}",
-                want=f"{instruction.spec.dtype} {instruction.spec.shape}",
+                got=str(found.get(name, "no such packet")),
+                want=str(wanted.get(name, "no such packet")),
             )
-    return tuple(packets[instruction.output] for instruction in taken)
-
-
-def _name_outputs(names: Sequence[tuple[str, ...]], outcome: EngineOutcome) -> list[Any]:
-    outputs: list[Any] = []
-    for its, arrays in zip(names, outcome.returned, strict=True):
-        outputs.append(arrays[0] if len(its) == 1 else dict(zip(its, arrays, strict=True)) or None)
-    return outputs
+    return tuple(packets[name] for name in wanted)
 
 
 def _check_received(outcome: EngineOutcome) -> None:

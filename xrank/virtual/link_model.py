@@ -15,31 +15,22 @@ import numpy.typing as npt
 
 from xrank.errors import UsageError
 from xrank.layout.layout_map import parse_toml
-from xrank.virtual.channels import HOST
-from xrank.virtual.collectives import ROOTED, SendSlot, check_algorithm, iterate_steps, rooted_steps
-from xrank.virtual.planning import check_group
-from xrank.virtual.programs import Communicate, Compute, Program, Receive, Return, Send, Take
-
-
-def unit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Fit the seconds per unit of each kind of work; a kind that would be negative or is unused gets 0.
-
-    Args:
-        amounts: one row per sample: its amount of each kind of work per second of its time, for equal weights.
-    """
-    used = np.flatnonzero(amounts.any(axis=0)).tolist()
-    seconds = np.zeros(amounts.shape[1])
-    while used:
-        # Equal scales keep the problem well-conditioned: a second per byte is tiny against a second per start.
-        scales = np.linalg.norm(amounts[:, used], axis=0)
-        found = np.linalg.lstsq(amounts[:, used] / scales, np.ones(len(amounts)), rcond=None)[0] / scales
-        if (found >= 0).all():
-            seconds[used] = found
-            break
-        used.pop(int(np.argmin(found * scales)))
-        # Non-negative least squares: drop the most negative kind and fit the rest again.
-    return seconds
-
+from xrank.virtual.engine import HOST
+from xrank.virtual.programs import (
+    ROOTED,
+    Communicate,
+    Compute,
+    Program,
+    Receive,
+    Return,
+    Send,
+    SendSlot,
+    Take,
+    check_algorithm,
+    check_group,
+    iterate_steps,
+    rooted_steps,
+)
 
 Kind: TypeAlias = Literal["seconds", "bandwidth", "flops"]
 """Kind of a name's value."""
@@ -93,11 +84,9 @@ def read_words(source: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Wor
             if "=" not in word:
                 raise _unreadable(None, f"{word!r} has no value", "words name=value, with no blanks in them")
         pairs: Iterable[tuple[str, ...]] = (tuple(word.split("=", 1)) for word in words)
-        return _links(_values(pairs, {**_LINK, **kinds}, None), kinds)
-    return _links(_values(_pairs_of_file(text), {**_LINK, **kinds}, text), kinds)
-
-
-def _links(values: dict[str, float], kinds: Mapping[str, Kind]) -> Words:
+        values = _values(pairs, {**_LINK, **kinds}, None)
+    else:
+        values = _values(_pairs_of_file(text), {**_LINK, **kinds}, text)
     general = (values.pop("latency", 0.0), values.pop("bandwidth", inf))
     others = {name: values.pop(name) for name in kinds if name in values}
     axes: dict[str, tuple[float, float]] = {}
@@ -178,15 +167,7 @@ class _GroupTimes(NamedTuple):
 def _group_times(
     instruction: Communicate, algorithm: str, entered: FloatArray, latency: float, bandwidth: float
 ) -> _GroupTimes:
-    """Compute when the members leave a collective without a root, for all of them at once.
-
-    Args:
-        instruction: the instruction of any member.
-        algorithm: ``"push"`` or ``"ring"``.
-        entered: time at which each member enters, in the group's order.
-        latency: seconds per message.
-        bandwidth: bytes per second of each sender.
-    """
+    """Compute when the members leave a collective without a root, for all of them at once, in the group's order."""
     now, sent, waited = entered, np.zeros(len(entered)), np.zeros(len(entered))
     last = entered
     for step, nbytes in iterate_steps(instruction.collective, algorithm, instruction.given, instruction.dim):
@@ -201,15 +182,6 @@ def _group_times(
             waited += arrived - now
             now = arrived
     return _GroupTimes(now, sent, waited)
-
-
-class LinkSample(NamedTuple):
-    """A measurement for `LinkModel.from_samples`: the sequential work of one device."""
-
-    messages: int
-    nbytes: int
-    seconds: float
-    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,24 +260,6 @@ class LinkModel:
         values, general, axes = read_words(source, {"flops": "flops"})
         host = axes.pop("host", None)
         return cls(*general, axes, host, values.get("flops", inf))
-
-    @classmethod
-    def from_samples(cls, samples: Sequence[LinkSample]) -> LinkModel:
-        """Fit a model to measurements; all samples have the same weight, whatever time they took.
-
-        A latency, bandwidth or flop rate that the samples do not need has no effect in the model.
-
-        Raises:
-            UsageError: the samples are missing, or one has no positive time.
-        """
-        if not samples or not all(sample.seconds > 0 for sample in samples):
-            raise UsageError("a link model needs measured times", want="samples of more than 0 seconds")
-        seconds = np.array([sample.seconds for sample in samples])
-        # Divided by the time, so that relative errors count; otherwise the longest samples would decide alone.
-        columns = np.array([(s.messages, s.nbytes, s.flops) for s in samples], np.float64) / seconds[:, None]
-        latency, *others = map(float, unit_seconds(columns))
-        bandwidth, flops = (1 / rate if rate else inf for rate in others)
-        return cls(latency, bandwidth, flops_per_second=flops)
 
     def link(self, axes: Sequence[str] = ()) -> tuple[float, float]:
         """Return latency and bandwidth between devices that differ along these axes."""

@@ -11,11 +11,13 @@ from typing import Any, ClassVar, SupportsFloat
 from xrank import dtypes
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.arrays import Array, ArraySpec, check_one_kind, concatenate, split_lengths
+from xrank.virtual.arrays import Array, ArraySpec, check_one_kind, concatenate, misfit, split_lengths
 from xrank.virtual.builder import ProgramBuilder, Value, redistribute
 from xrank.virtual.pipeline import Pipeline, PipelinedOperation, StageProgram
 from xrank.virtual.programs import Return
 from xrank.virtual.sharding import TensorSharding
+
+_NO_FIT = "does not fit the MLP"
 
 
 class Optimizer(ABC):
@@ -57,8 +59,7 @@ class SGD(Optimizer):
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rate(self.learning_rate)
-        _check_part("momentum", self.momentum)
+        _check_numbers(self.learning_rate, "momentum", self.momentum)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -71,7 +72,9 @@ class SGD(Optimizer):
         """Write the step."""
         velocity = gradient
         if self.momentum:
-            velocity = _state(builder, "momentum", (gradient, *states), momentum=self.momentum)
+            velocity = _like(
+                builder, "momentum", (gradient, *states), state_dtype(gradient.dtype), momentum=self.momentum
+            )
         new = _like(builder, "descend", (parameter, velocity), learning_rate=self.learning_rate)
         return (new, velocity) if self.momentum else (new,)
 
@@ -93,9 +96,7 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        _check_rate(self.learning_rate)
-        for beta in self.betas:
-            _check_part("beta", beta)
+        _check_numbers(self.learning_rate, "beta", *self.betas)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -109,8 +110,9 @@ class Adam(Optimizer):
         assert count is not None
         first, second = self.betas
         old_mean, old_square = ((states[0],), (states[1],)) if states else ((), ())
-        mean = _state(builder, "moving_mean", (gradient, *old_mean), beta=first)
-        square = _state(builder, "moving_square", (gradient, *old_square), beta=second)
+        wide = state_dtype(gradient.dtype)
+        mean = _like(builder, "moving_mean", (gradient, *old_mean), wide, beta=first)
+        square = _like(builder, "moving_square", (gradient, *old_square), wide, beta=second)
         new = _like(
             builder,
             "adam",
@@ -128,27 +130,20 @@ def state_dtype(dtype: str) -> str:
     return dtype if dtypes.dtype(dtype).nbytes >= 4 else "F32"
 
 
-def _state(builder: ProgramBuilder, kernel: str, inputs: Sequence[Value], **options: float) -> Value:
-    """Call a kernel that returns a state; its first input is the gradient."""
+def _like(
+    builder: ProgramBuilder, kernel: str, inputs: Sequence[Value], dtype: str | None = None, **options: float
+) -> Value:
+    """Call a kernel whose output has the shape of its first input, and its type unless another one is given."""
     first = inputs[0]
-    dtype = state_dtype(first.dtype)
     return builder.compute(kernel, inputs, first.shape, first.sharding, dtype=dtype, options=lambda _: dict(options))
 
 
-def _like(builder: ProgramBuilder, kernel: str, inputs: Sequence[Value], **options: float) -> Value:
-    """Call a kernel whose output has the shape and type of its first input."""
-    first = inputs[0]
-    return builder.compute(kernel, inputs, first.shape, first.sharding, options=lambda _: dict(options))
-
-
-def _check_rate(value: float) -> None:
-    if not isinstance(value, SupportsFloat) or not isfinite(value):
-        raise UsageError("the learning rate of an optimizer must be a number", got=repr(value), want="such as 0.01")
-
-
-def _check_part(what: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UsageError(f"the {what} of an optimizer is out of range", got=repr(value), want="0 or more, below 1")
+def _check_numbers(rate: float, what: str, *parts: float) -> None:
+    if not isinstance(rate, SupportsFloat) or not isfinite(rate):
+        raise UsageError("the learning rate of an optimizer must be a number", got=repr(rate), want="such as 0.01")
+    for part in parts:
+        if not 0 <= part < 1:
+            raise UsageError(f"the {what} of an optimizer is out of range", got=repr(part), want="0 or more, below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +219,7 @@ class Packet:
 
 
 class MLPStage(StageProgram):
-    """Writes the program of one stage.
-
-    Args:
-        setting: properties of the step.
-        stage: index of the stage.
-        builder: program builder of the stage's devices.
-    """
+    """Writes the program of one stage."""
 
     def __init__(self, setting: Setting, stage: int, builder: ProgramBuilder) -> None:
         self._setting = setting
@@ -452,33 +441,29 @@ class MLP(PipelinedOperation):
         specs = self._name_arguments(activations, parameters)
         inputs = specs["inputs"]
         if len(inputs.shape) != 2 or not dtypes.dtype(inputs.dtype).is_float:
-            raise _misfit("inputs", inputs, "rows of floating point numbers")
+            raise misfit("inputs", _NO_FIT, inputs, "rows of floating point numbers")
         width, num_shares = inputs.shape[1], self.pipeline.stage_meshes[0].axis_length(self.pipeline.tp)
         for layer in range(self.num_layers):
             weight = specs[f"weight.{layer}"]
             if len(weight.shape) != 2 or weight != ArraySpec((width, weight.shape[1]), inputs.dtype):
-                raise _misfit(f"weight.{layer}", weight, f"({width}, ...) {inputs.dtype}")
+                raise misfit(f"weight.{layer}", _NO_FIT, weight, f"({width}, ...) {inputs.dtype}")
             width = weight.shape[1]
             if width < num_shares:
-                raise _misfit(
-                    f"weight.{layer}",
-                    weight,
-                    f"{num_shares} columns or more, one for each place of {self.pipeline.tp!r}",
-                )
+                want = f"{num_shares} columns or more, one for each place of {self.pipeline.tp!r}"
+                raise misfit(f"weight.{layer}", _NO_FIT, weight, want)
             self._check_like(specs, f"bias.{layer}", ArraySpec((width,), inputs.dtype))
         self._check_like(specs, "targets", ArraySpec((inputs.shape[0], width), inputs.dtype))
         for name in self.state_names:
             _, _, parameter = name.partition(".")
             like = specs.get(parameter, ArraySpec((), "I64"))
             self._check_like(specs, name, ArraySpec(like.shape, state_dtype(like.dtype)))
-        num_replicas = self.pipeline.stage_meshes[0].axis_length(self.pipeline.dp)
-        if inputs.shape[0] < self.pipeline.num_runs * num_replicas:
+        runs, replicas = self.pipeline.num_runs, self.pipeline.stage_meshes[0].axis_length(self.pipeline.dp)
+        if inputs.shape[0] < runs * replicas:
             raise LayoutError(
-                f"a batch of {inputs.shape[0]} rows has no rows for some of {self.pipeline.num_runs} runs"
-                f" x {num_replicas} replicas",
+                f"a batch of {inputs.shape[0]} rows has no rows for some of {runs} runs x {replicas} replicas",
                 tensor="inputs",
                 got=f"{inputs.shape[0]} rows",
-                want=f"{self.pipeline.num_runs * num_replicas} rows or more",
+                want=f"{runs * replicas} rows or more",
                 next_step="take fewer runs, or a larger batch",
             )
 
@@ -530,7 +515,10 @@ class MLP(PipelinedOperation):
         found = dict(zip(self.pipeline.mesh.ranks, outputs, strict=True))
         for devices in self.pipeline.stage_meshes:
             for device in devices.ranks:
-                for name, array in _to_mapping(found[device]).items():
+                output = found[device]
+                if not isinstance(output, Mapping):  # a single output comes bare, and only one kind can
+                    output = {} if output is None else {"input_gradients.0": output}
+                for name, array in output.items():
                     pieces.setdefault(name, []).append(array)
 
         def whole(name: str) -> Array:
@@ -576,15 +564,4 @@ class MLP(PipelinedOperation):
 
     def _check_like(self, specs: Mapping[str, ArraySpec], name: str, want: ArraySpec) -> None:
         if specs.get(name, want) != want:
-            raise _misfit(name, specs[name], f"{want.shape} {want.dtype}")
-
-
-def _misfit(name: str, spec: ArraySpec, want: str) -> LayoutError:
-    return LayoutError(f"{name} does not fit the MLP", tensor=name, got=f"{spec.shape} {spec.dtype}", want=want)
-
-
-def _to_mapping(output: Any) -> Mapping[str, Array]:
-    """Return a device's output as a dict; a device with a single output returns it bare, and only one kind can be."""
-    if output is None or isinstance(output, Mapping):
-        return output or {}
-    return {"input_gradients.0": output}
+            raise misfit(name, _NO_FIT, specs[name], want)

@@ -32,14 +32,16 @@ from typing import Any, NoReturn, Self
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.virtual.arrays import Array
-from xrank.virtual.channels import HOST, ChannelStatistics, make_heading
 from xrank.virtual.engine import (
+    HOST,
+    ChannelStatistics,
     DeviceJob,
     EngineOutcome,
     describe_wait,
     join_failures,
     make_deadlock_error,
     make_failure,
+    make_heading,
     make_timeout_error,
 )
 from xrank.virtual.shared_channels import MAX_READS, DeviceWait, SharedLinks, SharedMemory
@@ -212,7 +214,7 @@ class _Host:
         error = make_timeout_error([process.device for process in stuck], waits, self._timeout_seconds)
         texts = {each.device: "(it is stopped by a signal)" for each in stuck if state_of(each.pid) in ("T", "t")}
         others = [process for process in stuck if process.device not in texts]
-        stacks = collect_stacks([StackRequest(each.pid, each.stacks, each.ask_for_stacks) for each in others])
+        stacks = collect_stacks([(each.stacks, each.ask_for_stacks) for each in others])
         texts |= {process.device: stack for process, stack in zip(others, stacks, strict=True)}
         for device, text in sorted(texts.items()):
             error.add_note(f"stack of device {device}:\n{text or '(it does not react: it is inside the kernel)'}")
@@ -244,7 +246,14 @@ class DeviceProcess:
 
     def death(self) -> RankFailedError:
         """Return the error for a process that ended without a message."""
-        how = self._status()
+        how = "of unknown cause, because this program's own SIGCHLD handling hides it"
+        with contextlib.suppress(ChildProcessError):
+            info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+            assert info is not None
+            how = f"exit status {info.si_status}"
+            if info.si_code != os.CLD_EXITED:
+                known = info.si_status in signal.valid_signals()
+                how = f"killed by {signal.Signals(info.si_status).name if known else f'signal {info.si_status}'}"
         return RankFailedError(
             f"device {self.device} died: {how}",
             rank=self.device,
@@ -253,18 +262,6 @@ class DeviceProcess:
             cause=how,
             next_step="let devices end by returning or raising; a killed device may have run out of memory",
         )
-
-    def _status(self) -> str:
-        try:
-            info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            return "of unknown cause, because this program's own SIGCHLD handling hides it"
-        assert info is not None
-        if info.si_code == os.CLD_EXITED:
-            return f"exit status {info.si_status}"
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(info.si_status).name}"
-        return f"killed by signal {info.si_status}"
 
     def ask_for_stacks(self) -> None:
         """Signal the process to write its threads' stacks; the handler is in C, so it works inside any Python call."""
@@ -457,58 +454,35 @@ class DeferredSignals:
             self._are_held = False
 
 
-_SIGNAL = signal.SIGUSR1
-_PATIENCE_SECONDS = (0.5, 5.0)
-"""Time limits for a process that sleeps inside the kernel, and for one that runs or is ready to run."""
-_STACK_LOOK_SECONDS = 0.01
+_PATIENCE_SECONDS = 5.0
+"""Time in which a process answers, also on a busy machine; one that sleeps inside the kernel does not."""
+_QUIET_SECONDS = 0.5
+"""Time after the last output of a process that has written its stacks."""
 
 
-@dataclass(frozen=True, slots=True)
-class StackRequest:
-    """A request to a process that has registered SIGUSR1 with faulthandler, for all threads."""
+def collect_stacks(processes: Sequence[tuple[int, Callable[[], None]]]) -> list[str]:
+    """Return the stacks of processes that have registered SIGUSR1 with faulthandler; empty if one does not react.
 
-    pid: int
-    stacks: int
-    """File descriptor of the pipe that the process writes to."""
-    ask: Callable[[], None]
-    """Sends the signal; does nothing if the process has ended."""
-
-
-def collect_stacks(processes: Sequence[StackRequest]) -> list[str]:
-    """Return the stacks of each process; empty if it does not react."""
-    before = [_signal_in(process.pid)[1] for process in processes]
-    for process in processes:
-        process.ask()
-    parts = [b""] * len(processes)
-    waiting = set(range(len(processes)))
-    begun = time.monotonic()
-    while waiting:
-        # Check the state before reading: whatever is in the pipe after the handler's end is complete.
-        pending, inside, slow = set(), set(), set()
-        for number in waiting:
-            # A process that sleeps now, after its handler, has already written everything that is read below.
-            is_running = state_of(processes[number].pid) == "R"
-            is_pending, blocking = _signal_in(processes[number].pid)
-            if is_pending:
-                pending.add(number)
-            if blocking - before[number]:
-                inside.add(number)  # the handler blocks its own signal
-            if is_running or number in inside:
-                slow.add(number)
-        over = {number for number in waiting - pending - inside if parts[number]}
-        ready = _readable([processes[number].stacks for number in waiting], 0.0 if over else _STACK_LOOK_SECONDS)
-        seconds = time.monotonic() - begun
-        for number in tuple(waiting):
-            process = processes[number]
-            if process.stacks in ready:
-                content = os.read(process.stacks, 65536)
-                parts[number] += content
-                if content:
-                    continue
-                waiting.discard(number)  # the process has ended
-            if number in over or seconds > _PATIENCE_SECONDS[number in slow]:
-                waiting.discard(number)
-    return [part.decode(errors="replace") for part in parts]
+    Args:
+        processes: the pipe that each process writes to, and a function that sends it the signal.
+    """
+    texts, waiting = dict.fromkeys((stacks for stacks, _ in processes), b""), select.poll()
+    for stacks, ask in processes:
+        waiting.register(stacks, select.POLLIN)
+        ask()
+    end, num_waiting = time.monotonic() + _PATIENCE_SECONDS, len(texts)
+    # When all have written something, only the rest of it is awaited.
+    while num_waiting and (left := min(_QUIET_SECONDS if all(texts.values()) else end, end - time.monotonic())) > 0:
+        ready = waiting.poll(1000 * left)
+        if not ready and all(texts.values()):
+            break
+        for stacks, _ in ready:
+            content = os.read(stacks, 65536)
+            texts[stacks] += content
+            if not content:  # the process has ended
+                waiting.unregister(stacks)
+                num_waiting -= 1
+    return [text.decode(errors="replace") for text in texts.values()]
 
 
 def state_of(pid: int) -> str | None:
@@ -516,24 +490,3 @@ def state_of(pid: int) -> str | None:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()[0].decode()
     return None
-
-
-def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
-
-
-def _signal_in(pid: int) -> tuple[bool, set[str]]:
-    """Return whether the signal is pending for a process, and which of its threads block it."""
-    is_pending, blocking = False, set()
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/status", "rb") as status:
-                masks = dict(line.split(b":") for line in status if line.startswith((b"Sig", b"Shd")))
-                has = {name: int(masks[name], 16) >> (_SIGNAL - 1) & 1 for name in (b"SigPnd", b"ShdPnd", b"SigBlk")}
-                is_pending |= bool(has[b"SigPnd"] or has[b"ShdPnd"])
-                if has[b"SigBlk"]:
-                    blocking.add(thread)
-    return is_pending, blocking

@@ -1,15 +1,352 @@
-"""Programs: the steps of each device of a mesh, as data."""
+"""Programs of devices as data, the steps of their collectives, and their costs: calls, messages, bytes and flops."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal, SupportsIndex, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.virtual.arrays import Array, ArraySpec
+from xrank.virtual.arrays import Array, ArraySpec, spec_of, split_lengths, with_length
+from xrank.virtual.sharding import MeshLike, as_device_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Calls, messages and bytes of one kind of exchange."""
+
+    calls: int = 0
+    sent_messages: int = 0
+    received_messages: int = 0
+    sent_nbytes: int = 0
+    """Bytes of the arrays' elements; headers and shapes are not counted."""
+    received_nbytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.calls + other.calls,
+            self.sent_messages + other.sent_messages,
+            self.received_messages + other.received_messages,
+            self.sent_nbytes + other.sent_nbytes,
+            self.received_nbytes + other.received_nbytes,
+        )
+
+
+_NOTHING: Mapping[str, Traffic] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """Statistics of one device."""
+
+    collectives: Mapping[str, Traffic] = field(default_factory=lambda: _NOTHING)
+    """Traffic between devices by collective name, including ``"send"`` and ``"receive"``."""
+    from_host: Traffic = Traffic()
+    to_host: Traffic = Traffic()
+    flops: int = 0
+    peak_nbytes: int | None = None
+    """Largest number of bytes in registers at once; None for a function that never reported it."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic with other devices, over all collectives."""
+        return sum(self.collectives.values(), Traffic())
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Statistics of all devices, in mesh order."""
+
+    devices: tuple[DeviceStatistics, ...]
+
+    @property
+    def flops(self) -> int:
+        """Number of floating-point operations of all devices."""
+        return sum(device.flops for device in self.devices)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic between all devices."""
+        return sum((device.traffic for device in self.devices), Traffic())
+
+    @property
+    def messages(self) -> int:
+        """Number of messages sent between devices."""
+        return self.traffic.sent_messages
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes sent between devices."""
+        return self.traffic.sent_nbytes
+
+    def by_collective(self) -> dict[str, Traffic]:
+        """Return the traffic of all devices, summed by collective name."""
+        return merge_traffic(device.collectives for device in self.devices)
+
+
+def merge_traffic(many: Iterable[Mapping[str, Traffic]]) -> dict[str, Traffic]:
+    """Sum traffic by collective name."""
+    total: dict[str, Traffic] = {}
+    for one in many:
+        for name, traffic in one.items():
+            total[name] = total.get(name, Traffic()) + traffic
+    return total
+
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+ALGORITHMS = ("push", "ring")
+
+COLLECTIVES = (
+    "all_scatter",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
+
+ALWAYS_PUSH = frozenset(("all_scatter", "all_to_all"))
+
+REDUCTIONS = ("sum", "mean", "max", "min", "prod")
+
+ROOTED = frozenset(("broadcast", "gather", "scatter"))
+
+
+@dataclass(frozen=True, slots=True)
+class SendSlot:
+    """Send a slot to a member, given by its place in the group."""
+
+    member: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveSlot:
+    """Receive from a member into a slot; `fold` reduces the received array with the slot's array."""
+
+    member: int
+    slot: int
+    fold: bool = False
+
+
+Step: TypeAlias = SendSlot | ReceiveSlot
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The steps of one member in a collective."""
+
+    start: Literal["whole", "flat", "parts", "nothing"]
+    """Initial slots: "whole" puts the input into the member's own slot; "flat" cuts the flattened input into one piece
+    per member; "parts" has one part of the input per member; "nothing" leaves all slots empty."""
+    steps: tuple[Step, ...]
+    finish: Literal["all", "reduce", "flat", "one", "nothing"]
+    """The result: all slots in order; all slots reduced to one array; the flat pieces joined and reshaped; one slot;
+    or nothing."""
+    slot: int = 0
+    """The slot of the result, for finish "one"."""
+
+
+def check_algorithm(algorithm: str) -> str:
+    """Return the name of an algorithm."""
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"unknown algorithm {algorithm!r}", got=repr(algorithm), want='"push" or "ring"')
+    return algorithm
+
+
+@lru_cache(maxsize=65536)
+def course(collective: str, algorithm: str, size: int, member: int, root: int = 0) -> Course:
+    """Return the steps of one member; `member` and `root` are places in the group.
+
+    >>> course("broadcast", "ring", size=3, member=1).steps
+    (ReceiveSlot(member=0, slot=0, fold=False), SendSlot(member=2, slot=0))
+    """
+    ring = algorithm == "ring" and collective not in ALWAYS_PUSH
+    # The next one first, so that simultaneous sends have distinct first targets.
+    others = tuple((member + distance) % size for distance in range(1, size))
+    steps: tuple[Step, ...]
+    match collective:
+        case "all_scatter" | "all_gather":
+            steps = _pass_around(size, member, member) if ring else _exchange_directly(others, lambda _: member)
+            return Course("whole", steps, "all")
+        case "all_reduce":
+            if ring:
+                # The first half leaves each member with its own piece reduced; the second passes these around.
+                steps = (*_reduce_around(size, member), *_pass_around(size, member, member))
+                return Course("flat", steps, "flat")
+            return Course("whole", _exchange_directly(others, lambda _: member), "reduce")
+        case "reduce_scatter":
+            if ring:
+                return Course("parts", _reduce_around(size, member), "one", member)
+            return Course("parts", _exchange_directly(others, lambda other: other), "reduce")
+        case "all_to_all":
+            return Course("parts", _exchange_directly(others, lambda other: other), "all")
+        case "broadcast":
+            if ring:
+                steps = _send_along_ring(size, member, root, broadcast=True)
+            else:
+                steps = tuple(SendSlot(one, root) for one in others) if member == root else (ReceiveSlot(root, root),)
+            return Course("whole" if member == root else "nothing", steps, "one", root)
+        case "scatter":
+            if ring:
+                steps = _send_along_ring(size, member, root)
+            else:
+                steps = tuple(SendSlot(one, one) for one in others) if member == root else (ReceiveSlot(root, member),)
+            return Course("parts" if member == root else "nothing", steps, "one", member)
+        case "gather":
+            if ring:
+                steps = _collect_along_ring(size, member, root)
+            else:
+                steps = tuple(ReceiveSlot(one, one) for one in others) if member == root else (SendSlot(root, member),)
+            return Course("whole", steps, "all" if member == root else "nothing")
+        case _:
+            raise UsageError(
+                f"unknown collective {collective!r}", got=repr(collective), want=f"one of {list(COLLECTIVES)}"
+            )
+
+
+def iterate_steps(
+    collective: str, algorithm: str, given: Sequence[ArraySpec], dim: int | None = None
+) -> Iterator[tuple[Step, IntArray]]:
+    """Yield the steps of member 0 of a collective without a root, each with the bytes that every member sends in it.
+
+    Every other member does the same steps at places that are as much further on in the group as itself. A receive has
+    no bytes of its own: it takes what a send before it has sent.
+    """
+    size, where = len(given), dim or 0
+    ring = algorithm == "ring" and collective not in ALWAYS_PUSH
+    members, none = np.arange(size), np.zeros(0, np.int64)
+    slots = np.array([spec.nbytes for spec in given])
+    each = none
+    if collective == "all_reduce" and ring:
+        flat = ArraySpec((prod(given[0].shape),), given[0].dtype)
+        slots = np.array([piece.nbytes for piece in _cut_spec(flat, size, 0)])
+    elif collective == "reduce_scatter" and ring:
+        slots = np.array([part.nbytes for part in _cut_spec(given[0], size, where)])
+    elif collective in ("reduce_scatter", "all_to_all"):
+        lengths = np.array([spec.shape[where] for spec in given])
+        shorts, longer = np.divmod(lengths, size)
+        each = slots // np.maximum(lengths, 1)
+    for step in course(collective, algorithm, size, 0).steps:
+        if isinstance(step, ReceiveSlot):
+            yield step, none
+        elif len(each):
+            # As numpy.array_split cuts: the first `longer` parts have one element of the dim more.
+            yield step, (shorts + ((members + step.member) % size < longer)) * each
+        else:
+            yield step, np.roll(slots, -step.slot)
+
+
+def rooted_steps(
+    collective: str, algorithm: str, given: Sequence[ArraySpec], member: int, *, dim: int | None = None, root: int = 0
+) -> Iterator[tuple[Step, int]]:
+    """Yield the steps of a member of a collective of `ROOTED`, each with its bytes."""
+    slots = _cut_spec(given[root], len(given), dim or 0) if collective == "scatter" else given
+    # Without the cache: on a ring, the members of a large group have millions of steps together.
+    for step in course.__wrapped__(collective, algorithm, len(given), member, root).steps:
+        yield step, slots[step.slot].nbytes
+
+
+def count_traffic(
+    collective: str, algorithm: str, given: Sequence[ArraySpec], *, dim: int | None = None, root: int = 0
+) -> tuple[Traffic, ...]:
+    """Count what each member sends and receives in one call, in the group's order."""
+    size = len(given)
+    if collective in ROOTED:
+        return tuple(
+            sum(
+                (
+                    Traffic(0, 1, 0, nbytes, 0) if isinstance(step, SendSlot) else Traffic(0, 0, 1, 0, nbytes)
+                    for step, nbytes in rooted_steps(collective, algorithm, given, member, dim=dim, root=root)
+                ),
+                Traffic(1),
+            )
+            for member in range(size)
+        )
+    sent, received, messages = np.zeros(size, np.int64), np.zeros(size, np.int64), 0
+    for step, nbytes in iterate_steps(collective, algorithm, given, dim):
+        if isinstance(step, SendSlot):
+            sent += nbytes
+            received += np.roll(nbytes, step.member)
+            messages += 1
+    return tuple(Traffic(1, messages, messages, *both) for both in zip(sent.tolist(), received.tolist(), strict=True))
+
+
+def _cut_spec(spec: ArraySpec, size: int, dim: int) -> list[ArraySpec]:
+    return [with_length(spec, dim, length) for length in split_lengths(spec.shape[dim], size)]
+
+
+def _exchange_directly(others: tuple[int, ...], slot_for: Callable[[int], int]) -> tuple[Step, ...]:
+    """Return the sends of a slot to every other member, then the receives, each into the slot of its sender."""
+    # Receives in the order of arrival: the previous member sends to this one first, the next one last.
+    sends = tuple(SendSlot(other, slot_for(other)) for other in others)
+    return (*sends, *(ReceiveSlot(other, other) for other in reversed(others)))
+
+
+def _pass_around(size: int, member: int, first: int) -> tuple[Step, ...]:
+    """Return the steps that pass every slot once around the ring; the member starts with slot `first`."""
+    after, before = (member + 1) % size, (member - 1) % size
+    steps: list[Step] = []
+    for turn in range(size - 1):
+        # Each turn sends on the slot that the last turn brought.
+        steps += (SendSlot(after, (first - turn) % size), ReceiveSlot(before, (first - turn - 1) % size))
+    return tuple(steps)
+
+
+def _reduce_around(size: int, member: int) -> tuple[Step, ...]:
+    """Return the steps that reduce each slot around the ring; a member ends with the reduced slot of its own place."""
+    after, before = (member + 1) % size, (member - 1) % size
+    steps: list[Step] = []
+    # A slot's reduction begins at the member after its owner and ends at the owner, so every member computes the same
+    # order of additions in each run: results are reproducible bit by bit.
+    for turn in range(size - 1):
+        steps += (
+            SendSlot(after, (member - turn - 1) % size),
+            ReceiveSlot(before, (member - turn - 2) % size, fold=True),
+        )
+    return tuple(steps)
+
+
+def _send_along_ring(size: int, member: int, root: int, *, broadcast: bool = False) -> tuple[Step, ...]:
+    """Return the steps that move slots from the root along the ring, the farthest member's slot first."""
+    after, before = (member + 1) % size, (member - 1) % size
+    distance = (member - root) % size
+    steps: list[Step] = []
+    if broadcast:
+        if distance:
+            steps.append(ReceiveSlot(before, root))
+        if distance < size - 1:
+            steps.append(SendSlot(after, root))
+        return tuple(steps)
+    # With the farthest slot first, members forward while the root still sends.
+    for farther in range(size - 1, distance, -1):
+        slot = (root + farther) % size
+        steps += (ReceiveSlot(before, slot), SendSlot(after, slot)) if distance else (SendSlot(after, slot),)
+    if distance:
+        steps.append(ReceiveSlot(before, member))
+    return tuple(steps)
+
+
+def _collect_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
+    """Return the steps that move slots to the root against the ring's direction, the nearest member's slot first."""
+    after, before = (member + 1) % size, (member - 1) % size
+    distance = (member - root) % size
+    steps: list[Step] = [SendSlot(before, member)] if distance else []
+    for farther in range(distance + 1, size):
+        slot = (root + farther) % size
+        steps += (ReceiveSlot(after, slot), SendSlot(before, slot)) if distance else (ReceiveSlot(after, slot),)
+    return tuple(steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +360,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Call a kernel (`xrank.virtual.kernels`) on registers of this device."""
+    """Call a kernel (`xrank.virtual.arrays`) on registers of this device."""
 
     kernel: str
     inputs: tuple[str, ...]
@@ -40,7 +377,7 @@ class Communicate:
     """Take part in a collective; the other members have matching instructions in the same order."""
 
     collective: str
-    """A name of `xrank.virtual.collectives`: ``"all_gather"``."""
+    """One of `COLLECTIVES`: ``"all_gather"``."""
     group: tuple[int, ...]
     """The members, in the group's order; this device is one of them."""
     input: str
@@ -196,3 +533,147 @@ class Operation(ABC):
         self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
     ) -> dict[str, Array]:
         """Return the host's arrays for a device: one per `Receive` of its program, by packet name."""
+
+
+def plan(
+    operation: Operation | Callable[..., Any],
+    mesh: MeshLike,
+    *,
+    activations: Sequence[Array | ArraySpec | Sequence[int]] = (),
+    parameters: Sequence[Array | ArraySpec | Sequence[int]] = (),
+    algorithm: str = "push",
+) -> Statistics:
+    """Return the statistics of a run of an operation, equal in every count, without running it.
+
+    Args:
+        operation: an `Operation`.
+        mesh: as for `VirtualCluster`.
+        activations: arrays, their specs, or shapes (meaning F32).
+        parameters: likewise.
+        algorithm: ``"push"`` or ``"ring"``.
+
+    Raises:
+        UsageError: the operation is a function, whose work is unknown before it runs; or an argument is neither an
+            array nor a shape.
+        LayoutError: the operation does not fit this mesh and these sizes.
+
+    >>> from xrank.virtual import MatMul, MatMulSharding
+    >>> product = MatMul(MatMulSharding(("[m, k/x]", "[k/x, n]")))
+    >>> plan(product, 4, activations=[(64, 8)], parameters=[(8, 64)]).nbytes
+    196608
+    """
+    check_algorithm(algorithm)
+    return count(compile_operation(operation, mesh, activations, parameters), algorithm)
+
+
+def compile_operation(
+    operation: Operation | Callable[..., Any],
+    mesh: MeshLike,
+    activations: Sequence[Array | ArraySpec | Sequence[int]],
+    parameters: Sequence[Array | ArraySpec | Sequence[int]],
+) -> tuple[Program, ...]:
+    """Compile an operation on a mesh to one program per device; arguments and errors as in `plan`."""
+    if not isinstance(operation, Operation):
+        raise UsageError(
+            "a function cannot be planned: its work is known only after a run",
+            got=f"{getattr(operation, '__qualname__', operation)}, {type(operation).__name__}",
+            want="an Operation, which compiles to programs",
+            next_step='run it: VirtualCluster(mesh, engine="in-process").run(function, ...).statistics',
+        )
+    specs = [tuple(map(_spec, arrays)) for arrays in (activations, parameters)]
+    return compile_programs(operation, as_device_mesh(mesh), specs[0], specs[1])
+
+
+def compile_programs(
+    operation: Operation, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
+) -> tuple[Program, ...]:
+    """Compile an operation to one program per device, in mesh order."""
+    programs = tuple(operation.compile(mesh, activations, parameters))
+    if tuple(program.device for program in programs) != mesh.ranks:
+        raise UsageError(
+            f"{type(operation).__qualname__} compiled to programs for other devices than the mesh {mesh.grid!r}",
+            got=str([program.device for program in programs][:32]),
+            want=str(list(mesh.ranks[:32])),
+        )
+    return programs
+
+
+def count(programs: Sequence[Program], algorithm: str) -> Statistics:
+    """Count the costs of programs."""
+    shares = _Shares(algorithm)
+    return Statistics(tuple(_count_one(program, shares) for program in programs))
+
+
+class _Shares:
+    """Counts of each member of a group, computed once for all: a group may be a whole mesh of thousands."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
+        self._places: dict[int, dict[int, int]] = {}
+        self._traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = {}
+
+    def traffic(self, instruction: Communicate, device: int) -> Traffic:
+        """Return the counts of a device in a collective."""
+        # Keys use the tuples' identities, which the programs preserve: comparing tuples of thousands is too slow.
+        group, given, collective, dim = instruction.group, instruction.given, instruction.collective, instruction.dim
+        places = self._places.get(id(group))
+        if places is None:
+            places = self._places[id(group)] = {member: place for place, member in enumerate(group)}
+        check_group(instruction, device, places)
+        root = 0 if instruction.root is None else places[instruction.root]
+        key = (id(given), collective, dim, root)
+        if key not in self._traffic:
+            self._traffic[key] = count_traffic(collective, self._algorithm, given, dim=dim, root=root)
+        return self._traffic[key][places[device]]
+
+
+def _count_one(program: Program, shares: _Shares) -> DeviceStatistics:
+    collectives: dict[str, Traffic] = {}
+    from_host = to_host = Traffic()
+    flops = 0
+    for instruction in program.instructions:
+        match instruction:
+            case Receive():
+                from_host += Traffic(1, 0, 1, 0, instruction.spec.nbytes)
+            case Return():
+                to_host += Traffic(1, 1, 0, instruction.spec.nbytes, 0)
+            case Compute():
+                flops += instruction.flops
+            case Communicate():
+                name = instruction.collective
+                collectives[name] = collectives.get(name, Traffic()) + shares.traffic(instruction, program.device)
+            case Send():
+                collectives["send"] = collectives.get("send", Traffic()) + Traffic(1, 1, 0, instruction.spec.nbytes, 0)
+            case Take():
+                taken = Traffic(1, 0, 1, 0, instruction.spec.nbytes)
+                collectives["receive"] = collectives.get("receive", Traffic()) + taken
+    return DeviceStatistics(collectives, from_host, to_host, flops, peak_nbytes(program))
+
+
+def check_group(instruction: Communicate, device: int, members: Container[int]) -> None:
+    """Check that an instruction has an input for each member, and its device and its root among them."""
+    group, root = instruction.group, instruction.root
+    if len(instruction.given) != len(group) or device not in members or not (root is None or root in members):
+        raise UsageError(
+            f"device {device}: its program's {instruction.collective} does not match its group",
+            rank=device,
+            got=f"{len(instruction.given)} specs of the members' arrays, group {list(group)[:32]}"
+            + ("" if root is None else f", root {root}"),
+            want="a spec for each member, this device among them" + ("" if root is None else ", and the root"),
+        )
+
+
+def _spec(given: Array | ArraySpec | Sequence[int]) -> ArraySpec:
+    if isinstance(given, int | str):
+        raise UsageError(
+            f"{given!r} is neither an array nor a shape",
+            got=repr(given),
+            want="an array, its ArraySpec or its shape, for each",
+            next_step="give several: activations=((64, 32),)",
+        )
+    spec = ArraySpec(tuple(given)) if isinstance(given, tuple | list) else given
+    if not isinstance(spec, ArraySpec):
+        return spec_of(given)
+    if not all(isinstance(length, SupportsIndex) and length >= 0 for length in spec.shape):
+        raise UsageError(f"the shape {spec.shape} is impossible", got=str(spec.shape), want="lengths of 0 or more")
+    return spec

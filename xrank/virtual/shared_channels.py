@@ -31,7 +31,7 @@ import numpy as np
 from xrank.dtypes import DTYPES
 from xrank.errors import NoSpaceError, UsageError
 from xrank.virtual.arrays import Array, ArrayKind, ArraySpec, Bytes, bytes_of, from_bytes, kind_of, spec_of
-from xrank.virtual.channels import HOST, Heading, VirtualChannel
+from xrank.virtual.engine import HOST, Heading, VirtualChannel
 
 _MAX_RECORD_NBYTES = select.PIPE_BUF
 _PIPE_NBYTES = 256 << 10
@@ -115,7 +115,7 @@ def _map_memory(nbytes: int) -> mmap.mmap:
             nbytes = nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-class Arena:
+class ArrayArena:
     """Places for one process' arrays, the lowest that is free first, so that the used part stays small and warm."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -188,16 +188,11 @@ class DeviceWait:
 
 
 class SharedLinks:
-    """All channel ends of one process.
-
-    Args:
-        shared: what the processes share.
-        device: the device of this process; `HOST` for the host.
-    """
+    """All channel ends of one process: of a device, or of `HOST`."""
 
     def __init__(self, shared: SharedMemory, device: int) -> None:
         self.device = device
-        self.arena = Arena(shared.arenas[device])
+        self.arena = ArrayArena(shared.arenas[device])
         self.inbox = shared.inboxes[device]
         self.outgoing: dict[int, SharedChannel] = {}
         self.incoming: dict[int, SharedChannel] = {}

@@ -7,8 +7,15 @@ import pytest
 
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
-from xrank.virtual.simulation.rates import PARTS, predict, read_rates
-from xrank.virtual.simulation.traffic import FROM_FILES, ConversionTraffic, Flow, build_round
+from xrank.virtual.simulation.traffic import (
+    FROM_FILES,
+    PARTS,
+    ConversionTraffic,
+    Flow,
+    build_round,
+    predict,
+    read_rates,
+)
 
 
 def flow(*rows: tuple[int, int, int, int]) -> Flow:

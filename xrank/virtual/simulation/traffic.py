@@ -1,9 +1,12 @@
-"""ConversionTraffic of a plan as data: the bytes that each rank reads, exchanges and writes, per round."""
+"""The traffic of a plan, by rank and round; the rates of a machine; and the time that they predict."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +17,11 @@ from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.engine.replicas import find_twins
 from xrank.engine.rounds import Division, Round
 from xrank.engine.windows import WINDOW_NBYTES
-from xrank.layout.nest_table import IntArray, NestTable
+from xrank.errors import UsageError, option
+from xrank.layout import DeviceMesh
+from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.stored_model import NO_CHECKSUM
+from xrank.virtual.link_model import Kind, LinkModel, read_words
 
 FROM_FILES = -1
 """Value of `Flow.giver` for reads from files instead of a rank's memory."""
@@ -23,7 +29,7 @@ FROM_FILES = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """Groups of reads; row i is by one rank from one place."""
+    """Groups of reads; row i is by one rank from one place. In a round, pairs of ranks are unique and sorted."""
 
     taker: IntArray
     """The reading rank."""
@@ -32,16 +38,6 @@ class Flow:
     nbytes: IntArray
     messages: IntArray
     """Number of reads."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankExchange:
-    """Reads from other ranks' memory; row i is a unique pair of ranks, sorted by taker, then giver."""
-
-    taker: IntArray
-    giver: IntArray
-    nbytes: IntArray
-    messages: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +51,8 @@ class RoundTraffic:
     """Number of read calls on files."""
     own_nbytes: IntArray
     """Bytes read from the rank's own memory."""
-    exchange: RankExchange
+    exchange: Flow
+    """Reads from other ranks' memory."""
 
     @property
     def taken_nbytes(self) -> IntArray:
@@ -133,7 +130,7 @@ def build_round(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic
         sums(files, nbytes),
         sums(files, messages),
         sums(own, nbytes),
-        RankExchange(keys[firsts] // num_ranks, keys[firsts] % num_ranks, *both),
+        Flow(keys[firsts] // num_ranks, keys[firsts] % num_ranks, *both),
     )
 
 
@@ -150,11 +147,8 @@ def count_rounds(
     pieces, the bytes read between wanted ones are estimated. Messages are estimated too: one per window and piece, plus
     two per window edge that probably cuts a row.
 
-    Args:
-        plan: the plan of all files.
-        division: the division of the plan over ranks.
-        holder: the rank whose memory contains each record; None if the records are in files.
-        staging_nbytes: size of each worker's buffer.
+    `holder` is the rank whose memory contains each record, None if the records are in files; `staging_nbytes` is the
+    size of each worker's buffer.
     """
     rest = [] if holder is not None else list(_count_rest(plan, division, staging_nbytes))
     rounds = []
@@ -334,3 +328,181 @@ def _flow_of_rest(chosen: npt.NDArray[np.bool_], wanted: IntArray, nbytes: IntAr
     rows = np.flatnonzero(chosen & (nbytes > wanted))
     ones = np.ones(len(rows), np.int64)
     return Flow(taker[rows], FROM_FILES * ones, nbytes[rows] - wanted[rows], ones)
+
+
+NO_LIMIT = 1e18
+"""Bytes per second of work that is known to be free; an unknown rate is None, or no bandwidth."""
+
+_RATES = ("read", "write", "memory", "all_read", "all_write")
+_KINDS: dict[str, Kind] = {"start": "seconds", **dict.fromkeys(_RATES, "bandwidth")}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates in bytes per second, and times in seconds; None is an unknown rate."""
+
+    read: float | None = None
+    """Reading from files, by one rank."""
+    write: float | None = None
+    """Writing to files, by one rank, including the sync."""
+    memory: float | None = None
+    """Copying or digesting a rank's own memory."""
+    all_read: float | None = None
+    """Reading from files, by all ranks together; None means no common limit."""
+    all_write: float | None = None
+    link: LinkModel = field(default_factory=LinkModel)
+    """Links between ranks; latency applies to each read of another's memory, and an infinite bandwidth is unknown."""
+    start_seconds: float = 0.0
+    """Time before and after the work: starting, meeting, planning, and making the output visible."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rates for JSON."""
+
+        def finite(rate: float | None) -> float | None:
+            return None if rate is None or rate >= NO_LIMIT else rate
+
+        def link_facts(latency: float, bandwidth: float) -> dict[str, Any]:
+            return {"latency_seconds": latency, "bandwidth_nbytes_per_second": finite(bandwidth)}
+
+        return {
+            **{f"{name}_nbytes_per_second": finite(getattr(self, name)) for name in _RATES},
+            **link_facts(*self.link.link()),
+            "axes": {axis: link_facts(*link) for axis, link in self.link.axes.items()},
+            "start_seconds": self.start_seconds,
+        }
+
+
+def read_rates(source: str | os.PathLike[str]) -> Rates:
+    """Read rates: words of the form name=value, or the path of a TOML file with the same.
+
+    ``read write memory all_read all_write start`` as in `Rates`; ``bandwidth latency`` of a link, and
+    ``tp.bandwidth tp.latency`` along the axis ``tp``, as in `LinkModel.read`.
+
+    Raises:
+        UsageError: the text or file is invalid; names the word.
+
+    >>> read_rates("read=2GB/s start=500ms").start_seconds
+    0.5
+    """
+    try:
+        values, general, axes = read_words(source, _KINDS)
+    except UsageError as error:
+        error.about(next_step=f"correct {option('link')}, or the file it names")
+        raise
+    rates = {name: values.get(name) for name in _RATES}
+    return Rates(**rates, link=LinkModel(*general, axes), start_seconds=values.get("start", 0.0))
+
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+PARTS = ("compare", "read", "exchange", "write")
+
+ASSUMED = (
+    "a rank's reads, exchanges and writes follow one another; ranks work at once, and wait each round for the slowest",
+    "one rank's links and files slow no other's, but for all_read and all_write, which ranks share evenly",
+    "every byte is read anew, and written once: no cache is warm, and no extent is shared",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """Predicted time of a conversion."""
+
+    parts: dict[str, FloatArray]
+    """Seconds of each rank by name of `PARTS`; the rest of `seconds` is waiting."""
+    start_seconds: float
+    seconds: float
+    """Seconds from the start of the first rank to the end of the last."""
+
+    @property
+    def busy(self) -> FloatArray:
+        """Seconds of each rank without waiting."""
+        return sum((self.parts[name] for name in PARTS), np.zeros_like(self.parts[PARTS[0]]))
+
+
+def predict(traffic: ConversionTraffic, rates: Rates, mesh: DeviceMesh | None) -> Prediction:
+    """Predict the time of traffic; the mesh of the ranks is for rates along its axes."""
+    is_exchanged = any(len(one.exchange.taker) for one in traffic.rounds)
+    places = _axis_places(rates, mesh, traffic.num_ranks) if is_exchanged else {}
+    parts = {name: np.zeros(traffic.num_ranks) for name in PARTS}
+    parts["compare"] += _seconds("memory", traffic.compared_nbytes, rates.memory)
+    total = rates.start_seconds + float(parts["compare"].max(initial=0.0))
+    for one in traffic.rounds:
+        made = {
+            "read": _seconds("read", one.read_nbytes, _limit_rate(rates.read, rates.all_read, one.read_nbytes))
+            + _seconds("memory", one.own_nbytes, rates.memory),
+            "exchange": _exchange_seconds(one.exchange, rates.link, places, traffic.num_ranks),
+            "write": _seconds(
+                "write", one.written_nbytes, _limit_rate(rates.write, rates.all_write, one.written_nbytes)
+            ),
+        }
+        for name, seconds in made.items():
+            parts[name] += seconds
+        # The ranks wait for the slowest at the end of a round.
+        total += float(sum(made.values(), np.zeros(traffic.num_ranks)).max(initial=0.0))
+    return Prediction(parts, rates.start_seconds, total)
+
+
+def _limit_rate(own: float | None, of_all: float | None, nbytes: IntArray) -> float | None:
+    """Return the rate of one rank; active ranks share the common rate evenly."""
+    if of_all is None:
+        return own
+    each = of_all / max(1, int(np.count_nonzero(nbytes)))
+    return each if own is None else min(own, each)
+
+
+def _seconds(name: str, nbytes: IntArray, rate: float | None) -> FloatArray:
+    if rate is None:
+        if nbytes.any():
+            raise _unknown_rate(name)
+        return np.zeros(len(nbytes))
+    return nbytes / rate
+
+
+def _unknown_rate(name: str) -> UsageError:
+    return UsageError(
+        f"{option('link')} lacks {name}, which this operation needs",
+        got=f"rates without {name}",
+        want=f"{name}=2GB/s, or whatever the machine does",
+        next_step=f"add {name} to {option('link')}; or leave it out, for bytes and messages alone",
+    )
+
+
+def _axis_places(rates: Rates, mesh: DeviceMesh | None, num_ranks: int) -> dict[str, IntArray]:
+    """Return each rank's place along the axes of the mesh, if links along axes have rates of their own."""
+    for axis in rates.link.axes:
+        if mesh is None or axis not in mesh.axis_names:
+            raise UsageError(
+                f"{option('link')} has the axis {axis!r}, but the mesh of the ranks does not",
+                got=f"{axis}.bandwidth or {axis}.latency",
+                want="no axis, as no mesh is known" if mesh is None else f"an axis of {mesh.grid!r}",
+                next_step=f"correct the axis in {option('link')}, or leave it out",
+            )
+    places: dict[str, IntArray] = {}
+    if mesh is not None and rates.link.axes:
+        at = np.unravel_index(np.arange(mesh.size), mesh.shape)
+        for axis, along in zip(mesh.axis_names, at, strict=True):
+            places[axis] = np.zeros(num_ranks, np.int64)
+            places[axis][int_array(mesh.ranks)] = along
+    return places
+
+
+def _exchange_seconds(exchange: Flow, link: LinkModel, places: dict[str, IntArray], num_ranks: int) -> FloatArray:
+    """Return each rank's seconds: the longer of its own reads and of others' reads from it.
+
+    If ranks differ along several axes, the slowest counts, as in `LinkModel.link`.
+    """
+    a_byte, a_message = np.zeros(len(exchange.taker)), np.zeros(len(exchange.taker))
+    chosen = {axis: at[exchange.taker] != at[exchange.giver] for axis, at in places.items()}
+    for axis, along in chosen.items() or [("", np.ones(len(exchange.taker), np.bool_))]:
+        if not along.any():
+            continue
+        latency, bandwidth = link.link((axis,))
+        if bandwidth == inf:
+            raise _unknown_rate("bandwidth")
+        a_byte[along] = np.maximum(a_byte[along], 1 / bandwidth)
+        a_message[along] = np.maximum(a_message[along], latency)
+    moved = exchange.nbytes * a_byte
+    taken = np.bincount(exchange.taker, moved + exchange.messages * a_message, num_ranks)
+    # A rank serves others while it reads, so the longer of both counts.
+    return np.maximum(taken, np.bincount(exchange.giver, moved, num_ranks))

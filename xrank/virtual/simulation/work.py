@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.holdings import Holdings, Survey, compute_shapes, find_problem, survey
-from xrank.engine.planner import FilePlan, Plan, make_plan
+from xrank.engine.planner import Plan, make_plan
 from xrank.engine.replicas import spread_copies
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap
@@ -78,13 +78,7 @@ def read_layouts_on(file: str, mesh: str | None) -> LayoutMap:
 
 
 def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, tuple[tuple[str, str], ...]]:
-    """Survey all tensors whose sizes a layout file defines, and return notes on the others.
-
-    Args:
-        layouts: content of the file.
-        file: path of the file.
-        dtype: safetensors name of the element type of all tensors.
-    """
+    """Survey all tensors whose sizes a layout file defines, and return notes on the others."""
     shapes, untold = compute_shapes(layouts, is_strict=True)
     if not shapes:
         raise LayoutError(
@@ -112,12 +106,7 @@ def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, t
 
 
 def build_layout_model(found: Survey, path: str) -> StoredModel:
-    """Build the stored model of a survey: one file per rank, and one record per tensor on a rank.
-
-    Args:
-        found: a survey without problems, with all element types.
-        path: name of the model in messages.
-    """
+    """Build the stored model of a survey: one file per rank, and one record per tensor on a rank."""
     held = [one for one in found.tensors if one.parts is not None and len(one.parts.ranks)]
     meshes = [one.mesh for one in held if one.mesh is not None]
     ranks = sorted({rank for mesh in dict.fromkeys(meshes) for rank in mesh.ranks})
@@ -199,17 +188,9 @@ def plan_work(
     recipe: str | os.PathLike[str] | None = None,
     needs_mesh: bool = False,
 ) -> PlannedWork:
-    """Plan and verify an operation from metadata alone.
+    """Plan and verify an operation from metadata alone; arguments as in `simulate`.
 
-    Args:
-        path: a checkpoint or workspace, or a layout file with sizes.
-        operation: the operation to simulate.
-        mesh: replaces the mesh of a layout file.
-        to: the new layout file of a reshard, or that of a refit's engine.
-        num_ranks: number of processes that share a gather or reshard; the ranks that have the model make the others.
-        dtype: element type of a layout file's tensors: ``"bf16"`` (default), ``"fp16"``, ``"fp32"``.
-        recipe: as for a gather; None keeps the names of a layout file.
-        needs_mesh: whether to determine the mesh of a checkpoint's ranks.
+    `needs_mesh` is whether to determine the mesh of a checkpoint's ranks.
     """
     _check(operation, to, num_ranks)
     if is_layout_file(path):
@@ -268,15 +249,13 @@ def _plan_stored(
     """Plan an operation on a stored checkpoint."""
     if to is not None:
         made = plan_reshard(path, to, GatherOptions(), recipe=recipe, is_partial=operation == "refit")
-        if operation == "refit":
-            return _export_work(path, made, None, made.notes)
-        return _file_work("reshard", path, made.source, made.plan, made.notes)
+        return _make_work(operation, path, made, None, made.notes)
     gather = plan_gather(path, GatherOptions(), recipe=recipe)
     if operation == "gather":
-        return _file_work("gather", path, gather.source, gather.plan, gather.notes)
+        return _make_work(operation, path, gather, None, gather.notes)
     mesh = next(iter(read_layout_source(path).survey.meshes.values()), None) if needs_mesh else None
     assumed = "the ranks are assumed to have in memory what they wrote; replicas that were not written are unknown"
-    return _export_work(path, gather, mesh, (("as-written", assumed),))
+    return _make_work(operation, path, gather, mesh, (("as-written", assumed),))
 
 
 def _plan_layout(
@@ -299,38 +278,30 @@ def _plan_layout(
     layouts = read_layouts_on(path, mesh)
     found, notes = survey_layouts(layouts, path, _DTYPES[dtype or "bf16"])
     stored = build_layout_model(found, path)
-    if to is not None:
+    made: FolderPlan | Reshard
+    if to is None:
+        made = plan_export(stored, GatherOptions(), OwnConfig(), layouts=layouts, recipe=recipe or "none")
+    else:
         # Rules of the two files may count other numbers in braces, so a refit is planned by names.
         source = FoundSource(expand_names(stored) if operation == "refit" else stored, None, None, ())
         is_partial = operation == "refit"  # an engine need not take all tensors of a trainer
         made = plan_reshard_of(source, path, read_layouts(to), GatherOptions(), recipe=recipe, is_partial=is_partial)
-        kept = [note for note in made.notes if note[0] not in ("new-run-id", "no-config")]
-        if operation == "refit":
-            return _export_work(path, made, None, (*notes, *kept))
-        return _file_work("reshard", path, made.source, made.plan, (*notes, *kept), layouts.device_mesh)
-    gather = plan_export(stored, GatherOptions(), OwnConfig(), layouts=layouts, recipe=recipe or "none")
-    kept = [note for note in gather.notes if note[0] != "no-config"]
-    if operation == "gather":
-        return _file_work("gather", path, gather.source, gather.plan, (*notes, *kept), layouts.device_mesh)
-    return _export_work(path, gather, layouts.device_mesh, (*notes, *kept))
+    kept = [note for note in made.notes if note[0] not in ("new-run-id", "no-config")]
+    return _make_work(operation, path, made, layouts.device_mesh, (*notes, *kept))
 
 
-def _file_work(
-    operation: SimulatedOperation,
+def _make_work(
+    operation: str,
     path: str,
-    source: StoredModel,
-    plan: Plan,
+    made: FolderPlan | Reshard,
+    mesh: DeviceMesh | None,
     notes: Sequence[tuple[str, str]],
-    mesh: DeviceMesh | None = None,
 ) -> PlannedWork:
-    return PlannedWork(operation, path, source, plan, 1, None, np.zeros(1, np.int64), mesh, tuple(notes))
-
-
-def _export_work(
-    path: str, gather: FolderPlan | Reshard, mesh: DeviceMesh | None, notes: Sequence[tuple[str, str]]
-) -> PlannedWork:
-    """Return the export of each rank's part of the model from its memory."""
-    source, records = gather.source, gather.source.records
+    """Return a gather or reshard of files, or else the export of each rank's part of the model from its memory."""
+    source, records = made.source, made.source.records
+    if operation in ("gather", "reshard"):
+        none = np.zeros(1, np.int64)
+        return PlannedWork(operation, path, source, made.plan, 1, None, none, mesh, tuple(notes))  # type: ignore[arg-type]
     holder = np.zeros(len(records), np.int64)
     is_held = np.zeros(len(records), np.bool_)
     for shard in source.shards:
@@ -341,9 +312,8 @@ def _export_work(
     np.add.at(held, holder[is_held], records.nbytes[is_held])
     # Data in memory has no checksums.
     source = replace(source, records=replace(records, crc32=np.full(len(records), NO_CHECKSUM, np.int64)))
-    return PlannedWork(
-        "export", path, source, replace(gather.plan, source=source), num_ranks, holder, held, mesh, tuple(notes)
-    )
+    plan = replace(made.plan, source=source)
+    return PlannedWork("export", path, source, plan, num_ranks, holder, held, mesh, tuple(notes))
 
 
 def place_engine(work: PlannedWork) -> PlannedWork:
@@ -377,27 +347,11 @@ def _compare_all(file: OutputFile) -> OutputFile:
 def count_refit(work: PlannedWork) -> ConversionTraffic:
     """Count the bytes between the ranks of a refit in one round; a message is a run of bytes in both memories."""
     assert work.holder is not None
+    flows = []
+    for number, file in enumerate(work.plan.files, work.num_ranks - len(work.plan.files)):
+        for tensor in file.tensors:
+            copies, width = tensor.copies, dtypes.dtype(tensor.source_dtype).nbytes
+            taker, giver = np.full(len(copies), number), work.holder[copies.record]
+            flows.append(Flow(taker, giver, copies.nests.sizes * width, count_runs(copies.nests)))
     none = np.zeros(work.num_ranks, np.int64)
-    return ConversionTraffic((build_round(none, _flows(work.plan, work)),), none, is_each_read=True)
-
-
-def _flows(plan: Plan, work: PlannedWork) -> Iterator[Flow]:
-    assert work.holder is not None
-    first = work.num_ranks - len(plan.files)
-    for number, file in enumerate(plan.files):
-        giver, nbytes, messages = _reads(file, work)
-        yield Flow(np.full(len(giver), first + number), giver, nbytes, messages)
-
-
-def _reads(file: FilePlan, work: PlannedWork) -> tuple[IntArray, IntArray, IntArray]:
-    assert work.holder is not None
-    givers, nbytes, messages = [], [], []
-    for tensor in file.tensors:
-        copies, width = tensor.copies, dtypes.dtype(tensor.source_dtype).nbytes
-        givers.append(work.holder[copies.record])
-        nbytes.append(copies.nests.sizes * width)
-        messages.append(count_runs(copies.nests))
-    if not givers:
-        none = np.zeros(0, np.int64)
-        return none, none, none
-    return np.concatenate(givers), np.concatenate(nbytes), np.concatenate(messages)
+    return ConversionTraffic((build_round(none, flows),), none, is_each_read=True)

@@ -1,25 +1,339 @@
-"""The exchange of one step's gradients: each bucket leaves once, in the order of ids, as soon as it is full.
+"""Gradients in contiguous memory, and their exchange: each bucket leaves once, in the order of ids, when it is full.
 
 All ranks use the plan's order from the first batch on, whatever order their backwards take: a full bucket waits for
 those before it. Nothing here raises while collectives are under way: see `BucketSync.faults`.
+
+After a step of shards the next forward needs whole parameters (`ParameterGather`). All buckets are sent at once, in the
+order in which a forward needs them, the last id first. Each module waits for its own parameters, and none runs with
+those of the last step.
+
+NaN and infinity are found on the rank that made them, before they are added to other ranks' gradients. The norm of a
+bucket shows if any element is not finite; only then are its parameters checked. The norms of single gradients show
+which micro-batch caused it; they stay on the gradients' device until a fault needs them.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
+from torch.utils.hooks import RemovableHandle
 
 from xrank.errors import GradientError
-from xrank.gradients.buffer import GradientBuffer
 from xrank.gradients.faults import At, GradientFault
-from xrank.gradients.nonfinite import GradientWatch
-from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedParameter
+from xrank.gradients.plan import GradientPlan, PlannedBucket, PlannedBuffer, PlannedParameter
 from xrank.gradients.roles import local_of
 from xrank.gradients.wire import FaultFlag, GradientWire, Handle
+from xrank.words import list_text
+
+
+class GradientBuffer:
+    """The memory of one `PlannedBuffer`: gradients, and with the distributed optimizer also the parameters.
+
+    Parameters that move into the buffer keep their values and stay the same objects; their old memory is freed. Views
+    live as long as the buffer: `release` and `restore` free and allocate the memory below them.
+    """
+
+    def __init__(
+        self, plan: GradientPlan, planned: PlannedBuffer, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        self.planned = planned
+        self.members: tuple[PlannedParameter, ...] = tuple(plan[name] for name in parameters)
+        device = _device(parameters)
+        self.data: torch.Tensor = torch.zeros(planned.numel, dtype=planned.grad_dtype, device=device)
+        """All gradients, padding included."""
+        self.parameter_data: torch.Tensor | None = None
+        """All parameters, laid out as their gradients; None if parameters stay in their own memory."""
+        self._nbytes = self.data.untyped_storage().nbytes()
+        self._gradients = {one.name: _view(self.data, one) for one in self.members}
+        if plan.config.use_distributed_optimizer:
+            self.parameter_data = torch.zeros(planned.numel, dtype=planned.dtype, device=device)
+            for one in self.members:
+                local = local_of(parameters[one.name])
+                view = _view(self.parameter_data, one)
+                view.copy_(local.detach())
+                # torch.compile cannot trace DTensors whose local tensors share a storage, so each gets a storage of its
+                # own over the same memory.
+                shares = local is parameters[one.name] or local.device.type == "meta"
+                # The Parameter object stays: optimizers and hooks that hold it see the moved values.
+                local.data = view if shares or not view.numel() else from_dlpack(view)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the memory of its gradients is freed."""
+        return bool(self._nbytes) and not self.data.untyped_storage().nbytes()
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return the view that is a parameter's ``main_grad``, in the shape of the local tensor."""
+        self.demand(name)
+        return self._gradients[name]
+
+    def bucket(self, bucket: PlannedBucket) -> torch.Tensor:
+        """Return the gradients of one of its buckets."""
+        return self.data[bucket.start : bucket.stop]
+
+    def demand(self, name: str | None = None) -> None:
+        """Check that the buffer has memory."""
+        if self.is_released:
+            name = self.members[0].name if name is None else name
+            text = f"the memory of its gradient, buffer {self.planned.id}, is released"
+            raise At(name, self.planned.rank).error(text, "call restore() before the next backward")
+
+    def release(self) -> int:
+        """Free the memory of the gradients, and return its bytes; 0 if it was freed before."""
+        if self.is_released:
+            return 0
+        # Resizing the storage keeps all views of it valid for `restore`; a new tensor would not.
+        self.data.untyped_storage().resize_(0)
+        return self._nbytes
+
+    def restore(self) -> int:
+        """Allocate memory again, filled with zeros, below the existing views, and return its bytes."""
+        if not self.is_released:
+            return 0
+        self.data.untyped_storage().resize_(self._nbytes)
+        self.data.zero_()
+        return self._nbytes
+
+
+def _view(data: torch.Tensor, planned: PlannedParameter) -> torch.Tensor:
+    return data[planned.offset : planned.offset + planned.numel].view(planned.shape)
+
+
+def _device(parameters: Mapping[str, torch.nn.Parameter]) -> torch.device:
+    found: dict[torch.device, str] = {local_of(parameter).device: name for name, parameter in parameters.items()}
+    if len(found) > 1:
+        (one, name), (other, other_name), *_ = found.items()
+        raise At(other_name).usage_error(
+            f"it is on {other}, and {name} on {one}: their gradients cannot be in one buffer",
+            "move the module to one device before it is wrapped",
+        )
+    return next(iter(found))
+
+
+class ParameterGather:
+    """The parameters of one module: gathered, due for gathering, or under way."""
+
+    def __init__(
+        self,
+        plan: GradientPlan,
+        buffers: Sequence[GradientBuffer],
+        wire: GradientWire,
+        module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+    ) -> None:
+        self._plan, self._buffers, self._wire, self._parameters = plan, buffers, wire, parameters
+        self._is_sharded = plan.config.use_distributed_optimizer and bool(plan.parameters)
+        self._is_expected = False
+        self._handles: dict[int, Handle] = {}
+        self._hooks: list[RemovableHandle] = []
+        if not self._is_sharded:
+            return
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for part in module.modules():
+            held = [names[id(one)] for one in part.parameters(recurse=False) if id(one) in names]
+            if held:
+                self._hooks.append(part.register_forward_pre_hook(_WaitHook(self, held)))
+
+    def expect(self) -> None:
+        """Mark parameters as due for gathering: gradients are ready, so the optimizer steps now."""
+        self._is_expected = self._is_sharded
+
+    def start(self) -> None:
+        """Send all buckets, unless that was done since the parameters were stepped."""
+        if not self._is_sharded:
+            return
+        # Collectives of the last step must have written before the next ones read the same memory.
+        self.finish()
+        # Before anything is sent: a parameter outside of the buffer would keep its old values without an error.
+        for planned in self._plan.parameters:
+            data = self._buffers[planned.buffer].parameter_data
+            assert data is not None
+            place = data.data_ptr() + planned.offset * data.element_size()
+            if planned.numel and local_of(self._parameters[planned.name]).data_ptr() != place:
+                raise At(planned.name, self._plan.rank).error(
+                    "its data was replaced, and is no longer in the buffer that shards are gathered into",
+                    "move and cast modules before they are wrapped; copy into parameters, do not replace",
+                )
+        # From here on modules wait for the handles instead of raising.
+        self._is_expected = False
+        for bucket in reversed(self._plan.buckets):
+            buffer = self._buffers[bucket.buffer]
+            start, stop = self._plan.shard(bucket)
+            data = buffer.parameter_data
+            assert data is not None
+            data = torch.view_as_real(data) if data.is_complex() else data
+            whole, shard = data[bucket.start : bucket.stop], data[start:stop]
+            ranks = buffer.planned.shard_ranks
+            self._handles[bucket.id] = self._wire.all_gather(whole.reshape(-1), shard.reshape(-1), ranks)
+
+    def catch_up(self) -> None:
+        """Send buckets that are still due when a step begins: on all ranks, even if only some run a forward."""
+        if self._is_expected and not self._plan.config.align_param_gather:
+            self.start()
+            if not self._plan.config.overlap_param_gather:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for all buckets under way."""
+        for bucket in sorted(self._handles, reverse=True):
+            self._handles.pop(bucket).wait()
+
+    def close(self) -> None:
+        """Remove the hooks from the modules."""
+        self.demand()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def demand(self) -> None:
+        """Wait for buckets under way, and check that no parameter is due."""
+        if self._is_expected:
+            raise self._make_ungathered_error(self._plan.parameters[0].name)
+        self.finish()
+
+    def wait_for(self, names: Sequence[str]) -> None:
+        """Wait for parameters, before a module runs."""
+        if self._is_expected and self._plan.config.align_param_gather:
+            raise self._make_ungathered_error(names[0])
+        self.catch_up()
+        for bucket in sorted({self._plan[name].bucket for name in names}, reverse=True):
+            if bucket in self._handles:
+                self._handles.pop(bucket).wait()
+
+    def _make_ungathered_error(self, name: str) -> GradientError:
+        return At(name, self._plan.rank).error(
+            "its shards may have been stepped since finish_grad_sync, and were not gathered",
+            "call start_param_sync(force_sync=True) on all ranks after the optimizer's step",
+        )
+
+
+class _WaitHook:
+    """Makes a module wait for its parameters. A copy of the module, as for a moving average, does not wait."""
+
+    def __init__(self, gather: ParameterGather | None, names: Sequence[str]) -> None:
+        self._gather, self._names = gather, names
+
+    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
+        if self._gather is not None:
+            self._gather.wait_for(self._names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _WaitHook, (None, ())
+
+
+_logger = logging.getLogger(__name__)
+
+_NUM_SAMPLES = 100
+"""Steps that define an ordinary gradient: megatron/core/rerun_state_machine.py:is_unexpectedly_large."""
+_LARGE = 10.0
+"""Multiple of the largest norm of those steps; as in megatron/core/distributed/param_and_grad_buffer.py."""
+
+
+def first_nonfinite(tensor: torch.Tensor) -> tuple[tuple[int, ...], str] | None:
+    """Return the index of the first element that is NaN or infinite, and its value; None if all are finite."""
+    is_bad = ~tensor.isfinite().flatten()
+    if not bool(is_bad.any()):
+        return None
+    # torch has no argmax of bools.
+    flat = int(is_bad.to(torch.uint8).argmax())
+    place, rest = [], flat
+    for length in reversed(tensor.shape):
+        rest, index = divmod(rest, length)
+        place.append(index)
+    return tuple(reversed(place)), str(tensor.flatten()[flat].item())
+
+
+class GradientWatch:
+    """The norms of one rank's gradients, in search of NaN, infinity and large values."""
+
+    def __init__(self, plan: GradientPlan, buffers: Sequence[GradientBuffer]) -> None:
+        self._plan, self._buffers = plan, buffers
+        self._index_of = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
+        self._norms: list[torch.Tensor] = []
+        """Norm of each parameter's gradient, one tensor per micro-batch; -1 where a kernel added it unseen."""
+        self._largest = [0.0] * len(plan.buckets)
+        self._num_samples = [0] * len(plan.buckets)
+
+    def record(self, index: int, gradient: torch.Tensor | None, microbatch: int) -> None:
+        """Record the norm of one micro-batch's gradient, without a wait for the device; None if a kernel added it."""
+        if not self._plan.config.check_for_nan_in_grad:
+            return
+        if microbatch == len(self._norms):
+            device = gradient.device if gradient is not None else None
+            self._norms.append(torch.zeros(len(self._plan.parameters), device=device))
+        if gradient is None:
+            self._norms[microbatch][index] = -1
+        else:
+            self._norms[microbatch][index] = _norm(gradient)
+
+    def inspect(self, bucket: PlannedBucket, arrivals: Sequence[int]) -> GradientFault | None:
+        """Check a bucket before it leaves, and return its fault; `arrivals` counts the gradients of each parameter."""
+        # This waits for the device once per bucket; the norms of single gradients are read only for a fault.
+        norm = float(_norm(self._buffers[bucket.buffer].bucket(bucket)))
+        # One subtraction covers both: inf - inf and NaN - NaN are NaN.
+        if norm - norm == 0:  # finite
+            self._warn_if_large(bucket, norm)
+            return None
+        if not self._plan.config.check_for_nan_in_grad:
+            return None
+        # All elements may be finite if only the norm was too large for its dtype.
+        gradients = ((name, self._buffers[bucket.buffer].gradient(name)) for name in bucket.names)
+        bad = [(name, found) for name, one in gradients if (found := first_nonfinite(one)) is not None]
+        if not bad:
+            return None
+        (name, (place, value)), *others = bad
+        where = f"element {list(place)}" if place else "its element"
+        got = f"{value} at {where} of the local shape {list(self._plan[name].shape)}"
+        if others:
+            got += f", and likewise in {list_text([other for other, _ in others])} of the same bucket"
+        rank, origin = self._plan.rank, self._describe_origin(self._index_of[name], arrivals)
+        return At(name, rank).fault(
+            f"its gradient on rank {rank} is {value} at {where}, in bucket {bucket.id}, {origin}",
+            "check that rank's data; zero_grad_buffer() on all ranks begins a new step",
+            got,
+        )
+
+    def _describe_origin(self, index: int, arrivals: Sequence[int]) -> str:
+        count = arrivals[index]
+        norms = [float(self._norms[microbatch][index]) for microbatch in range(min(count, len(self._norms)))]
+        first = next((number for number, norm in enumerate(norms, 1) if norm - norm != 0), None)
+        if first is not None:
+            return f"from micro-batch {first} of the {count} that used it"
+        # The mark of a gradient that a kernel added: no norm of it exists.
+        if any(norm < 0 for norm in norms):
+            return f"from a kernel, in one of {count} micro-batches"
+        return f"from the sum of {count} micro-batches, each of which is finite"
+
+    def _warn_if_large(self, bucket: PlannedBucket, norm: float) -> None:
+        if not self._plan.config.check_for_large_grads:
+            return
+        largest = self._largest[bucket.id]
+        if self._num_samples[bucket.id] < _NUM_SAMPLES:
+            self._num_samples[bucket.id] += 1
+            self._largest[bucket.id] = max(largest, norm)
+        elif norm >= _LARGE * largest:
+            _logger.warning(
+                "rank %d: the gradients of bucket %d (%s ...) have a norm of %.3g, %.0f times the largest of the first "
+                "%d steps",
+                self._plan.rank,
+                bucket.id,
+                bucket.names[0],
+                norm,
+                norm / largest if largest else float("inf"),
+                _NUM_SAMPLES,
+            )
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm. It is computed in float32 for float16, which may not hold the norm of finite elements."""
+    norm: torch.Tensor
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype == torch.float16 else None)
+    return norm
 
 
 class _WideSum:
@@ -122,7 +436,13 @@ class BucketSync:
     def finish(self, more: Sequence[GradientFault] = ()) -> None:
         """Send all remaining buckets, wait for all, and raise the faults of any rank on all ranks."""
         if self.is_finished:
-            raise self._make_repeat_error()
+            late = min(self._late, default=None)
+            name = self.plan.parameters[late or 0].name if self.plan.parameters else None
+            raise At(name, self.plan.rank).error(
+                "gradients of this step were exchanged already"
+                + (", and a backward came after that" if late is not None else ""),
+                "call zero_grad_buffer() at the start of every step, and finish_grad_sync() once",
+            )
         self.start()
         if self.plan.config.unused == "error":
             rank = self.plan.rank
@@ -226,15 +546,6 @@ class BucketSync:
                 "one backward outside of no_sync() in a step, the last, which comes to each parameter once",
             )
         self.faults.append(fault)
-
-    def _make_repeat_error(self) -> GradientError:
-        late = min(self._late, default=None)
-        name = self.plan.parameters[late or 0].name if self.plan.parameters else None
-        why = ", and a backward came after that" if late is not None else ""
-        return At(name, self.plan.rank).error(
-            f"gradients of this step were exchanged already{why}",
-            "call zero_grad_buffer() at the start of every step, and finish_grad_sync() once",
-        )
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
