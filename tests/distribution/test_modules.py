@@ -369,13 +369,6 @@ def weights() -> torch.Tensor:
 LOSSES = {
     "mse": lambda x, y, classes: functional.mse_loss(x, y),
     "module": lambda x, y, classes: nn.MSELoss()(x, y),
-    "l1": lambda x, y, classes: functional.l1_loss(x, y),
-    "smooth l1": lambda x, y, classes: functional.smooth_l1_loss(x, y),
-    "huber": lambda x, y, classes: functional.huber_loss(x, y, delta=0.7),
-    "soft margin": lambda x, y, classes: functional.soft_margin_loss(x, y.sign()),
-    "bce": lambda x, y, classes: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
-    "bce with logits": lambda x, y, classes: functional.binary_cross_entropy_with_logits(x, y.sigmoid()),
-    "cross entropy": lambda x, y, classes: functional.cross_entropy(x, classes),
     "class weights": lambda x, y, classes: functional.cross_entropy(x, classes, weights(), label_smoothing=0.1),
     "nll": lambda x, y, classes: functional.nll_loss(x.log_softmax(1), classes),
     "soft classes": lambda x, y, classes: functional.cross_entropy(x, y.softmax(1)),

@@ -9,12 +9,11 @@ import torch
 
 from tests.gradients.wires import RecordingWire
 from xrank.errors import GradientError
-from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
+from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan
 from xrank.gradients.buckets import BucketSync, GradientBuffer
 from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.plan import PlannedBucket
 from xrank.layout import DeviceMesh
-from xrank.layout.mesh import megatron_views
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -61,20 +60,6 @@ def test_the_same_gradient_comes_out_however_it_came_in(is_overlapped: bool, opt
     torch.testing.assert_close(_gradient(sync, 1), 2 * factor * value)
     assert not _gradient(sync, 2).any()
     assert sync.arrivals == [3, 2, 0]
-
-
-def test_experts_are_divided_by_all_ranks_that_see_other_data_though_few_hold_them() -> None:
-    for is_averaged in (False, True):
-        module = _module()
-        mark(module.b, expert=True)
-        views = megatron_views(4, tp=1, ep=4)
-        sync, wire = _make_sync(module, views, average_in_collective=is_averaged, overlap_grad_reduce=True)
-        for index in range(3):
-            sync.add_gradient(index, torch.full((4,), 8.0), is_last=True)
-        sync.finish()
-        # Four ranks hold a and c with the same gradient; b is on rank 1 alone.
-        assert [_gradient(sync, index)[0].item() for index in range(3)] == [8.0, 2.0, 8.0]
-        assert {sent.ranks for sent in wire.sent if sent.how != "max"} == {(0, 1, 2, 3), (1,)}
 
 
 def test_shards_are_added_up_inside_an_instance_and_then_over_all() -> None:

@@ -41,18 +41,6 @@ def _assert_next_step_is_right(ddp: DistributedDataParallel, rank: int) -> None:
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
-def test_a_parameter_that_is_not_used_has_a_gradient_of_zeros_in_the_first_batch_and_in_later_ones(rank: int) -> None:
-    for config in (_OVERLAP, GradientConfig(), _SHARDED):
-        ddp = _wrap(config)
-        for _ in range(2):
-            ddp.zero_grad_buffer()
-            _backward(ddp, rank, use_extra=False)
-            ddp.finish_grad_sync()
-            _assert_right(ddp, use_extra=False)
-        _assert_next_step_is_right(ddp, rank)
-
-
-@pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_parameter_that_one_rank_does_not_use_blocks_no_rank(rank: int) -> None:
     ddp = _wrap(_OVERLAP)
     expected = torch.zeros(8, 8)

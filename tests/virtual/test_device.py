@@ -54,6 +54,20 @@ class Case:
             shape[self.dim] += device % 3
         return made(tuple(shape), self.dtype, self.seed + 100 * number + device)
 
+    def root(self, device, which):
+        group = self.group_of(device)
+        return group[which % len(group)]
+
+    def count_hops(self, which, nbytes_of):
+        """Return the messages and bytes of a gather or scatter, in which each member's array passes the ring."""
+        messages = nbytes = 0
+        for group in self.groups():
+            for member in group:
+                distance = (group.index(member) - group.index(self.root(member, which))) % len(group)
+                hops = distance if self.algorithm == "ring" else min(distance, 1)
+                messages, nbytes = messages + hops, nbytes + hops * nbytes_of(member, group)
+        return messages, nbytes
+
     def run(self, function):
         run = VirtualCluster(self.mesh, engine="in-process", algorithm=self.algorithm, timeout_seconds=20).run(function)
         check_counts(run)
@@ -208,17 +222,13 @@ def test_reduce_scatter(case):
 @quick
 @given(cases(min_dims=0), st.integers(0, 11))
 def test_broadcast(case, which):
-    def root(device):
-        group = case.group_of(device)
-        return group[which % len(group)]
-
     def body(device):
-        own = device.index
-        array = of_kind(case.given(own), case.kind) if own == root(own) else None
-        return device.broadcast(array, root(own), **case.how(own))
+        own, root = device.index, case.root(device.index, which)
+        array = of_kind(case.given(own), case.kind) if own == root else None
+        return device.broadcast(array, root, **case.how(own))
 
     run = case.run(body)
-    case.check(run, lambda device, group: case.given(root(device)))
+    case.check(run, lambda device, group: case.given(case.root(device, which)))
     g, n = len(case.groups()[0]), len(case.groups())
     assert totals(case, run, "broadcast") == (n * (g - 1), n * (g - 1) * case.given(0).nbytes)
 
@@ -226,14 +236,10 @@ def test_broadcast(case, which):
 @quick
 @given(cases(), st.integers(0, 11), st.booleans())
 def test_gather(case, which, joined):
-    def root(device):
-        group = case.group_of(device)
-        return group[which % len(group)]
-
     run = case.run(
         lambda device: device.gather(
             of_kind(case.given(device.index, uneven=True), case.kind),
-            root(device.index),
+            case.root(device.index, which),
             dim=case.dim if joined else None,
             **case.how(device.index),
         )
@@ -241,39 +247,29 @@ def test_gather(case, which, joined):
 
     def wanted(device, group):
         arrays = [case.given(member, uneven=True) for member in group]
-        return None if device != root(device) else np.concatenate(arrays, case.dim) if joined else arrays
+        return None if device != case.root(device, which) else np.concatenate(arrays, case.dim) if joined else arrays
 
     case.check(run, wanted)
-    messages = nbytes = 0
-    for group in case.groups():
-        for member in group:
-            distance = (group.index(member) - group.index(root(member))) % len(group)
-            hops = distance if case.algorithm == "ring" else min(distance, 1)
-            messages, nbytes = messages + hops, nbytes + hops * case.given(member, uneven=True).nbytes
-    assert totals(case, run, "gather") == (messages, nbytes)
+    hops = case.count_hops(which, lambda member, group: case.given(member, uneven=True).nbytes)
+    assert totals(case, run, "gather") == hops
 
 
 @quick
 @given(cases(), st.integers(0, 11))
 def test_scatter(case, which):
-    def root(device):
-        group = case.group_of(device)
-        return group[which % len(group)]
+    def part(device, group):
+        return case.split(case.given(case.root(device, which)), group, device)
 
     run = case.run(
         lambda device: device.scatter(
-            of_kind(case.given(device.index), case.kind), root(device.index), dim=case.dim, **case.how(device.index)
+            of_kind(case.given(device.index), case.kind),
+            case.root(device.index, which),
+            dim=case.dim,
+            **case.how(device.index),
         )
     )
-    case.check(run, lambda device, group: case.split(case.given(root(device)), group, device))
-    messages = nbytes = 0
-    for group in case.groups():
-        for member in group:
-            distance = (group.index(member) - group.index(root(member))) % len(group)
-            hops = distance if case.algorithm == "ring" else min(distance, 1)
-            messages += hops
-            nbytes += hops * case.split(case.given(root(member)), group, member).nbytes
-    assert totals(case, run, "scatter") == (messages, nbytes)
+    case.check(run, part)
+    assert totals(case, run, "scatter") == case.count_hops(which, lambda member, group: part(member, group).nbytes)
 
 
 @quick

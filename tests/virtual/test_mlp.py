@@ -44,18 +44,6 @@ def test_gradients_are_those_of_the_whole_model(runs, stages):
         assert np.array_equal(other.input_gradients, results[0].input_gradients)
 
 
-@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_eight_layers_over_four_stages_of_processes(name, chunks):
-    widths = (6, 5, 7, 4, 8, 3, 6, 5, 4)
-    activations, parameters = arguments(widths)
-    mlp = MLP(Pipeline((2, 2), 8, 4, schedule=name, num_chunks=chunks), num_layers=8)
-    apart, _ = step(mlp, activations, parameters, engine="processes")
-    check_gradients(apart, activations, parameters)
-    within, _ = step(mlp, activations, parameters)
-    assert all(map(np.array_equal, apart.gradients, within.gradients))
-    assert np.array_equal(apart.losses, within.losses)
-
-
 @pytest.mark.parametrize("algorithm", ["push", "ring"])
 @pytest.mark.parametrize(
     "grid", ["dp=3", "tp=3", "tp=5", "pp=2 tp=2", "dp=2 tp=2", "pp=4 dp=2", "tp=2 dp=2 pp=2", "pp=1 dp=1 tp=1"]
