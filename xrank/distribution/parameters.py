@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,11 +133,9 @@ class _Kept:
     version: int
 
 
-@contextmanager
-def release_saved() -> Iterator[None]:
-    """Let autograd save notes in place of gathered tensors."""
-    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
-        yield
+def release_saved() -> AbstractContextManager[None]:
+    """Return a context in which autograd saves notes in place of gathered tensors."""
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
 def _pack(tensor: torch.Tensor) -> _Kept | _Note:
@@ -179,14 +177,13 @@ def average_gradients(parameters: Iterable[nn.Parameter], mesh: TorchMesh, axis:
     averaged gradient of its part. So are those whose gradients an earlier call averages.
     """
     found = [
-        parameter for parameter in parameters if not hasattr(parameter, _AVERAGED) and not _is_cut(parameter, axis)
+        parameter
+        for parameter in parameters
+        if not hasattr(parameter, _AVERAGED)
+        and (not isinstance(parameter, DTensor) or parameter.placements[axis].is_replicate())
     ]
     if found and mesh.size(axis) > 1:
         _Average(found, mesh.get_group(axis), axis)
-
-
-def _is_cut(parameter: nn.Parameter, axis: int) -> bool:
-    return isinstance(parameter, DTensor) and not parameter.placements[axis].is_replicate()
 
 
 class _Average:

@@ -331,12 +331,8 @@ def redistribute(builder: ProgramBuilder, value: Value, sharding: TensorSharding
     """
     target = builder.canonical(value.shape, sharding)
     key = (value, target)
-    if key not in builder.redistributed:
-        builder.redistributed[key] = _redistribute(builder, value, target)
-    return builder.redistributed[key]
-
-
-def _redistribute(builder: ProgramBuilder, value: Value, target: TensorSharding) -> Value:
+    if key in builder.redistributed:
+        return builder.redistributed[key]
     more = [axis for axis in target.sums if axis not in value.sums]
     if more:
         raise LayoutError(
@@ -359,6 +355,7 @@ def _redistribute(builder: ProgramBuilder, value: Value, target: TensorSharding)
         value = builder.all_gather_blocks(value, counts)
     for dim in range(len(value.shape)):
         value = _cut(builder, value, dim, target)
+    builder.redistributed[key] = value
     return value
 
 
@@ -397,7 +394,8 @@ def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding
     for axis in wanted.axes[len(value.sharding[dim].axes) :]:
         if axis in value.sums:
             # A reduce-scatter cuts as array_split; other cuts are all-reduced first and cut afterwards.
-            if not _is_even(builder, value, dim, wanted):
+            count = len(value.sharding[dim].axes) + 1
+            if canonical(wanted.upto(count), value.shape[dim], builder.mesh).kind == "/~":
                 return value
             value = builder.reduce_scatter(value, dim, axis, wanted.kind)
         # The axis still cuts another dim; a gather has to free it first.
@@ -406,12 +404,6 @@ def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding
         else:
             value = builder.slice(value, dim, axis, wanted.kind)
     return value
-
-
-def _is_even(builder: ProgramBuilder, value: Value, dim: int, wanted: DimSharding) -> bool:
-    """Return whether a reduce-scatter cuts a dim as wanted: evenly, or as `numpy.array_split` does."""
-    count = len(value.sharding[dim].axes) + 1
-    return canonical(wanted.upto(count), value.shape[dim], builder.mesh).kind != "/~"
 
 
 def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Array]:
