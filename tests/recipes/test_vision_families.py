@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.readers.made_megatron import Run, write_dist, write_legacy
 from tests.recipes.made_checkpoints import config_of, leave, saved, stacked
 from tests.recipes.made_vision import MEGATRON_TOWERS, VISION_FAMILIES, as_megatron_vision, tiny_vision
 from tests.recipes.test_model_families import assert_equal
@@ -61,3 +63,18 @@ def test_the_hubs_layout_of_experts(tmp_path: Path) -> None:
     tokens = torch.arange(3, 15).reshape(2, 6)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("write", [write_legacy, write_dist])
+def test_a_tower_of_megatrons_layers_cut_over_ranks(tmp_path: Path, write: Any) -> None:
+    """The towers of the other families are in test_megatron_logits."""
+    model = model_of("qwen2_5_vl", num_hidden_layers=4)
+    config = config_of(model)
+    args = {"group_query_attention": True, "padded_vocab_size": 40, "vocab_size": 37, "kv_channels": 8}
+    args |= {"position_embedding_type": "mrope", "num_layers": 4, "hidden_size": 48, "ffn_hidden_size": 20}
+    args |= {"num_attention_heads": 6, "num_query_groups": 2}
+    run = Run(tp=2, pp=2, chunks=((2, 2),), args=args)
+    write(tmp_path / "ckpt", run, as_megatron_vision(model, vocab=40, is_kept=False))
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(config))
+    gather_checkpoint(tmp_path / "ckpt", tmp_path / "out")
+    assert_equal(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), saved(model))

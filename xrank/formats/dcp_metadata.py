@@ -36,6 +36,7 @@ from xrank.formats.pickles import (
     is_known,
     measure_opcode,
 )
+from xrank.formats.torch_archive import build_size
 from xrank.storage.client import ObjectStatus
 from xrank.storage.regular_file import Origin, open_regular, quote, refuse_pointer
 
@@ -349,7 +350,7 @@ class _MetadataReader(PickleReader):
         self._texts: list[bytes] = []
         self._tables: dict[bytes, _Places] = {}
         self._files: dict[bytes, int] = {}
-        builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
+        builders = {**PLAIN_BUILDERS, ("torch", "Size"): build_size}
         # A piece takes about 170 bytes, and objects of 2,700, most of them only for a moment.
         super().__init__(data, origin, builders, max_made_nbytes=_MIN_MADE_NBYTES + _MADE_NBYTES_A_BYTE * len(data))
         self._steps[ord("R")] = self.reduce
@@ -721,7 +722,3 @@ def _read_chunks(listed: object) -> IntArray | str:
     if len({part.shape[2] for part in parts}) > 1:
         return "has pieces of another number of dimensions than it has"
     return np.concatenate(parts) if parts else np.zeros((0, 2, 0), np.int64)
-
-
-def _size(args: tuple[object, ...]) -> object:
-    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented

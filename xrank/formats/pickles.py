@@ -210,21 +210,11 @@ def _collection_builder(kind: type) -> Builder:
     return build
 
 
-def _build_ordered_dict(args: tuple[object, ...]) -> object:
-    if not args:
-        return OrderedDict()
-    return NotImplemented
-
-
 def _build_bytes(args: tuple[object, ...]) -> object:
     # Protocol 2 writes bytes as _codecs.encode(text, "latin1") (Lib/pickle.py: save_bytes).
     if len(args) == 2 and isinstance(args[0], str) and args[1] == "latin1":
         return args[0].encode("latin1")
     return NotImplemented
-
-
-def _build_empty_bytes(args: tuple[object, ...]) -> object:
-    return b"" if not args else NotImplemented
 
 
 def _build_complex(args: tuple[object, ...]) -> object:
@@ -236,7 +226,7 @@ def _build_complex(args: tuple[object, ...]) -> object:
 
 # Protocol 2 writes Python 2's name of the builtins module (Lib/_compat_pickle.py).
 PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
-    ("collections", "OrderedDict"): _build_ordered_dict,
+    ("collections", "OrderedDict"): lambda args: NotImplemented if args else OrderedDict(),
     ("_codecs", "encode"): _build_bytes,
     **{
         (module, name): builder
@@ -244,7 +234,7 @@ PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
         for name, builder in (
             ("set", _collection_builder(set)),
             ("frozenset", _collection_builder(frozenset)),
-            ("bytes", _build_empty_bytes),
+            ("bytes", lambda args: NotImplemented if args else b""),
             ("complex", _build_complex),
         )
     },

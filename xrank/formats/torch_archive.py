@@ -503,7 +503,7 @@ class TensorRebuilder(Struct, frozen=True):
     def builders(self) -> dict[tuple[str, str], Builder]:
         """Return the builder of each call that concerns tensors."""
         return {
-            ("torch", "Size"): _size,
+            ("torch", "Size"): build_size,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor_v2,
             ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
             ("torch._utils", "_rebuild_parameter"): _parameter,
@@ -626,7 +626,8 @@ class TensorRebuilder(Struct, frozen=True):
             )
 
 
-def _size(args: tuple[object, ...]) -> object:
+def build_size(args: tuple[object, ...]) -> object:
+    """Return the shape of a ``torch.Size``."""
     return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented
 
 

@@ -400,11 +400,8 @@ def search_config(
     try:
         values = read_config(path)
     except IncompleteError as error:
-        raise UsageError(
-            f"the adapter's configuration {path} cannot be read: No such file",
-            file=path,
-            next_step=_NEXT_STEP,
-        ) from error
+        problem = f"the adapter's configuration {path} cannot be read: No such file"
+        raise UsageError(problem, file=path, next_step=_NEXT_STEP) from error
     return parse_adapter_config(values, path, names, shapes)
 
 
@@ -436,33 +433,22 @@ def parse_adapter_config(
     is_completed = "peft_type" not in values
     config = AdapterConfig(_complete(values, names, shapes) if is_completed else values, path, is_completed)
     check_ranks(config, names.pairs, shapes)
-    for key, kind, tensors in _optional_tensors(names):
+    for key, kind, tensors in (
+        ("use_dora", "lora_magnitude_vector", [pair.magnitude for pair in names.pairs if pair.magnitude is not None]),
+        ("lora_bias", "lora_B.bias", [bias for pair in names.pairs for bias in pair.biases]),
+        ("trainable_token_indices", "trainable_tokens_delta", list(names.tokens.values())),
+    ):
         if bool(tensors) == bool(config.values.get(key)) or not names.pairs:
             continue
         if is_completed and key == "trainable_token_indices":
             problem = f"{path}: says not which tokens' rows {tensors[0]} replaces"
-            raise UsageError(
-                problem,
-                tensor=tensors[0],
-                file=path,
-                got=f"no {key}",
-                want=f"the {key} of the training",
-                next_step=_WHOLE,
-            )
+            got, want = f"no {key}", f"the {key} of the training"
+            raise UsageError(problem, tensor=tensors[0], file=path, got=got, want=want, next_step=_WHOLE)
         tensor = tensors[0] if tensors else names.pairs[0].a
         want = f"{'a value' if tensors else 'none'}, as there are {len(tensors)} tensors {kind}"
         problem = f"{path} and the adapter's tensors disagree about {key}"
         raise _mismatch(config, problem, tensor, f"{key} {config.values.get(key)}", want)
     return config
-
-
-def _optional_tensors(names: AdapterNames) -> tuple[tuple[str, str, list[str]], ...]:
-    """Return (key, kind, names in the source) of tensors that an adapter has if its configuration has the key."""
-    return (
-        ("use_dora", "lora_magnitude_vector", [pair.magnitude for pair in names.pairs if pair.magnitude is not None]),
-        ("lora_bias", "lora_B.bias", [bias for pair in names.pairs for bias in pair.biases]),
-        ("trainable_token_indices", "trainable_tokens_delta", list(names.tokens.values())),
-    )
 
 
 def _check(values: Mapping[str, Any], path: str) -> None:

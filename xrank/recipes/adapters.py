@@ -277,7 +277,12 @@ def adapt(
     if not names.is_alone:
         _check_bases(source, names)
     adapted = _separate(source, names, config or search_config(options.adapter_config, place, names, shapes))
-    return adapted if options.adapter is not None else replace(adapted, notes=(*adapted.notes, _describe_choice(names)))
+    if options.adapter is not None:
+        return adapted
+    merge = option("adapter", "merge")
+    how = f"{merge} and {option('base_model')} write one model" if names.is_alone else f"{merge} writes one model"
+    text = Text(f"{option('adapter', 'separate')} is the default; {how}, with the adapter added")
+    return replace(adapted, notes=(*adapted.notes, ("adapter-choice", text)))
 
 
 def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, str]]:
@@ -331,13 +336,6 @@ def describe_merges(plan: Plan) -> dict[str, str]:
             part = f", {rule.num_blocks} experts, from element {rule.start}" if rule.num_blocks > 1 else ""
             found[tensor.output.name] = f"W + {rule.scale!r} * ({b} @ {a}{turned}{part})"
     return found
-
-
-def _describe_choice(names: AdapterNames) -> tuple[str, str]:
-    """Return the note that names the other choice, for a caller who made none."""
-    merge = option("adapter", "merge")
-    how = f"{merge} and {option('base_model')} write one model" if names.is_alone else f"{merge} writes one model"
-    return "adapter-choice", Text(f"{option('adapter', 'separate')} is the default; {how}, with the adapter added")
 
 
 def _check_bases(source: StoredModel, names: AdapterNames) -> None:

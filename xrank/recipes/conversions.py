@@ -209,7 +209,12 @@ class NamePass:
         """
         groups: dict[str, TensorGroup] = {}
         for name in sort_naturally(names):
-            new, side, pattern = self._rename_once(name)
+            if self._is_save:
+                new, side, pattern = self._apply_converters(name)
+                new, pattern = (self._apply_renamings(name), name) if side is None else (new, pattern)
+            else:
+                new, side, pattern = self._apply_converters(self._apply_renamings(name))
+                pattern = pattern or name
             if not self._is_save and wanted:
                 new = _fit_prefix(new, self._prefix, wanted)
                 if new not in wanted and name in wanted:
@@ -221,13 +226,6 @@ class NamePass:
     def finish_name(self, name: str) -> str:
         """Return the final name of a converter's output: when saving, renamings follow the converters."""
         return self._apply_renamings(name) if self._is_save else name
-
-    def _rename_once(self, name: str) -> tuple[str, Direction | None, str]:
-        if not self._is_save:
-            new, side, pattern = self._apply_converters(self._apply_renamings(name))
-            return new, side, pattern or name
-        new, side, pattern = self._apply_converters(name)
-        return (self._apply_renamings(name), None, name) if side is None else (new, side, pattern)
 
     def _apply_renamings(self, name: str) -> str:
         for number, transform in self._renamings:

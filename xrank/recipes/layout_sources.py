@@ -54,7 +54,10 @@ def make_layout_map(stored: StoredModel) -> LayoutMap:
     for shard in stored.shards:
         one = stated.get(shard.name)
         layout = _file_layout(shard, one, meshes[0], views)
-        (texts if one is None or one.pattern is None else rules)[_key(shard.name, one)] = layout
+        if one is None or one.pattern is None:
+            texts[shard.name] = layout
+        else:
+            rules[str(one.pattern)] = layout
     _fill(layouts, rules | _rules(texts))
     try:
         for shard in stored.shards:
@@ -63,10 +66,6 @@ def make_layout_map(stored: StoredModel) -> LayoutMap:
         # A name is also a pattern for another name: escaped, each name matches itself alone.
         _fill(layouts, rules | {re.escape(name): layout for name, layout in texts.items()})
     return layouts
-
-
-def _key(name: str, stated: StatedLayout | None) -> str:
-    return name if stated is None or stated.pattern is None else str(stated.pattern)
 
 
 def _fill(layouts: LayoutMap, rules: Mapping[str, TensorLayout | Companion]) -> None:
@@ -84,13 +83,9 @@ def _collect_stated(stored: StoredModel) -> dict[str, StatedLayout]:
     meshes = dict.fromkeys(one.mesh for found in stored.layouts.values() for one in found)
     if not meshes:
         return {}
-    largest = max(meshes, key=_size)
+    largest = max(meshes, key=lambda mesh: mesh.size)
     found = {name: _choose_layout(stated, largest) for name, stated in stored.layouts.items()}
     return {name: one for name, one in found.items() if one is not None}
-
-
-def _size(mesh: DeviceMesh) -> int:
-    return mesh.size
 
 
 def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> StatedLayout | None:
@@ -99,7 +94,9 @@ def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> State
     A DTensor that an axis does not cut lies on sub-meshes without that axis. On the whole mesh, these are replicas.
     """
     first = stated[0]
-    if len(stated) == 1 and _is_whole(first.layout) and set(first.mesh.ranks) == set(largest.ranks):
+    bare = dataclasses.replace(first.layout.tree, where=(), sums=(), view=None)
+    is_whole = not any(first.layout.cut_axes) and first.layout.tree == bare
+    if len(stated) == 1 and is_whole and set(first.mesh.ranks) == set(largest.ranks):
         return replace(first, mesh=largest)  # every rank has the whole tensor, whatever the axis names are
     if first.layout.tree.view is None and all(
         replace(each, mesh=first.mesh) == first and _is_part(each.mesh, largest) for each in stated
@@ -108,10 +105,6 @@ def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> State
         if len(ranks) == largest.size:
             return replace(first, mesh=largest)
     return first if len(stated) == 1 else None
-
-
-def _is_whole(layout: TensorLayout) -> bool:
-    return not any(layout.cut_axes) and layout.tree == dataclasses.replace(layout.tree, where=(), sums=(), view=None)
 
 
 @lru_cache(maxsize=4096)

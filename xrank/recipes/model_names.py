@@ -86,9 +86,17 @@ class ModelNames(Struct, frozen=True, eq=False):
         best = min(found, key=lambda prefix: (-found[prefix], len(prefix)), default="")
         if found.get(best, 0) <= bare or 4 * found[best] < len(names) or _is_near_recipe(names):
             return self._make_strip("", names) if bare else None
-        rivals = [p for p, count in found.items() if 2 * count > found[best] and not _is_nested(p, best)]
+        rivals = [
+            p
+            for p, count in found.items()
+            if 2 * count > found[best] and not (p.startswith(best) or best.startswith(p))
+        ]
         if rivals:
-            raise self._several_error(best, min(rivals, key=len), found)
+            pair = (best, min(rivals, key=len))
+            got = " and ".join(f"{plural(found[p], 'tensor')} under {p[:-1]}" for p in pair)
+            step = either(*(f"leave one of them out with {option('exclude', f'{p}*')}" for p in pair[::-1]))
+            problem, want = f"{pair[0]}* and {pair[1]}* are both models of this kind", self.class_name or "model"
+            raise UsageError(problem, got=got, want=f"one {want}", next_step=step)
         return self._make_strip(best, names)
 
     def _make_strip(self, prefix: str, names: Sequence[str]) -> _Strip:
@@ -126,12 +134,6 @@ class ModelNames(Struct, frozen=True, eq=False):
         parts = find_stem(name).split(".")
         return any(".".join(parts[:count]) in self.stems for count in range(1, len(parts) + 1))
 
-    def _several_error(self, one: str, other: str, found: Mapping[str, int]) -> UsageError:
-        named = " and ".join(f"{plural(found[p], 'tensor')} under {p[:-1]}" for p in (one, other))
-        step = either(*(f"leave one of them out with {option('exclude', f'{p}*')}" for p in (other, one)))
-        problem = f"{one}* and {other}* are both models of this kind"
-        return UsageError(problem, got=named, want=f"one {self.class_name or 'model'}", next_step=step)
-
 
 def _is_near_recipe(names: Sequence[str]) -> bool:
     """Return whether half of the names are those of a training framework, whose recipe renames them or misses some."""
@@ -146,10 +148,6 @@ def _list_prefixes(name: str) -> Iterator[str]:
             return
         yield name[: end + 1]
         end = name.find(".", end + 1)
-
-
-def _is_nested(one: str, other: str) -> bool:
-    return one.startswith(other) or other.startswith(one)
 
 
 def names_of_class(config: Mapping[str, Any] | None) -> ModelNames | None:

@@ -124,9 +124,21 @@ def check_whole(
 ) -> None:
     """Check that every tensor that the model must have was made, and no other."""
     # Stacks of layers that are numbered apart have one kind of block each, so backwards there is no choice.
-    apart = _numbered_apart(matched.recipe) if matched.is_reversed else set()
+    apart = {
+        rule.choice
+        for rule in (matched.recipe.rules if matched.is_reversed else ())
+        if rule.group is not None
+        for side in rule.targets.values()
+        if side.name.dims[:1] != rule.sources[0].name.dims[:1]
+    }
     groups = _find_groups(path, outcomes, made, layers, apart)
-    _check_flags(path, matched, flags)
+    for (number, _), names in matched.used.items():
+        flag = matched.recipe.rules[number].when
+        if flag is not None and flags.get(flag) is False:
+            want = f"none, because {flag} is false in config.json or the trainer's args"
+            problem = f"{names[0]} belongs to models with {flag}, and this model is not one"
+            got, step = f"{len(names)} such tensors", _CHECK_CONFIG
+            raise ContradictionError(problem, tensor=names[0], file=path, got=got, want=want, next_step=step)
     used = [matched.recipe.rules[number] for number, _ in matched.used]
     # No flag of a used rule is false here (refused above), so the known flags cannot undo one that tensors raised.
     begun = {id(rule) for rule in used}
@@ -136,7 +148,10 @@ def check_whole(
             continue
         if any(
             _needs(rule, flags, begun)
-            and _is_beside(rule, groups, outcome.layer)
+            and (
+                not rule.beside
+                or any(groups.get((outcome.layer, group.rpartition(".")[0])) == group for group in rule.beside)
+            )
             and (
                 id(rule) in begun
                 if rule.group is not None and rule.choice in apart
@@ -150,28 +165,6 @@ def check_whole(
             step = "check that the checkpoint is whole, and that config.json is this model's"
             problem = f"{name}: nothing in the source becomes it"
             raise ContradictionError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
-
-
-def _numbered_apart(recipe: Recipe) -> set[str]:
-    """Return the choices whose layers have other numbers on the other side."""
-    return {
-        rule.choice
-        for rule in recipe.rules
-        if rule.group is not None
-        for side in rule.targets.values()
-        if side.name.dims[:1] != rule.sources[0].name.dims[:1]
-    }
-
-
-def _check_flags(path: str, matched: Match, flags: Mapping[str, bool]) -> None:
-    """Refuse tensors that only models with a flag have, if the flag is false."""
-    for (number, _), names in matched.used.items():
-        flag = matched.recipe.rules[number].when
-        if flag is not None and flags.get(flag) is False:
-            want = f"none, because {flag} is false in config.json or the trainer's args"
-            problem = f"{names[0]} belongs to models with {flag}, and this model is not one"
-            got, step = f"{len(names)} such tensors", _CHECK_CONFIG
-            raise ContradictionError(problem, tensor=names[0], file=path, got=got, want=want, next_step=step)
 
 
 def _find_groups(
@@ -216,10 +209,6 @@ def _has_group(
     rivals = {other.group for other in recipe.rules if other.group is not None and other.choice == rule.choice}
     due = {group for group in rivals for choice in layers.get(group, ()) if layer is not None and layer in choice}
     return rule.group in (due or rivals - layers.keys())
-
-
-def _is_beside(rule: Rule, groups: Mapping[_Choice, str], layer: int | None) -> bool:
-    return not rule.beside or any(groups.get((layer, group.rpartition(".")[0])) == group for group in rule.beside)
 
 
 def _needs(rule: Rule, flags: Mapping[str, bool], begun: set[int]) -> bool:

@@ -90,13 +90,8 @@ def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, An
     # A recipe that extends itself, even by way of others, would be read forever.
     if not isinstance(base, str) or base not in read_shipped() or base in via:
         near = (*get_close_matches(str(base), read_shipped(), n=1), "megatron-llama")[0]
-        raise misplaced(
-            file,
-            ("extends",),
-            base,
-            f"the name of one recipe that comes with xrank, such as {near}",
-            "run: xrank recipe list",
-        )
+        want = f"the name of one recipe that comes with xrank, such as {near}"
+        raise misplaced(file, ("extends",), base, want, "run: xrank recipe list")
     return _extend(_rename(read_tables(read_shipped()[base], f"{base}.toml", (*via, base)), renames), tables, file)
 
 
@@ -160,11 +155,8 @@ def _parse_toml(text: str, file: str) -> dict[str, Any]:
         message, _, at = str(error).partition(" (at ")
         found = re.match(r"(line \d+(?:, column \d+)?)", at)
         place = f", {found[1]}" if found else f", line {text.count(chr(10)) + 1}" if at else ""
-        raise _not_toml(file, place, message) from error
-
-
-def _not_toml(file: str, place: str, reason: str) -> LayoutError:
-    return LayoutError(f"the recipe {file}{place} is not TOML: {reason}", file=file, want="TOML", next_step=CORRECT)
+        problem = f"the recipe {file}{place} is not TOML: {message}"
+        raise LayoutError(problem, file=file, want="TOML", next_step=CORRECT) from error
 
 
 def count_extended(text: str) -> int:
@@ -563,9 +555,8 @@ def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:
     parts = part_names(side)
     if isinstance(to, str) and parts:
         if sorted(part_names(targets[""])) != sorted(parts):
-            raise misplaced(
-                file, keys, to, f"one target for each of the parts {list_text(parts)}, or one with all of them"
-            )
+            want = f"one target for each of the parts {list_text(parts)}, or one with all of them"
+            raise misplaced(file, keys, to, want)
         targets = dict.fromkeys(parts, targets[""])
     beside = check_texts(value.get("beside", []), (*keys, "beside"), file)
     return Rule((side, *_stack_dims(side)), targets, **names, optional=optional, beside=beside, add=add, times=times)

@@ -18,7 +18,7 @@ from xrank.engine.companions import CompanionFile, check_companions
 from xrank.engine.hf_folder import lay_out_state
 from xrank.engine.planner import Plan, divide_pieces, make_plan
 from xrank.errors import LayoutError
-from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
+from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.companion import companion_part, inline_base
 from xrank.layout.coverage import CoverageFault, contains, range_text
@@ -206,7 +206,9 @@ def plan_reshard_of(
         if name != target:
             tied.setdefault(target, []).append(name)
     made = config_text_of(config_path, config, options, source)[0] if config is not None else None
-    run_id = stored.run_id or _new_run_id(stored, new)
+    # The same source and layout give the same id.
+    content = repr(([file.identity for file in stored.files], new)).encode()
+    run_id = stored.run_id or f"reshard-{xxhash.xxh3_64_hexdigest(content)}"
     shapes = {shard.name: shard.shape for shard in stored.shards}
     states = _States(stored, new, names, tied, run_id, host or socket.gethostname(), claims, shapes)
     outputs = _list_outputs(selection, names)
@@ -273,12 +275,6 @@ def _content(shard: StoredShard) -> tuple[Any, ...]:
     nests = shard.nests
     arrays = (shard.rank, shard.record, nests.x, nests.y, nests.loops)
     return shard.dtype, shard.shape, *(array.tobytes() for array in arrays)
-
-
-def _new_run_id(stored: StoredModel, layouts: LayoutMap) -> str:
-    """Return an id for the states of a source without one; the same source and layout give the same id."""
-    files = [file.identity for file in stored.files]
-    return f"reshard-{xxhash.xxh3_64_hexdigest(repr((files, layouts)).encode())}"
 
 
 class _States(Struct):
@@ -388,7 +384,7 @@ class _States(Struct):
                 problem = f"{first}: the layout file puts it into the flat buffer {rule}, and reshard writes none"
                 step = "give the buffer's members layouts of their own"
                 raise LayoutError(problem, tensor=first, got=str(layout), want="a rule for each tensor", next_step=step)
-        dims = ", ".join(f"d{i}" for i in range(len(_shape_of(self.source, first))))
+        dims = ", ".join(f"d{i}" for i in range(len(self.shapes[first])))
         problem = f"{first}: no rule of the layout file says how it is cut{likewise_text(more)}"
         step = f'add a rule, such as "{first}" = "[{dims}]" for a tensor that every rank holds whole'
         got = f"{len(self.layouts)} rules"
@@ -414,14 +410,6 @@ class _States(Struct):
             rank=rank,
             world_size=len(self.ranks),
             host=self.host,
-            meshes=tuple(_mesh_record(mesh) for mesh in self.meshes),
+            meshes=tuple((mesh.axis_names, mesh.shape, mesh.ranks) for mesh in self.meshes),
             tensors={name: held[name] for name in self.names(rank)},
         )
-
-
-def _shape_of(source: StoredModel, name: str) -> tuple[int, ...]:
-    return next(shard.shape for shard in source.shards if shard.name == name)
-
-
-def _mesh_record(mesh: DeviceMesh) -> MeshRecord:
-    return mesh.axis_names, mesh.shape, mesh.ranks
