@@ -28,10 +28,10 @@ DIGEST = "0123456789abcdef" * 2
 
 def text() -> str:
     return manifest_text(
-        ManifestSource("dcp", world_size=2, step=7),
+        ManifestSource("dcp", 2, None, 7),
         [ManifestFile("model.safetensors", 8, DIGEST)],
         {
-            "b\n": ManifestTensor("F32", (), "model.safetensors", DIGEST),
+            "b\n": ManifestTensor("F32", (), "model.safetensors", DIGEST, (), 0),
             "a": ManifestTensor(
                 "BF16", (2, 1), "model.safetensors", DIGEST, (TensorSource("__0_0.distcp", 0, 64, 4),), replicas=1
             ),
@@ -78,7 +78,7 @@ def test_a_line_for_each_tensor() -> None:
 
 
 def test_empty_sections(tmp_path: Path) -> None:
-    (tmp_path / "m").write_text(manifest_text(ManifestSource("hf"), [], {}))
+    (tmp_path / "m").write_text(manifest_text(ManifestSource("hf", None, None, None), [], {}))
     assert read_manifest(str(tmp_path / "m"))["tensors"] == {}
 
 

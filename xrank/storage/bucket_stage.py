@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import xxhash
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, convert, field, to_builtins
 from msgspec.structs import replace
 
 from xrank.errors import (
@@ -45,10 +45,10 @@ from xrank.errors import (
 )
 from xrank.storage.client import ABSENT, Folder, Store, open_store
 from xrank.storage.commit import (
+    Count,
     DescriptorTarget,
     JournalLine,
     Stage,
-    decode,
     make_exists_error,
     owner_state,
     seal,
@@ -146,7 +146,7 @@ class BucketPlace(Struct, frozen=True):
         return self.store.url(self.file_key(name))
 
 
-class Replaced(Struct, frozen=True):
+class Replaced(Struct, frozen=True, forbid_unknown_fields=True):
     """A model that another one replaces."""
 
     last: str
@@ -170,26 +170,26 @@ class Replaced(Struct, frozen=True):
         return self.weights if self.has_index else ()
 
 
-class Upload(Struct, frozen=True):
+class Upload(Struct, frozen=True, forbid_unknown_fields=True):
     """An upload under way."""
 
     upload_id: str
-    part_nbytes: int
+    part_nbytes: Count
     """Bytes of each part but the last."""
     name: str
     """Of its object in the output."""
 
 
-class BucketJournal(Struct, frozen=True):
+class BucketJournal(Struct, frozen=True, forbid_unknown_fields=True):
     """What the journal's object contains."""
 
     stage: str
     """Random; every object of the output bears it."""
     plan: str
     host: str = ""
-    pid: int = 0
+    pid: Count = 0
     """The owner; 0 where a run that ended has given it up."""
-    beat: int = 0
+    beat: Count = 0
     last: str = ""
     """The file that the commit writes last; before the commit empty, and no object of the output is visible."""
     uploads: Mapping[str, Upload] = field(default_factory=dict)
@@ -207,12 +207,12 @@ class BucketJournal(Struct, frozen=True):
         return bool(self.last)
 
 
-class FileRecord(Struct, frozen=True):
+class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """A file whose parts are all uploaded."""
 
     stage: str
     upload_id: str
-    nbytes: int
+    nbytes: Count
     digest: str
     tensors: tuple[str, ...]
     """Digests of its tensors, in hex, in the file's order."""
@@ -336,7 +336,7 @@ def _seal(record: BucketJournal | FileRecord) -> bytes:
 def _unseal(kind: type[_Record], data: bytes) -> _Record | None:
     record = unseal(data)
     try:
-        return None if record is None or record.pop("version", 0) != 1 else decode(kind, record)
+        return None if record is None or record.pop("version", 0) != 1 else convert(record, kind)
     except ValueError:
         return None
 

@@ -11,27 +11,26 @@ from __future__ import annotations
 
 import json
 import socket
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol
 
 import xxhash
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from xrank.errors import OutputExistsError, XrankError, option
 from xrank.system import process_state
 
-_VERSION = 1
-_Kind = TypeVar("_Kind")
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""A number in a record that is read back."""
 
 
-class JournalLine(Struct, frozen=True):
+class JournalLine(Struct, frozen=True, forbid_unknown_fields=True):
     """A file that is whole and in its place."""
 
     file: str
-    nbytes: int
+    nbytes: Count
     digest: str
 
 
@@ -173,30 +172,3 @@ def unseal(text: bytes) -> dict[str, Any] | None:
 
 def _checksum(record: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
-
-
-def decode(kind: type[_Kind], value: Any) -> _Kind:
-    """Return a value of a type from what JSON has for it: texts, counts, and tuples, mappings and records of them.
-
-    Raises:
-        ValueError: it is a value of another type.
-    """
-    origin, inner = get_origin(kind), get_args(kind)
-    made: Any = value
-    if isinstance(kind, type) and issubclass(kind, Struct):
-        hints = get_type_hints(kind)
-        if not isinstance(value, dict) or value.keys() != {*kind.__struct_fields__}:
-            raise ValueError(f"not a record of {kind.__name__}")
-        made = kind(**{name: decode(hints[name], value[name]) for name in value})
-    elif origin is tuple and isinstance(value, list):
-        made = tuple(decode(inner[0], one) for one in value)
-    elif origin in (Union, types.UnionType):
-        made = None if value is None else decode(inner[0], value)
-    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-        made = {name: decode(inner[1], one) for name, one in value.items()}
-    elif not (
-        (kind is str and isinstance(value, str)) or (kind is int and type(value) is int and 0 <= value < 1 << 62)
-    ):
-        raise ValueError(f"{value!r} in place of {kind}")
-    result: _Kind = made
-    return result

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import xxhash
-from msgspec import Struct, to_builtins
+from msgspec import Struct, convert, to_builtins
 
 from xrank import system
 from xrank.errors import AGAIN, CorruptError, OutputExistsError, XrankError
@@ -26,7 +26,6 @@ from xrank.storage.commit import (
     DescriptorTarget,
     JournalLine,
     Stage,
-    decode,
     make_exists_error,
     owner_state,
     seal,
@@ -84,7 +83,7 @@ def parse_journal(content: bytes) -> Journal | None:
     finished: dict[str, JournalLine] = {}
     for record in rest:
         try:
-            line = decode(JournalLine, record)
+            line = convert(record, JournalLine)
         except ValueError:
             break
         if os.path.basename(line.file) != line.file:  # no file outside the stage counts as finished

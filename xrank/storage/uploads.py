@@ -25,6 +25,7 @@ from msgspec import Struct, field
 
 from xrank.errors import XrankError
 from xrank.storage.client import ABSENT, Backend, FaultError, FaultKind, Store, copy_bytes
+from xrank.storage.commit import Count
 
 WRITABLE = ("s3", "gs", "az", "abfs")
 """Schemes of the stores that take uploads."""
@@ -43,15 +44,15 @@ KnownParts: TypeAlias = dict[int, tuple[int, str, int | None]]
 """Number of a part -> its bytes, its etag, and its CRC-32 where the store lists one."""
 
 
-class Part(Struct, frozen=True):
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
     """A part that the store has confirmed."""
 
-    number: int
+    number: Count
     """From 1 on."""
-    nbytes: int
+    nbytes: Count
     etag: str
     """With its quotes; of a store that gives parts none, their MD5."""
-    crc32: int
+    crc32: Count
 
 
 class UploadedObject(Struct, frozen=True):
