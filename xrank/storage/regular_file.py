@@ -8,8 +8,8 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
+from functools import partial, partialmethod
+from typing import Any, ClassVar, TypeVar
 
 from msgspec import Struct
 
@@ -62,74 +62,41 @@ class Origin(Struct, frozen=True):
         """Return a message with the rank and the path before the problem."""
         return f"{self.name}: {problem}"
 
-    def _next_step(self) -> str:
-        file = "it" if self.rank is None else f"rank {self.rank}'s file"
-        return f"copy {file} again from where it was written, or have it written again"
-
     def _make(
-        self, kind: type[_Error], problem: str, got: str | None, want: str | None, step: str | None, tensor: str | None
+        self,
+        kind: type[_Error],
+        problem: str,
+        got: str | None = None,
+        want: str | None = None,
+        next_step: str | None = None,
+        *,
+        tensor: str | None = None,
     ) -> _Error:
-        where = {"file": self.path, "rank": self.rank, "tensor": tensor}
-        return kind(self.locate(problem), got=got, want=want, next_step=step, **where)  # type: ignore[arg-type]
+        """Return an error of a kind that names the file, the rank and the tensor."""
+        step = next_step
+        if step is None and kind is CorruptError:
+            file = "it" if self.rank is None else f"rank {self.rank}'s file"
+            step = f"copy {file} again from where it was written, or have it written again"
+        elif step is None and kind is ContradictionError:
+            step = "all files must come from one save of one run; copy them again"
+        where: Any = {"file": self.path, "rank": self.rank, "tensor": tensor}
+        return kind(self.locate(problem), got=got, want=want, next_step=step, **where)
 
-    def corrupt(
-        self,
-        problem: str,
-        got: str | None = None,
-        want: str | None = None,
-        next_step: str | None = None,
-        *,
-        tensor: str | None = None,
-    ) -> CorruptError:
-        """Return the error for bytes that were damaged since they were written."""
-        return self._make(CorruptError, problem, got, want, next_step or self._next_step(), tensor)
-
-    def contradiction(
-        self,
-        problem: str,
-        got: str | None = None,
-        want: str | None = None,
-        next_step: str = "all files must come from one save of one run; copy them again",
-        *,
-        tensor: str | None = None,
-    ) -> ContradictionError:
-        """Return the error for a file that disagrees with another one, or with its own name."""
-        return self._make(ContradictionError, problem, got, want, next_step, tensor)
-
-    def incomplete(
-        self,
-        problem: str,
-        got: str | None = None,
-        want: str | None = None,
-        next_step: str | None = None,
-        *,
-        tensor: str | None = None,
-    ) -> IncompleteError:
-        """Return the error for a missing file, or for a folder or file that lacks something."""
-        return self._make(IncompleteError, problem, got, want, next_step, tensor)
-
-    def layout(
-        self,
-        problem: str,
-        got: str | None = None,
-        want: str | None = None,
-        next_step: str | None = None,
-        *,
-        tensor: str | None = None,
-    ) -> LayoutError:
-        """Return the error for a tensor in the file whose cut is unknown or cannot be expressed."""
-        return self._make(LayoutError, problem, got, want, next_step, tensor)
+    corrupt: ClassVar[partialmethod[CorruptError]] = partialmethod(_make, CorruptError)
+    """Bytes were damaged since they were written."""
+    contradiction: ClassVar[partialmethod[ContradictionError]] = partialmethod(_make, ContradictionError)
+    """The file disagrees with another one, or with its own name."""
+    incomplete: ClassVar[partialmethod[IncompleteError]] = partialmethod(_make, IncompleteError)
+    """The file is missing, or the file or folder lacks something."""
+    layout: ClassVar[partialmethod[LayoutError]] = partialmethod(_make, LayoutError)
+    """The layout of a tensor in the file is unknown or cannot be expressed."""
+    usage: ClassVar[partialmethod[UsageError]] = partialmethod(_make, UsageError)
+    """The file is undamaged, and xrank does not accept it."""
 
     def unsafe(self, problem: str, got: str | None = None) -> UnsafeError:
         """Return the error for a pickle that needs more than data."""
-        return UnsafeError(
-            self.locate(problem),
-            file=self.path,
-            rank=self.rank,
-            got=got,
-            want="plain values and tensors",
-            next_step="save tensors and plain Python values only (a state_dict), not objects",
-        )
+        step = "save tensors and plain Python values only (a state_dict), not objects"
+        return self._make(UnsafeError, problem, got, "plain values and tensors", step)
 
     def unreadable(self, problem: str, error: OSError) -> XrankError:
         """Return the error for a failure to read: of the file, or of the system, after which its bytes may be right."""
@@ -139,19 +106,7 @@ class Origin(Struct, frozen=True):
         next_step = f"{AGAIN}; if it fails again, look for a failing disk or server in the system's log"
         if code in ("EMFILE", "ENFILE"):
             next_step = f"raise the limit of open files (ulimit -n), then {AGAIN}"
-        return XrankError(self.locate(text), file=self.path, rank=self.rank, got=code, next_step=next_step)
-
-    def usage(
-        self,
-        problem: str,
-        got: str | None = None,
-        want: str | None = None,
-        next_step: str | None = None,
-        *,
-        tensor: str | None = None,
-    ) -> UsageError:
-        """Return the error for an undamaged file that xrank does not accept."""
-        return self._make(UsageError, problem, got, want, next_step, tensor)
+        return self._make(XrankError, text, code, next_step=next_step)
 
 
 class RegularFile(Struct, frozen=True):
@@ -220,16 +175,11 @@ def open_regular(path: str, rank: int | None = None, *, follow_links: bool = Tru
         flags = system.READ if follow_links else system.READ | system.NO_LINK
         descriptor = _retry(partial(os.open, path, flags))  # of a FIFO, too, it returns at once
     except FileNotFoundError as error:
-        raise IncompleteError(
-            origin.locate("there is no such file"),
-            file=path,
-            rank=rank,
-            next_step="check the path, or wait until it is written",
-        ) from error
+        step = "check the path, or wait until it is written"
+        raise origin.incomplete("there is no such file", next_step=step) from error
     except PermissionError as error:
-        raise origin.usage(
-            f"cannot be opened: {error.strerror}", next_step="run as its owner, or let this user read it"
-        ) from error
+        step = "run as its owner, or let this user read it"
+        raise origin.usage(f"cannot be opened: {error.strerror}", next_step=step) from error
     except ValueError as error:  # a NUL in the path
         raise origin.corrupt(f"cannot be opened: {error}") from error
     except OSError as error:
@@ -266,11 +216,5 @@ def refuse_pointer(file: RegularFile) -> None:
         IncompleteError: it is one.
     """
     if file.nbytes >= len(LFS_MAGIC) and file.read(0, len(LFS_MAGIC)) == LFS_MAGIC:
-        raise IncompleteError(
-            file.origin.locate("is a pointer of git-lfs, not the file itself"),
-            file=file.origin.path,
-            rank=file.origin.rank,
-            got=f"{file.nbytes} bytes that name the file",
-            want="the file",
-            next_step=f"fetch the file (git lfs pull), then {AGAIN}",
-        )
+        got, step = f"{file.nbytes} bytes that name the file", f"fetch the file (git lfs pull), then {AGAIN}"
+        raise file.origin.incomplete("is a pointer of git-lfs, not the file itself", got, "the file", step)
