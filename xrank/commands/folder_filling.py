@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from xrank.engine.file_writing import (
 )
 from xrank.engine.hf_folder import index_name, index_text
 from xrank.engine.planner import Plan, TensorPlan
-from xrank.engine.report import FileFacts, OutputFacts, ProofFacts
+from xrank.engine.report import FileFacts
 from xrank.engine.rounds import Work
 from xrank.engine.sources import open_source
 from xrank.engine.windows import FileHashes, digest_text
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from xrank.recipes.reshard_plan import Reshard
 
 
+_Made = TypeVar("_Made")
+
+
 class WrittenOutput(Struct, frozen=True):
     """An output that is in place, with the facts that one rank of its team knows."""
 
@@ -52,24 +55,6 @@ class WrittenOutput(Struct, frozen=True):
     written: WrittenFiles | None = None
     """Counts of the whole output, on the first rank."""
     notes: tuple[tuple[str, str], ...] = ()
-
-    def add_proof(self, proof: ProofFacts) -> ProofFacts:
-        """Return a proof with the counts of comparisons from the writing."""
-        if self.written is None:
-            return proof
-        return proof.extended(
-            num_replicas_compared=self.written.num_replicas_compared, num_checksums=self.written.outcome.num_checksums
-        )
-
-    def add_output(self, output: OutputFacts) -> OutputFacts:
-        """Return the facts of an output with its files."""
-        if self.written is None:
-            return output.extended(files=list(self.files), resumed_nbytes=0, shared_nbytes=0)
-        return output.extended(
-            files=list(self.files),
-            resumed_nbytes=self.written.resumed_nbytes,
-            shared_nbytes=self.written.outcome.shared_nbytes,
-        )
 
 
 def make_output(
@@ -103,66 +88,62 @@ def make_output(
     """
     options = gather.options
     check_store_writer(out, ranks=1 if options.sign is None else team.size)
-    work = _work(gather, source, holder)
-    with hash_beside(gather.source.hashes, team) as finish_hashes:
-        if not team.is_first:
-            from xrank.engine.shared_writing import help_to_write_files  # one process does not need this module
+    windows = None if options.sign is None else FileHashes()
+    work = Work(gather.plan, source, options.budget, options.replicas, holder, gather.transforms, windows)
 
-            help_to_write_files(team, work, out, gather.digest)
-            finish_hashes()
-            files = [file.output for file in gather.plan.files]
-            return WrittenOutput(tuple(FileFacts(name=one.name, nbytes=one.nbytes) for one in files))
-        return _make_first(
-            gather, work, out, progress or (lambda done, total: None), team, is_repeatable, finish_hashes
-        )
+    def fill(stage: Stage) -> WrittenOutput:
+        verify = options.overwrite if options.verify is None else options.verify
+        # First: a companion that cannot be copied ends the gather before the weights are written.
+        lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
+        lines += [stage.write_file(name, text.encode()) for name, text in small_texts(gather).items()]
+        written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
+        files = _write_lists(gather, work, stage, out, written, lines, is_repeatable)
+        return WrittenOutput(tuple(files), written, written.notes)
 
-
-def _make_first(
-    gather: FolderPlan,
-    work: Work,
-    out: str,
-    progress: Callable[[int, int], None],
-    team: Team,
-    is_repeatable: bool,
-    finish_hashes: Callable[[], None],
-) -> WrittenOutput:
-    """Fill a stage, and commit it."""
-    options = gather.options
-    with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
-        made = _fill_stage(gather, work, stage, out, progress, team, is_repeatable)
-        keep_if_hashed(stage, finish_hashes)
-        # The last moment to stop: after the commit the output is there, whichever rank has failed.
-        team.check_failures()
-        stage.commit()
-        team.mark_committed()
-    return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
+    made = _fill_stage(team, work, out, gather, fill, resume=options.resume)
+    if made is None:
+        files = [file.output for file in gather.plan.files]
+        return WrittenOutput(tuple(FileFacts(name=one.name, nbytes=one.nbytes) for one in files))
+    output, notes = made
+    return replace(output, notes=(*output.notes, *(("stage", note) for note in notes)))
 
 
 def _fill_stage(
-    gather: FolderPlan,
-    work: Work,
-    stage: Stage,
-    out: str,
-    progress: Callable[[int, int], None],
     team: Team,
-    is_repeatable: bool,
-) -> WrittenOutput:
-    """Write all files of a gather into its stage, which is then ready for the commit."""
-    options = gather.options
-    verify = options.overwrite if options.verify is None else options.verify
-    # First: a companion that cannot be copied ends the gather before the weights are written.
-    lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
-    lines += [stage.write_file(name, text.encode()) for name, text in small_texts(gather).items()]
-    written = write_files(work, stage, progress, team, verify=verify)
-    small = _write_lists(gather, work, stage, out, written, lines, is_repeatable)
-    return WrittenOutput(tuple(small), written, written.notes)
+    work: Work,
+    out: str,
+    planned: FolderPlan | Reshard,
+    fill: Callable[[Stage], _Made],
+    *,
+    resume: bool = True,
+    replaces_states: bool = False,
+) -> tuple[_Made, tuple[str, ...]] | None:
+    """Make an output with all ranks of a team; the first fills a stage by `fill` and commits it.
 
+    Returns:
+        On the first rank the result of `fill`, and notes on the stage.
+    """
+    with hash_beside(planned.source.hashes, team) as finish_hashes:
+        if not team.is_first:
+            from xrank.engine.shared_writing import help_to_write_files  # one process does not need this module
 
-def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Work:
-    options = gather.options
-    budget = options.budget
-    windows = None if options.sign is None else FileHashes()
-    return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms, windows)
+            help_to_write_files(team, work, out, planned.digest)
+            finish_hashes()
+            return None
+        with open_stage(
+            out,
+            plan_digest=planned.digest,
+            overwrite=planned.options.overwrite,
+            replaces_states=replaces_states,
+            resume=resume,
+        ) as stage:
+            made = fill(stage)
+            keep_if_hashed(stage, finish_hashes)
+            # The last moment to stop: after the commit the output is there, whichever rank has failed.
+            team.check_failures()
+            stage.commit()
+            team.mark_committed()
+        return made, stage.notes
 
 
 def _write_lists(
@@ -255,26 +236,16 @@ def make_states(
         RankFailedError: another rank failed.
     """
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
-    with (
-        closing(open_source(reshard.plan.source, beside)) as source,
-        hash_beside(reshard.source.hashes, team) as finish,
-    ):
+    with closing(open_source(reshard.plan.source, beside)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)
-        if not team.is_first:
-            from xrank.engine.shared_writing import help_to_write_files  # one process does not need this module
 
-            help_to_write_files(team, work, out, reshard.digest)
-            finish()
-            return None, ()
-        overwrite = reshard.options.overwrite
-        with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite, replaces_states=True) as stage:
-            written = write_files(work, stage, progress or (lambda done, total: None), team, verify=overwrite)
+        def fill(stage: Stage) -> WrittenFiles:
+            verify = reshard.options.overwrite
+            written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
             _write_small_files(reshard, stage, written)
-            keep_if_hashed(stage, finish)
-            team.check_failures()
-            stage.commit()
-            team.mark_committed()
-    return written, stage.notes
+            return written
+
+        return _fill_stage(team, work, out, reshard, fill, replaces_states=True) or (None, ())
 
 
 def own_texts(reshard: Reshard) -> dict[str, str]:
@@ -293,7 +264,7 @@ def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) ->
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
         [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(written.digests.items())],
         {},
-        companions=[ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}") for line in lines],
+        companions=[_small_file(line) for line in lines],
         cast=reshard.selection.cast,
         notes=[list(note) for note in (*reshard.notes, *written.notes)],
         plan=identify_output(reshard.digest, {line.file: line.digest for line in lines}),

@@ -211,10 +211,18 @@ def gather_checkpoint(
     """
     options = GatherOptions.from_arguments(locals())
     path = places.enter(source)
-    read = partial(
-        plan_gather, path, options, format_name=format, part=part, world_size=world_size, workspace=workspace
+    plan = partial(
+        plan_gather,
+        path,
+        options,
+        format_name=format,
+        part=part,
+        world_size=world_size,
+        workspace=workspace,
+        base_model=base_model,
+        layouts=layouts,
+        recipe=recipe,
     )
-    plan = partial(read, base_model=base_model, layouts=layouts, recipe=recipe)
     target = clean_path(out)
     push = find_push(target, push_to_hub)
     if push is not None:
@@ -223,10 +231,26 @@ def gather_checkpoint(
         report = _plan_only(partial(plan_apart, path, target, plan, overwrite=overwrite), target)
         return report if push is None else push.name(report)
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
-    plan = partial(plan, share=(team.position, team.size))
-    plan_checked = partial(plan_apart, path, target, plan, overwrite=overwrite)
-    check = (lambda: None) if push is None else partial(push.check, overwrite=overwrite)
-    report = _gather_together(plan_checked, target, progress, team, check)
+
+    def prove() -> FolderPlan:
+        if push is not None and team.is_first:
+            push.check(overwrite=overwrite)
+        shared = partial(plan, share=(team.position, team.size))
+        return plan_apart(path, target, shared, overwrite=overwrite, checks_output=team.is_first)
+
+    started = time.monotonic()
+    with team.together():
+        planned, _ = team.agree("the plan", prove, lambda planned: planned.digest, check_plans(team.ranks))
+        earlier = _find_earlier(planned, target, team)
+        if earlier is not None:
+            if team.is_first:
+                settle_output(target)
+            written = WrittenOutput(earlier, notes=(EARLIER_NOTE,))
+        else:
+            beside = None if is_url(target) else os.path.dirname(os.path.abspath(target))
+            with closing(open_source(planned.plan.source, beside)) as files:
+                written = make_output(planned, files, target, progress, team, is_repeatable=True)
+    report = folder_report("gather", planned, written, target, started)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
 
 
@@ -245,36 +269,3 @@ def _find_earlier(planned: FolderPlan, out: str, team: Team) -> tuple[FileFacts,
     if planned.options.overwrite:
         return None
     return find_together(team, out, planned.digest, planned.decision.small.companions, small_texts(planned))
-
-
-def _gather_together(
-    plan_checked: Callable[..., FolderPlan],
-    out: str,
-    progress: Callable[[int, int], None] | None,
-    team: Team,
-    check: Callable[[], None],
-) -> Report:
-    """Agree on the plan with all ranks, and make the folder with them; the first rank checks first where it goes."""
-    started = time.monotonic()
-
-    def plan() -> FolderPlan:
-        if team.is_first:
-            check()
-        return plan_checked(checks_output=team.is_first)
-
-    with team.together():
-        planned, _ = team.agree(
-            "the plan",
-            plan,
-            lambda planned: planned.digest,
-            check_plans(team.ranks),
-        )
-        earlier = _find_earlier(planned, out, team)
-        if earlier is not None:
-            if team.is_first:
-                settle_output(out)
-            return folder_report("gather", planned, WrittenOutput(earlier, notes=(EARLIER_NOTE,)), out, started)
-        beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
-        with closing(open_source(planned.plan.source, beside)) as files:
-            written = make_output(planned, files, out, progress, team, is_repeatable=True)
-    return folder_report("gather", planned, written, out, started)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from msgspec.structs import fields, replace
+from msgspec.structs import asdict, replace
 
 from xrank.dtypes import DTYPES, dtype
 from xrank.engine.executor import factors_nbytes
@@ -36,6 +35,7 @@ from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
+from xrank.storage.client import Traffic, traffic
 from xrank.storage.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text, plural, size_text
@@ -123,13 +123,22 @@ def read_report(text: str) -> Report:
 
 def folder_report(command: str, planned: FolderPlan, written: WrittenOutput, path: str, started: float) -> Report:
     """Return the report of a model folder that was written; `started` is on the monotonic clock."""
+    proof, output = proof_facts(planned), output_facts(planned, path)
+    if written.written is None:
+        output = output.extended(resumed_nbytes=0, shared_nbytes=0)
+    else:
+        found = written.written
+        proof = proof.extended(
+            num_replicas_compared=found.num_replicas_compared, num_checksums=found.outcome.num_checksums
+        )
+        output = output.extended(resumed_nbytes=found.resumed_nbytes, shared_nbytes=found.outcome.shared_nbytes)
     return timed_report(
         command,
         started,
         path=path,
         source=source_facts(planned.source),
-        proof=written.add_proof(proof_facts(planned)),
-        output=written.add_output(output_facts(planned, path)),
+        proof=proof,
+        output=output.extended(files=list(written.files)),
         notes=(*planned.notes, *written.notes),
     )
 
@@ -156,17 +165,17 @@ def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
 
 
 def _plan_traffic(plan: Plan, out: str) -> TrafficFacts | None:
-    traffic = TrafficFacts()
+    facts = TrafficFacts()
     if holds_objects(plan.source):
         requests, nbytes = count_requests(plan.source)
-        traffic = traffic.extended(planned_requests=requests, planned_nbytes=nbytes)
+        facts = facts.extended(planned_requests=requests, planned_nbytes=nbytes)
     if is_url(out):
         from xrank.storage.uploads import count_parts  # folders do not need this module
 
         sizes = [file.output.nbytes for file in plan.files]
         requests = sum(count_parts(nbytes) + _REQUESTS_OF_FILE for nbytes in sizes)
-        traffic = traffic.extended(planned_written_requests=requests, planned_written_nbytes=sum(sizes))
-    return traffic if holds_objects(plan.source) or is_url(out) else None
+        facts = facts.extended(planned_written_requests=requests, planned_written_nbytes=sum(sizes))
+    return facts if holds_objects(plan.source) or is_url(out) else None
 
 
 def reshard_report(
@@ -326,37 +335,28 @@ def counts_requests(call: Callable[Parameters, Report]) -> Callable[Parameters, 
     return counted
 
 
-def begin_counting() -> dict[str, int]:
+def begin_counting() -> Traffic:
     """Return the counts of this process before a command, for `with_traffic`."""
     take_traffic()  # what came before is not for another rank's report
-    return _read_counts()
+    return traffic()
 
 
-def with_traffic(report: Report, before: dict[str, int]) -> Report:
+def with_traffic(report: Report, before: Traffic) -> Report:
     """Return a report with the requests that this process, and other ranks of its team, have sent since then."""
-    counts = {name: count - before.get(name, 0) for name, count in _read_counts().items()}
-    if not counts.get("requests"):
+    counts = traffic().since(before)
+    if not counts.requests:
         return report
-    traffic = (report.traffic or TrafficFacts()).extended(**counts)
-    return replace(report, traffic=traffic, notes=(*report.notes, ("requests", _describe(traffic))))
+    facts = (report.traffic or TrafficFacts()).extended(**asdict(counts))
+    return replace(report, traffic=facts, notes=(*report.notes, ("requests", _describe(facts))))
 
 
-def _read_counts() -> dict[str, int]:
-    # A command without a URL never imports the client.
-    client: Any = sys.modules.get("xrank.storage.client")
-    if client is None:
-        return {}
-    now = client.traffic()
-    return {one.name: getattr(now, one.name) for one in fields(now)}
-
-
-def _describe(traffic: TrafficFacts) -> str:
-    again = f", {traffic.retries:,} of them again after a failure" if traffic.retries else ""
-    written = f", {size_text(traffic.written_nbytes)} written" if traffic.written_nbytes else ""
-    text = f"{plural(traffic.requests, 'request')} to the store{again}: {size_text(traffic.read_nbytes)} read{written}"
+def _describe(facts: TrafficFacts) -> str:
+    again = f", {facts.retries:,} of them again after a failure" if facts.retries else ""
+    written = f", {size_text(facts.written_nbytes)} written" if facts.written_nbytes else ""
+    text = f"{plural(facts.requests, 'request')} to the store{again}: {size_text(facts.read_nbytes)} read{written}"
     ways = (
-        ("read", traffic.planned_requests, traffic.planned_nbytes),
-        ("write", traffic.planned_written_requests, traffic.planned_written_nbytes),
+        ("read", facts.planned_requests, facts.planned_nbytes),
+        ("write", facts.planned_written_requests, facts.planned_written_nbytes),
     )
     planned = [f"{plural(count, 'request')} to {way} {size_text(nbytes)}" for way, count, nbytes in ways if count]
     return f"{text}; the tensors will take {', '.join(planned)}" if planned else text
