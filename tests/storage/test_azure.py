@@ -19,7 +19,7 @@ from tests.storage.small_azure import ACCOUNT, SmallAzure
 from tests.storage.written import check_kinds_of_outputs, leave_states
 from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.storage.client import open_store
-from xrank.storage.uploads import open_uploads
+from xrank.storage.uploads import Uploads
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 
 MIB = 1 << 20
@@ -56,7 +56,7 @@ def enter(container: Container, monkeypatch: pytest.MonkeyPatch) -> Container:
 
 def test_uploads_parts(container: Container) -> None:
     data = os.urandom(5 * MIB + 100)
-    uploads = open_uploads(open_store(container.url)[0])
+    uploads = Uploads(open_store(container.url)[0])
     key = "a b/ü+&=?~'()*.bin"
     upload_id = uploads.create(key, "stage")
     parts = [uploads.put_part(key, upload_id, n + 1, data[n * 5 * MIB :][: 5 * MIB]) for n in (1, 0)][::-1]
@@ -77,7 +77,7 @@ def test_uploads_parts(container: Container) -> None:
 
 def test_never_replaces_a_blob(container: Container) -> None:
     container.put("model", b"older")
-    uploads = open_uploads(open_store(container.url)[0])
+    uploads = Uploads(open_store(container.url)[0])
     upload_id = uploads.create("model", "stage")
     part = uploads.put_part("model", upload_id, 1, b"newer")
     with pytest.raises(OutputExistsError):
@@ -102,7 +102,7 @@ def test_never_replaces_a_blob(container: Container) -> None:
 def test_gets_over_faults(container: Container, monkeypatch: pytest.MonkeyPatch, fault: FaultKind) -> None:
     with open_proxy(container.server, choose_at(dict.fromkeys((1, 3, 5), fault))) as proxy:
         enter(container.behind(proxy), monkeypatch)
-        uploads = open_uploads(open_store(container.url)[0])
+        uploads = Uploads(open_store(container.url)[0])
         upload_id = uploads.create("model", "stage")
         parts = [uploads.put_part("model", upload_id, 1, b"some bytes")]
         uploads.complete("model", upload_id, parts, "stage")
@@ -127,10 +127,10 @@ def test_refuses_without_permission(small_container: Container, monkeypatch: pyt
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     monkeypatch.setitem(sys.modules, "azure.identity", None)
     with pytest.raises(UsageError, match="what the environment says"):
-        open_uploads(open_store(small_container.url)[0])
+        Uploads(open_store(small_container.url)[0])
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     with pytest.raises(UsageError, match="what the environment says"):
-        open_uploads(open_store(small_container.url)[0])
+        Uploads(open_store(small_container.url)[0])
 
 
 def test_takes_tokens_by_https_only(small_container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +143,10 @@ def test_takes_tokens_by_https_only(small_container: Container, monkeypatch: pyt
     monkeypatch.setattr(identity, "DefaultAzureCredential", Credential, raising=False)
     monkeypatch.setitem(sys.modules, "azure.identity", identity)
     with pytest.raises(UsageError, match="what the environment says") as refused:
-        open_uploads(open_store(small_container.url)[0])
+        Uploads(open_store(small_container.url)[0])
     assert refused.value.got == "a token"
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "https://host.invalid")
-    open_uploads(open_store(small_container.url)[0])
+    Uploads(open_store(small_container.url)[0])
 
 
 @pytest.mark.parametrize("kind", ["key", "sas"])

@@ -20,7 +20,7 @@ from tests.storage.written import check_kinds_of_outputs, leave_states
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
 from xrank.storage.client import ABSENT, Store, StoreSettings, open_store
 from xrank.storage.google import GoogleBackend
-from xrank.storage.uploads import open_uploads
+from xrank.storage.uploads import Uploads
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 
 
@@ -44,7 +44,7 @@ def test_uploads_parts(bucket: GoogleBucket, small_google: SmallGoogle, monkeypa
     monkeypatch.setattr(small_google, "page_nkeys", 100)
     small_google.composed.clear()
     pieces = [os.urandom(10 + n % 3) for n in range(32 * 32 + 1)]
-    uploads = open_uploads(open_store(bucket.url)[0])
+    uploads = Uploads(open_store(bucket.url)[0])
     key = "a b/ü+&=?~'()*<.bin"
     upload_id = uploads.create(key, "stage")
     parts = [uploads.put_part(key, upload_id, n + 1, pieces[n]) for n in reversed(range(len(pieces)))][::-1]
@@ -67,7 +67,7 @@ def test_uploads_parts(bucket: GoogleBucket, small_google: SmallGoogle, monkeypa
 
 def test_never_replaces_an_object(bucket: GoogleBucket) -> None:
     bucket.put("model", b"older")
-    uploads = open_uploads(open_store(bucket.url)[0])
+    uploads = Uploads(open_store(bucket.url)[0])
     upload_id = uploads.create("model", "stage")
     part = uploads.put_part("model", upload_id, 1, b"newer")
     with pytest.raises(OutputExistsError):
@@ -93,7 +93,7 @@ def test_never_replaces_an_object(bucket: GoogleBucket) -> None:
 
 def test_composes_the_parts_that_were_checked(bucket: GoogleBucket, small_google: SmallGoogle) -> None:
     """A part that another program writes between the list and the request is not taken."""
-    uploads = open_uploads(open_store(bucket.url)[0])
+    uploads = Uploads(open_store(bucket.url)[0])
     upload_id = uploads.create("model", "stage")
     part = uploads.put_part("model", upload_id, 1, b"right")
     with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +126,7 @@ def test_writes_the_version_that_it_read(bucket: GoogleBucket) -> None:
 def test_gets_over_faults(bucket: GoogleBucket, monkeypatch: pytest.MonkeyPatch, fault: FaultKind) -> None:
     with open_proxy(bucket.server, choose_at(dict.fromkeys((1, 4, 6), fault))) as proxy:
         enter(bucket.behind(proxy), monkeypatch)
-        uploads = open_uploads(open_store(bucket.url)[0])
+        uploads = Uploads(open_store(bucket.url)[0])
         upload_id = uploads.create("model", "stage")
         parts = [uploads.put_part("model", upload_id, 1, b"some bytes")]
         uploads.complete("model", upload_id, parts, "stage")
@@ -140,17 +140,17 @@ def test_refuses_without_permission(bucket: GoogleBucket, tmp_path: Path, monkey
     store = open_google(bucket, allow_http=False)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
     with pytest.raises(UsageError, match="what the environment says") as caught:
-        open_uploads(store)
+        Uploads(store)
     assert caught.value.got == "FileNotFoundError"
     (tmp_path / "key.json").write_text(json.dumps({"gcs_base_url": bucket.server}))
     monkeypatch.delenv("GOOGLE_BASE_URL")
     with pytest.raises(UsageError, match="plain http"):
-        open_uploads(store)
+        Uploads(store)
     enter(bucket, monkeypatch)
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "another")
     monkeypatch.setenv("XRANK_STORE_TIMEOUT", "3")
     with pytest.raises(UsageError, match="may not be") as refused:
-        open_uploads(open_store(bucket.url)[0]).head("model")
+        Uploads(open_store(bucket.url)[0]).head("model")
     assert "another" not in str(refused.value.to_dict())
     monkeypatch.delenv("XRANK_ALLOW_HTTP")
     with pytest.raises(UsageError, match="plain http"):
@@ -178,15 +178,15 @@ def test_takes_tokens_of_google_auth(bucket: GoogleBucket, monkeypatch: pytest.M
     store = open_google(bucket, allow_http=True)
     monkeypatch.delenv("GOOGLE_BEARER_TOKEN")
     monkeypatch.setattr(google.auth, "default", default)
-    open_uploads(store).put_new("model", b"x", "stage")
+    Uploads(store).put_new("model", b"x", "stage")
     assert bucket.read_all() == {"model": b"x"}
     store = open_google(bucket, allow_http=True)
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps({"client_email": "me"}))
     with pytest.raises(UsageError, match="what the environment says"):
-        open_uploads(store)
+        Uploads(store)
     monkeypatch.setattr(service_account.Credentials, "from_service_account_info", lambda *_, **__: Failing(None))
     with pytest.raises(UsageError) as refused:
-        open_uploads(store).head("model")
+        Uploads(store).head("model")
     assert refused.value.got == "google-auth: RefreshError" and "secret" not in str(refused.value.to_dict())
 
 

@@ -11,13 +11,13 @@ from tests.storage.fault_proxy import FaultKind, choose_at
 from tests.storage.servers import SECRET, Bucket, make_bucket, open_proxy
 from xrank.errors import OutputExistsError, UsageError, XrankError
 from xrank.storage.client import open_store
-from xrank.storage.uploads import Part, PartPool, Uploads, open_uploads, part_nbytes_for
+from xrank.storage.uploads import Part, PartPool, Uploads, part_nbytes_for
 
 MIB = 1 << 20
 
 
 def open_bucket(bucket: Bucket) -> Uploads:
-    return open_uploads(open_store(bucket.url)[0])
+    return Uploads(open_store(bucket.url)[0])
 
 
 def test_refuses_plain_http(small_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

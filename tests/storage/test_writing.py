@@ -23,7 +23,7 @@ from xrank.storage import bucket_stage
 from xrank.storage.bucket_stage import BucketJournal, BucketPlace, make_owned, put_journal, read_journal
 from xrank.storage.client import open_store
 from xrank.storage.commit import seal, unseal
-from xrank.storage.uploads import open_uploads
+from xrank.storage.uploads import Uploads
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_refuses_what_a_store_cannot(
         gather(states, "https://host/one")
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="in the place of any object"):
         patch.setenv("AWS_ENDPOINT_URL_S3", "https://storage.googleapis.com")
-        open_uploads(open_store(small_bucket.url)[0])
+        Uploads(open_store(small_bucket.url)[0])
     layout = tmp_path / "layout.toml"
     layout.write_text('[mesh]\ntp = 2\n[layout]\n"*" = "-, -"\n')
     with pytest.raises(UsageError, match="states of ranks"):
@@ -247,7 +247,7 @@ def test_cleans_what_a_stopped_gather_left(states: Path, small_bucket: Bucket) -
 def test_clean_leaves_an_upload_of_another_program(small_bucket: Bucket, small_server: SmallS3) -> None:
     """S3 does not record which program began an upload, however old it is."""
     store, key = open_store(f"{small_bucket.url}/one/data.bin")
-    uploads = open_uploads(store, f"{small_bucket.url}/one")
+    uploads = Uploads(store, f"{small_bucket.url}/one")
     identifier = uploads.create(key, "another program's")
     uploads.put_part(key, identifier, 1, bytes(5 << 20))
     small_server.uploads[identifier].begun = "2020-01-01T00:00:00.000+00:00"

@@ -33,6 +33,8 @@ from xrank.storage import places
 from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.storage.places import digest_plain_file
 
+COPY_AGAIN = "gather the model again, or copy the file again from a good copy"
+
 
 class Verdict(Struct, frozen=True, eq=False):
     """Facts of a check that passed."""
@@ -148,24 +150,20 @@ def _check_digests(
             file=os.path.join(path, digests.name),
             got="in the file alone" if name in digests.tensors else "in the manifest alone",
             want="in both",
-            next_step="gather the model again, or copy the file again from a good copy",
+            next_step=COPY_AGAIN,
         )
     for name, digest in digests.tensors.items():
         if digest_text(digest) != manifest["tensors"][name]["digest"]:
-            raise _damage_error(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
+            raise make_damage_error(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
     if digest_text(digests.digest) != listed[digests.name]["digest"]:
-        raise _damage_error(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
+        raise make_damage_error(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
 
 
-def _damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
-    return CorruptError(
-        f"{tensor or file}: its bytes are not those that were gathered" + (f" ({file})" if tensor else ""),
-        tensor=tensor,
-        file=os.path.join(path, file),
-        got=got,
-        want=f"{want}, as in {MANIFEST_NAME}",
-        next_step="gather the model again, or copy the file again from a good copy",
-    )
+def make_damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
+    """Return the error for a file of a model, or a tensor in it, whose digest is not the manifest's."""
+    what = f"{tensor or file}: its bytes are not those that were gathered" + (f" ({file})" if tensor else "")
+    want = f"{want}, as in {MANIFEST_NAME}"
+    return CorruptError(what, tensor=tensor, file=os.path.join(path, file), got=got, want=want, next_step=COPY_AGAIN)
 
 
 def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
@@ -177,7 +175,7 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
             raise IncompleteError(
                 f"{file['name']} is in the manifest and not in {path}",
                 file=name,
-                next_step="gather the model again, or copy the file again from a good copy",
+                next_step=COPY_AGAIN,
             ) from None
         except OSError as error:
             raise CorruptError(
@@ -185,10 +183,10 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
                 file=name,
                 got=error.strerror,
                 want="the file that was gathered",
-                next_step="gather the model again, or copy the file again from a good copy",
+                next_step=COPY_AGAIN,
             ) from None
         if digest != file["digest"].rpartition(":")[2]:
-            raise _damage_error(path, file["name"], None, digest, file["digest"])
+            raise make_damage_error(path, file["name"], None, digest, file["digest"])
 
 
 def plan_proof(

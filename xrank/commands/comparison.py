@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.commands.checks import Check, Verdict
+from xrank.commands.checks import COPY_AGAIN, Check, Verdict
 from xrank.engine.casts import LowRank
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import Differences
@@ -291,11 +291,6 @@ class _FoundSide(Struct, frozen=True, eq=False):
         return [shard.name for shard in self.source.model.shards]
 
     @property
-    def lists_adapter(self) -> bool:
-        """Whether the manifest lists the adapter in the folder within."""
-        return any(file["name"] == _APART for file in self.manifest.get("files", ()))
-
-    @property
     def has_adapter_apart(self) -> bool:
         return places.is_folder(self.place) and places.is_file(os.path.join(self.place, _APART))
 
@@ -337,7 +332,7 @@ def read_sides(
                 layouts=layouts,
                 part=chosen,
                 world_size=ranks,
-                is_left_out=_make_exclusion(other),
+                is_left_out=frozenset(other.get("excluded", ())).__contains__,
             ),
             own,
         )
@@ -359,14 +354,11 @@ def _manifest(place: str) -> Mapping[str, Any]:
     return read_manifest(path) if places.exists(path) else {}
 
 
-def _make_exclusion(manifest: Mapping[str, Any]) -> Callable[[str], bool]:
-    return frozenset(manifest.get("excluded", ())).__contains__
-
-
 def _side(found: _FoundSide, own: Collection[str], *, other_has_one: bool) -> ComparedSide:
     source, place = found.source, found.place
     names: AdapterNames | None
-    if found.lists_adapter or (found.has_adapter_apart and other_has_one):
+    is_listed = any(file["name"] == _APART for file in found.manifest.get("files", ()))
+    if is_listed or (found.has_adapter_apart and other_has_one):
         model, names = _with_adapter(found)
         source, place = replace(source, model=model), os.path.join(place, FOLDER)
     else:
@@ -383,7 +375,7 @@ def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
         raise IncompleteError(
             f"{_APART} is in the manifest and not in {found.place}",
             file=path,
-            next_step="gather the model again, or copy the file again from a good copy",
+            next_step=COPY_AGAIN,
         )
     adapter = read_source(path).model
     base = {name: name for name in found.tensor_names}

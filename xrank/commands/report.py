@@ -54,11 +54,6 @@ EARLIER_NOTE = (
 )
 
 
-def proof_facts(planned: FolderPlan) -> ProofFacts:
-    """Return the facts of a proof from metadata alone."""
-    return ProofFacts(coverage="proven", base_model=planned.checked_against_base)
-
-
 def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     """Return the facts of a model folder before it is written."""
     selection, small = planned.selection, planned.decision.small
@@ -123,7 +118,8 @@ def read_report(text: str) -> Report:
 
 def folder_report(command: str, planned: FolderPlan, written: WrittenOutput, path: str, started: float) -> Report:
     """Return the report of a model folder that was written; `started` is on the monotonic clock."""
-    proof, output = proof_facts(planned), output_facts(planned, path)
+    proof = ProofFacts(coverage="proven", base_model=planned.checked_against_base)
+    output = output_facts(planned, path)
     if written.written is None:
         output = output.extended(resumed_nbytes=0, shared_nbytes=0)
     else:
@@ -152,7 +148,7 @@ def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
         started,
         path=path,
         source=source_facts(planned.source),
-        proof=proof_facts(planned).extended(num_replicas_to_compare=replicas),
+        proof=ProofFacts(coverage="proven", base_model=planned.checked_against_base, num_replicas_to_compare=replicas),
         plan=output_facts(planned, path).extended(
             files=file_facts(planned.plan),
             # Each worker holds the factors of a merge, and one window of the stored factors.

@@ -32,7 +32,7 @@ from xrank.storage.commit import Stage
 from xrank.storage.disk import explain_errors, is_in_memory
 from xrank.storage.folder_stage import FolderStage, SharedParts
 from xrank.storage.output_place import OutputPlace
-from xrank.storage.uploads import Part, PartPool, PartsTarget, UploadedFile, open_uploads
+from xrank.storage.uploads import Part, PartPool, PartsTarget, UploadedFile, Uploads
 from xrank.storage.url import is_url
 from xrank.system import write_at
 
@@ -274,7 +274,7 @@ class _SharedUploads(PartsTarget):
     def __init__(self, team: Team, plan: Plan, place: BucketPlace, uploads: Mapping[int, tuple[Upload, bool]]) -> None:
         super().__init__()
         self.target = self
-        self.uploads = open_uploads(place.store, place.url)
+        self.uploads = Uploads(place.store, place.url)
         self.kept_nbytes = 0
         """On the first rank: bytes of parts that an interrupted run had sent."""
         self._rank, self._plan, self._place, self._begun = team.rank, plan, place, uploads

@@ -29,9 +29,10 @@ from xrank.storage.client import (
     make_credentials_error,
     make_fault,
     make_session,
+    or_none,
 )
-from xrank.storage.obstore_backend import ObstoreBackend
-from xrank.storage.uploads import PART_NAME, Body, KnownParts, Part, UploadedObject, new_upload_id, part_name
+from xrank.storage.obstore_backend import PartsBackend
+from xrank.storage.uploads import PART_NAME, Body, KnownParts, Part, UploadedObject, part_name
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -53,7 +54,7 @@ def find_endpoint(variables: Mapping[str, str], account: str) -> str:
     return f"https://{account}.blob.core.windows.net" if account else ""
 
 
-class AzureBackend(ObstoreBackend):
+class AzureBackend(PartsBackend):
     """One container; see `xrank.storage.uploads.WritableBackend`.
 
     Args:
@@ -62,11 +63,8 @@ class AzureBackend(ObstoreBackend):
         settings: patience, and whether plain http is allowed.
     """
 
-    lists_only_own = True
-
     def __init__(self, store: ObjectStore, root: str, settings: StoreSettings) -> None:
-        super().__init__(store)
-        self._root, self._settings = root, settings
+        super().__init__(store, root, settings)
         self._client: Any = None
 
     def check_writable(self, url: str) -> None:
@@ -118,31 +116,19 @@ class AzureBackend(ObstoreBackend):
             )
             return str(answer["etag"])
 
-    def delete(self, key: str) -> None:
-        """Delete an object; it may be absent. A 404 is believed when a second request finds nothing, too."""
-        try:
-            with _faults():
-                self._blob(key).delete_blob()
-        except FaultError as fault:
-            if fault.kind is not FaultKind.MISSING:
-                raise
-            if self.look(key) is not None:
-                raise FaultError(FaultKind.PASSING, fault.text) from None
-
     def look(self, key: str) -> UploadedObject | None:
         """Return an object as the store describes it; None if it is absent, or of uncommitted blocks only."""
-        try:
+
+        def ask() -> UploadedObject:
             with _faults():
                 found = self._blob(key).get_blob_properties()
                 return UploadedObject(int(found.size), str(found.etag), (found.metadata or {}).get(_MARK))
-        except FaultError as fault:
-            if fault.kind is FaultKind.MISSING:
-                return None
-            raise
 
-    def create(self, key: str, mark: str) -> str:
-        """Return a new id; the upload begins with its first part."""
-        return new_upload_id()
+        return or_none(ask)
+
+    def _delete(self, key: str) -> None:
+        with _faults():
+            self._blob(key).delete_blob()
 
     def put_part(self, key: str, upload_id: str, part: Part, data: Body) -> str:
         """Upload a part; the store refuses it if its MD5 is another."""
@@ -182,15 +168,15 @@ class AzureBackend(ObstoreBackend):
     def _list_blocks(self, key: str) -> dict[str, KnownParts]:
         """Return the blocks of each upload to a blob that no list has taken; none of other programs."""
         found: dict[str, KnownParts] = {}
-        try:
+
+        def ask() -> None:
             with _faults():
                 for block in self._blob(key).get_block_list("uncommitted")[1]:
                     match = PART_NAME.fullmatch(block.id)
                     if match is not None:
                         found.setdefault(match[1], {})[int(match[2])] = int(block.size), f'"{match[3]}"', None
-        except FaultError as fault:
-            if fault.kind is not FaultKind.MISSING:
-                raise
+
+        or_none(ask)
         return found
 
     def _blob(self, key: str) -> Any:
@@ -198,7 +184,7 @@ class AzureBackend(ObstoreBackend):
 
 
 def _find_credential(variables: Mapping[str, str], account: str, url: str) -> Any:
-    """Return what authorizes requests: a token, a key or a signature of the environment, or what azure-identity finds.
+    """Return the credential of the environment, a token, key or signature; else the one that azure-identity finds.
 
     Raises:
         UsageError: there is nothing.

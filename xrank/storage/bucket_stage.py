@@ -66,7 +66,6 @@ from xrank.storage.uploads import (
     PartsTarget,
     UploadedFile,
     Uploads,
-    open_uploads,
     part_nbytes_for,
 )
 from xrank.storage.url import clean_path, split_url
@@ -726,7 +725,7 @@ class UploadedFiles(PartsTarget):
 
 def check_bucket_output(place: BucketPlace, *, overwrite: bool, is_states: bool) -> None:
     """Refuse an output in a bucket where objects are already; see `xrank.storage.staging.check_output`."""
-    open_uploads(place.store, place.url)  # without credentials, or a package, the call must change
+    Uploads(place.store, place.url)  # without credentials, or a package, the call must change
     if is_states and overwrite:
         what = f"{place.url}: states of ranks in a store are not replaced"
         raise UsageError(what, file=place.url, next_step=f"choose another {option('out')}")
@@ -753,7 +752,7 @@ def open_bucket_stage(
 ) -> Iterator[BucketStage]:
     """Yield a stage in a bucket; see `xrank.storage.staging.open_stage`."""
     check_bucket_output(place, overwrite=overwrite, is_states=replaces_states)
-    uploads = open_uploads(place.store, place.url)
+    uploads = Uploads(place.store, place.url)
     journal, notes = _claim(place, uploads, plan_digest, resume=resume)
     try:
         content = journal.content
@@ -829,7 +828,7 @@ def settle_bucket_output(place: BucketPlace) -> None:
     if found is None or found[0] is None or wait_for_owner(place, *found):
         return
     with suppress(XrankError):
-        uploads = open_uploads(place.store, place.url)
+        uploads = Uploads(place.store, place.url)
         if found[0].replaced is not None and _has(place, uploads, found[0], found[0].last):
             for name in found[0].replaced.outdated:
                 place.store.delete(place.file_key(name))
@@ -848,7 +847,7 @@ def clean_bucket(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
         One row for each upload or object.
     """
     place = BucketPlace.from_url(url)
-    uploads = open_uploads(place.store, place.url)
+    uploads = Uploads(place.store, place.url)
     found = read_journal(place)
     owner = found[0] if found is not None else None
     if found is not None and wait_for_owner(place, *found):

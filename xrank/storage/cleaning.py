@@ -8,7 +8,8 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from xrank import system
@@ -67,31 +68,26 @@ def clean_messages(
 
 def clean_places(path: str, *, dry_run: bool, now: float) -> list[dict[str, Any]]:
     """Remove the abandoned stages of outputs in a folder, and of the folder as an output; return what was found."""
-    return [row for place in _places(path) for row in _clean_place(place, dry_run, now)]
-
-
-def _places(path: str) -> Iterator[OutputPlace]:
-    """Yield the places of outputs that may have left something: those in a folder, and the folder itself as one."""
     names = {match[1] for entry in os.listdir(path) if (match := _STAGE.fullmatch(entry)) is not None}
     places = [OutputPlace.from_path(os.path.join(path, name)) for name in sorted(names)]
+    found = []
     for place in [*places, OutputPlace.from_path(path)]:
-        if place.identifiers() or place.identifiers("-old"):
-            yield place
-
-
-def _clean_place(place: OutputPlace, dry_run: bool, now: float) -> list[dict[str, Any]]:
-    if dry_run:
-        return _rows(place, now)
-    try:
-        with hold_lock(place.lock_path, place.path, owner=lambda: describe_owner(place)):
-            rows = _rows(place, now)
-            roll_forward(place)
-            for row in rows:
-                if row["removed"]:
-                    clear_folder(place, row["path"])
-            return rows
-    except OutputExistsError:
-        return [{**row, "removed": False, "why": "its gather is running"} for row in _rows(place, now)]
+        if not place.identifiers() and not place.identifiers("-old"):
+            continue
+        if dry_run:
+            found += _rows(place, now)
+            continue
+        try:
+            with hold_lock(place.lock_path, place.path, owner=partial(describe_owner, place)):
+                rows = _rows(place, now)
+                roll_forward(place)
+                for row in rows:
+                    if row["removed"]:
+                        clear_folder(place, row["path"])
+                found += rows
+        except OutputExistsError:
+            found += [{**row, "removed": False, "why": "its gather is running"} for row in _rows(place, now)]
+    return found
 
 
 def _rows(place: OutputPlace, now: float) -> list[dict[str, Any]]:

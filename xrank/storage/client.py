@@ -186,6 +186,16 @@ def make_error(fault: FaultError, url: str, what: str, *, tries: int = 1, second
     return kind(url + text.format(what=what), file=url, got=fault.text, next_step=next_step)
 
 
+def or_none(send: Callable[[], _Result]) -> _Result | None:
+    """Return the result of a request; None where nothing is there."""
+    try:
+        return send()
+    except FaultError as fault:
+        if fault.kind is FaultKind.MISSING:
+            return None
+        raise
+
+
 class StoreSettings(Struct, frozen=True):
     """How xrank talks to stores."""
 
@@ -434,7 +444,7 @@ class Store:
             nonlocal buffer
             mine = buffer = _Buffer(view)
             found = self.backend.read(key, offset, offset + nbytes, status, mine.take)
-            _count(read=mine.nbytes)
+            add_traffic(Traffic(read_nbytes=mine.nbytes))
             if status is not None and (found.nbytes, found.version) != (status.nbytes, status.version):
                 raise FaultError(
                     FaultKind.CHANGED, f"{found.nbytes:,} bytes, version {found.version}, not {status.version}"
@@ -495,7 +505,7 @@ class Store:
         stop = stop or threading.Event()
         while True:
             tries += 1
-            _count(requests=1, retries=int(tries > 1), written=written_nbytes)
+            add_traffic(Traffic(1, int(tries > 1), written_nbytes=written_nbytes))
             try:
                 with self._slots:
                     left = started + self.settings.timeout_seconds - self._clock.now()
@@ -509,10 +519,6 @@ class Store:
                 if is_final or spent + pause > self.settings.timeout_seconds or stop.is_set():
                     raise make_error(fault, self.url(key), what, tries=tries, seconds=spent) from None
             self._clock.wait(pause, stop)
-
-
-def _count(*, requests: int = 0, retries: int = 0, read: int = 0, written: int = 0) -> None:
-    add_traffic(Traffic(requests, retries, read, written))
 
 
 def _send_within(send: Callable[[], _Result], seconds: float, stop: threading.Event) -> _Result:

@@ -39,9 +39,10 @@ from xrank.storage.client import (
     make_credentials_error,
     make_fault,
     make_session,
+    or_none,
 )
-from xrank.storage.obstore_backend import ObstoreBackend
-from xrank.storage.uploads import PART_NAME, Body, KnownParts, Part, UploadedObject, new_upload_id, part_name
+from xrank.storage.obstore_backend import PartsBackend
+from xrank.storage.uploads import PART_NAME, Body, KnownParts, Part, UploadedObject, part_name
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -71,7 +72,7 @@ class _Source(Struct, frozen=True):
     """None where the store lists none."""
 
 
-class GoogleBackend(ObstoreBackend):
+class GoogleBackend(PartsBackend):
     """One bucket; see `xrank.storage.uploads.WritableBackend`.
 
     Args:
@@ -80,11 +81,8 @@ class GoogleBackend(ObstoreBackend):
         settings: patience, and whether plain http is allowed.
     """
 
-    lists_only_own = True
-
     def __init__(self, store: ObjectStore, root: str, settings: StoreSettings) -> None:
-        super().__init__(store)
-        self._root, self._settings = root, settings
+        super().__init__(store, root, settings)
         self._session: Any = None
         self._address = ""
 
@@ -111,15 +109,8 @@ class GoogleBackend(ObstoreBackend):
         md5 = hashlib.md5(data, usedforsecurity=False).digest()
         return self._put(key, Body(data), headers, md5)
 
-    def delete(self, key: str) -> None:
-        """Delete an object; it may be absent. A 404 is believed when a second request finds nothing, too."""
-        try:
-            self._send("DELETE", key)
-        except FaultError as fault:
-            if fault.kind is not FaultKind.MISSING:
-                raise
-            if self._look(key) is not None:
-                raise FaultError(FaultKind.PASSING, fault.text) from None
+    def _delete(self, key: str) -> None:
+        self._send("DELETE", key)
 
     def look(self, key: str) -> UploadedObject | None:
         """Return an object as the store describes it; None if it is absent."""
@@ -127,10 +118,6 @@ class GoogleBackend(ObstoreBackend):
         if found is None:
             return None
         return UploadedObject(int(found.get("content-length", -1)), found.get("etag", ""), found.get(_MARK))
-
-    def create(self, key: str, mark: str) -> str:
-        """Return a new id; the upload begins with its first part."""
-        return new_upload_id()
 
     def put_part(self, key: str, upload_id: str, part: Part, data: Body) -> str:
         """Upload a part; the store refuses it if its MD5 is another."""
@@ -182,13 +169,8 @@ class GoogleBackend(ObstoreBackend):
 
     def _look(self, key: str) -> Mapping[str, str] | None:
         """Return the headers of an object; None if it is absent."""
-        try:
-            headers: Mapping[str, str] = self._send("HEAD", key).headers
-        except FaultError as fault:
-            if fault.kind is FaultKind.MISSING:
-                return None
-            raise
-        return headers
+        answer = or_none(lambda: self._send("HEAD", key))
+        return None if answer is None else answer.headers
 
     def _condition(self, key: str, condition: str | None) -> dict[str, str]:
         """Return the header that lets a request make an object only in the right place: a generation, not an etag."""

@@ -23,7 +23,9 @@ from xrank.storage.client import (
     check_https,
     make_credentials_error,
     make_fault,
+    or_none,
 )
+from xrank.storage.uploads import UploadedObject, new_upload_id
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -82,6 +84,43 @@ class ObstoreBackend:
             listed = self._obstore.list_with_delimiter(self._store, key or None)
         objects = {_name(one["path"]): _status(one) for one in listed["objects"]}
         return Folder(objects, frozenset(map(_name, listed["common_prefixes"])))
+
+
+class PartsBackend(ObstoreBackend):
+    """A store that uploads parts under names; see `xrank.storage.uploads.WritableBackend`.
+
+    Args:
+        store: reads it.
+        root: ``gs://bucket``, ``az://container`` or ``abfs://container@account``.
+        settings: patience, and whether plain http is allowed.
+    """
+
+    lists_only_own = True
+
+    def __init__(self, store: ObjectStore, root: str, settings: StoreSettings) -> None:
+        super().__init__(store)
+        self._root, self._settings = root, settings
+
+    def delete(self, key: str) -> None:
+        """Delete an object; it may be absent. A 404 is believed when a second request finds nothing, too."""
+        try:
+            self._delete(key)
+        except FaultError as fault:
+            if fault.kind is not FaultKind.MISSING:
+                raise
+            if self.look(key) is not None:
+                raise FaultError(FaultKind.PASSING, fault.text) from None
+
+    def create(self, key: str, mark: str) -> str:
+        """Return a new id; the upload begins with its first part."""
+        return new_upload_id()
+
+    def look(self, key: str) -> UploadedObject | None:
+        """Return an object as the store describes it; None if it is absent."""
+        raise NotImplementedError
+
+    def _delete(self, key: str) -> None:
+        raise NotImplementedError
 
 
 def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
@@ -208,13 +247,14 @@ class FsspecBackend:
     def list_folder(self, key: str) -> Folder:
         """Return what lies directly below a key."""
         self._files.invalidate_cache()
-        try:
+
+        def ask() -> list[Any]:
             with _file_faults():
-                listed = self._files.ls(self._path(key), detail=True)
-        except FaultError as fault:
-            if fault.kind is FaultKind.MISSING:
-                return Folder()
-            raise
+                return list(self._files.ls(self._path(key), detail=True))
+
+        listed = or_none(ask)
+        if listed is None:
+            return Folder()
         named = {one["name"].rstrip("/").rpartition("/")[2]: one for one in listed}
         if len(named) == 1 and next(iter(listed))["name"].rstrip("/") == self._path(key).partition("://")[2]:
             return Folder()  # a file lists itself

@@ -32,6 +32,7 @@ from xrank.storage.client import (
     is_set,
     make_credentials_error,
     make_fault,
+    or_none,
     receive,
 )
 from xrank.storage.uploads import Body, KnownParts, Part, UploadedObject
@@ -208,7 +209,7 @@ class S3Backend:
 
     def look(self, key: str) -> UploadedObject | None:
         """Return an object as the store describes it; None if it is absent."""
-        answer = self._ask("head_object", or_none=True, Key=key)
+        answer = or_none(lambda: self._ask("head_object", Key=key))
         return answer and UploadedObject(answer["ContentLength"], answer["ETag"], answer["Metadata"].get(MARK))
 
     def create(self, key: str, mark: str) -> str:
@@ -232,17 +233,16 @@ class S3Backend:
     def list_parts(self, key: str, upload_id: str) -> KnownParts | None:
         """Return the parts that are in the store; None without such an upload."""
         found: KnownParts = {}
-        try:
+
+        def ask() -> KnownParts:
             for page in self._pages("list_parts", Key=key, UploadId=upload_id):
                 for one in page.get("Parts", ()):
                     text = one.get("ChecksumCRC32")
                     crc32 = None if text is None else int.from_bytes(base64.b64decode(text), "big")
                     found[one["PartNumber"]] = one["Size"], one["ETag"], crc32
-        except FaultError as fault:
-            if fault.kind is FaultKind.MISSING:
-                return None
-            raise
-        return found
+            return found
+
+        return or_none(ask)
 
     def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str, condition: str | None) -> None:
         """Make the object of the parts."""
@@ -261,22 +261,16 @@ class S3Backend:
 
     def abort(self, key: str, upload_id: str) -> None:
         """Remove an upload and its parts; it may be gone."""
-        self._ask("abort_multipart_upload", or_none=True, Key=key, UploadId=upload_id)
+        or_none(lambda: self._ask("abort_multipart_upload", Key=key, UploadId=upload_id))
 
     def list_uploads(self, prefix: str) -> list[tuple[str, str]]:
         """Return (key, id) of the uploads below a prefix that are neither completed nor aborted."""
         pages = self._pages("list_multipart_uploads", Prefix=prefix)
         return [(one["Key"], one["UploadId"]) for page in pages for one in page.get("Uploads", ())]
 
-    def _ask(self, operation: str, *, or_none: bool = False, **arguments: Any) -> Any:
-        """Return an answer; with `or_none`, None where nothing is there."""
-        try:
-            with _faults():
-                return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
-        except FaultError as fault:
-            if or_none and fault.kind is FaultKind.MISSING:
-                return None
-            raise
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        with _faults():
+            return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
 
     def _pages(self, operation: str, **arguments: Any) -> Iterator[Any]:
         with _faults():

@@ -16,20 +16,12 @@ from xrank.storage.output_place import OutputPlace, check_folder_output, hold_lo
 from xrank.storage.url import clean_path, is_url
 
 
-class HasPath(Protocol):
-    """A model that is read."""
-
-    @property
-    def path(self) -> str:
-        """The folder where it was found."""
-
-
 class HasSource(Protocol):
     """A plan of an output."""
 
     @property
-    def source(self) -> HasPath:
-        """The model that is read."""
+    def source(self) -> Any:
+        """The model that is read, at its `path`."""
 
 
 Planned = TypeVar("Planned", bound=HasSource)
@@ -169,16 +161,12 @@ def plan_apart(
     Only the first rank `checks_output`: others may see an outdated folder.
     """
     check_apart(source, out)
-    # Whether an output that records its plan is the one to make shows once this plan is made.
-    if checks_output and (overwrite or not _records_plan(out)):
-        check_output(out, overwrite=overwrite, replaces_states=replaces_states)
+    if checks_output:
+        records_plan = False  # whether an output that records its plan is the one to make shows once this plan is made
+        with suppress(OSError, XrankError):
+            records_plan = not overwrite and "plan" in read_output_manifest(out)
+        if not records_plan:
+            check_output(out, overwrite=overwrite, replaces_states=replaces_states)
     planned = plan()
     check_apart(planned.source.path, out)  # the source may have been found in a folder below the given one
     return planned
-
-
-def _records_plan(out: str) -> bool:
-    try:
-        return "plan" in read_output_manifest(out)
-    except (OSError, XrankError):
-        return False

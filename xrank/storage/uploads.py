@@ -175,7 +175,8 @@ class Uploads:
         store: of one of the schemes of `WRITABLE`.
         url: the place to write, for errors.
 
-    Raises (from every method): as `Store`.
+    Raises (from every method): as `Store`; when it is made:
+        UsageError: there are no credentials, a package is missing, or the store ignores conditions.
     """
 
     def __init__(self, store: Store, url: str | None = None) -> None:
@@ -345,15 +346,6 @@ def upload_object(
                 with suppress(XrankError):  # the failure that led here counts
                     uploads.abort(key, upload_id)
             raise
-
-
-def open_uploads(store: Store, url: str | None = None) -> Uploads:
-    """Return uploads to a store; `url` is the place to write, for errors.
-
-    Raises:
-        UsageError: there are no credentials, a package is missing, or the store ignores conditions.
-    """
-    return Uploads(store, url)
 
 
 class _Filling(Struct):

@@ -13,7 +13,7 @@ from msgspec import Struct
 from xrank.errors import UsageError, XrankError
 from xrank.storage.client import Store, open_store
 from xrank.storage.places import state_file_name
-from xrank.storage.uploads import WRITABLE, Uploads, open_uploads, upload_object
+from xrank.storage.uploads import WRITABLE, Uploads, upload_object
 from xrank.storage.url import clean_path, is_url, split_url
 from xrank.workspace.base import IdentifiedWorkspace, check_rank, find_identity, make_place_error
 from xrank.workspace.states import make_state_archive, read_run_id, read_state
@@ -49,7 +49,7 @@ class ObjectPlace(Struct, frozen=True):
 
     def open_uploads(self) -> Uploads:
         """Return uploads to the bucket; the caller closes them."""
-        return open_uploads(self.store, self.url)
+        return Uploads(self.store, self.url)
 
     def key(self, name: str) -> str:
         """Return the key of an object in this place."""
