@@ -33,8 +33,12 @@ _Count = Annotated[int, Meta(ge=0)]
 _Digest = Annotated[str, Meta(pattern=r"\A([a-z0-9_]+:)?[0-9a-f]{8,128}\Z")]
 _ElementType = Annotated[str, Meta(pattern=r"\A(?a:BOOL|BF16|C64|F4|F8_E\dM\d\w*|F(?:16|32|64)|[IU](?:8|16|32|64))\Z")]
 """Names of element types, as safetensors writes them."""
-# verify opens the files that a manifest names: no name may lead outside the folder.
-_FileName = Annotated[str, Meta(pattern=r"\A(?:(?!\.{1,2}(?:/|\Z))[^/\\\0]+(?:/(?!\Z)|\Z))+\Z")]
+
+
+def _check_file_name(name: str) -> None:
+    # verify opens the files that a manifest names: no name may lead outside the folder.
+    if "\0" in name or "\\" in name or any(piece in {"", ".", ".."} for piece in name.split("/")):
+        raise ValueError(f"{name!r} is not the name of a file inside the folder")
 
 
 class ManifestSource(Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,20 +53,26 @@ class ManifestSource(Struct, frozen=True, forbid_unknown_fields=True):
 class ManifestFile(Struct, frozen=True, forbid_unknown_fields=True):
     """A file of the output."""
 
-    name: _FileName
+    name: str
     nbytes: _Count
     digest: _Digest
+
+    def __post_init__(self) -> None:
+        _check_file_name(self.name)
 
 
 class TensorSource(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a source file that a tensor was made of."""
 
-    file: _FileName
+    file: str
     """Path relative to the source folder."""
     rank: _Count | None
     offset: _Count
     """First byte in the file."""
     nbytes: _Count
+
+    def __post_init__(self) -> None:
+        _check_file_name(self.file)
 
 
 class ManifestTensor(Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,6 +201,8 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
     try:
         # By itself, json accepts NaN and keeps the last of repeated keys.
         manifest = json.loads(content, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)
+        if not isinstance(manifest, dict) or manifest.get("schema") != 1:
+            raise ValueError("its schema must be 1")
         _check_manifest(convert(manifest, _Manifest))
     except (ValueError, RecursionError) as error:
         next_step = "gather the model again; its manifest cannot be trusted"
