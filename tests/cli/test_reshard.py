@@ -65,15 +65,6 @@ def test_its_json_and_its_path(bench: Bench, layout: Path) -> None:
     assert again.stdout == f"{bench.out}\n"
 
 
-def test_a_dry_run(bench: Bench, layout: Path) -> None:
-    leave(bench.workspace)
-    ended = reshard(bench, layout, "--dry-run")
-    assert ended.exit_code == 0
-    assert "of buffers; nothing was written" in ended.stdout
-    assert ended.stdout.count("\nfile ") == 2
-    assert bench.names() == ["new.toml", "run42"]
-
-
 def test_it_says_what_is_tied(bench: Bench, layout: Path) -> None:
     leave(bench.workspace, layouts={**_layouts(), "head.weight": "[v/tp, h]"}, model=_tied())
     layout.write_text(LAYOUT + '\n[alias]\n"head.weight" = "embed.weight"\n')

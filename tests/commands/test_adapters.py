@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -40,7 +39,6 @@ from xrank.errors import ContradictionError, CorruptError, UsageError, XrankErro
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.adapters import adapt
-from xrank.recipes.decision import plan_gather
 from xrank.recipes.options import GatherOptions
 
 SCALE = ALPHA / RANK
@@ -109,17 +107,6 @@ class TestChoice:
         leave_adapted(bench.workspace)
         bench.refused("UsageError", "--adapter", "keep", says=["separate, merge"])
         bench.refused("UsageError", "--adapter-config", "file", says=["cannot be read: No such file"])
-
-    def test_names_of_the_base_model_are_no_adapter(self, bench: Bench) -> None:
-        """Such as Phi-4-multimodal's, whose own layers are named as PEFT's."""
-        model = {"x.base_layer.weight": torch.rand(4, 4), "x.lora_A.vision.weight": torch.rand(2, 4)}
-        model["x.lora_B.vision.weight"] = torch.rand(4, 2)
-        layouts = dict.fromkeys(model, "[m/tp, n]")
-        leave(bench.workspace, model, layouts=layouts)
-        (bench.folder / "base").mkdir()
-        save_file(model, bench.folder / "base/model.safetensors")
-        gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base")
-        assert_holds(bench.out, model)
 
     @pytest.mark.parametrize(
         ("name", "kind"),
@@ -377,17 +364,6 @@ class TestInterrupted:
         assert report.output is not None and report.output["resumed_nbytes"] == 0
         assert_holds(bench.out, merged(model, pairs, 2 * SCALE))
 
-    def test_the_digest_of_the_plan(self, bench: Bench) -> None:
-        """It tells plans apart by what is added and by how much, over one and the same source."""
-        leave_adapted(bench.workspace)
-        write_json(bench.folder / "rs.json", {"r": RANK, "lora_alpha": ALPHA, "use_rslora": True})
-        merge = GatherOptions(adapter="merge")
-        plans = [plan_gather(str(bench.workspace), options) for options in (merge, merge)]
-        plans.append(
-            plan_gather(str(bench.workspace), dataclasses.replace(merge, adapter_config=bench.folder / "rs.json"))
-        )
-        assert plans[0].digest == plans[1].digest != plans[2].digest
-
 
 class TestSeparate:
     def test_base_and_folder(self, bench: Bench) -> None:
@@ -625,17 +601,6 @@ class TestAlone:
         assert_holds(bench.out, merged(base, pairs))
         assert (bench.out / "config.json").read_text() == (model / "config.json").read_text()
         assert verify_model(bench.out).ok
-
-    def test_the_advice_followed(self, bench: Bench) -> None:
-        base, pairs = base_model(), adapter()
-        source, model = self.save(bench, saved_names(pairs), base)
-        with pytest.raises(UsageError, match="holds an adapter alone") as caught:
-            gather_checkpoint(source, bench.out, **MERGE)
-        assert all(word in str(caught.value.next_step) for word in ("base_model=", 'adapter="separate"'))
-        gather_checkpoint(source, bench.out, base_model=model, **MERGE)
-        assert_holds(bench.out, merged(base, pairs))
-        gather_checkpoint(source, bench.folder / "apart", adapter="separate")
-        assert load_file(bench.folder / "apart" / "adapter_model.safetensors").keys() == saved_names(pairs).keys()
 
     def test_what_the_adapter_holds_whole_stands_in_place_of_the_bases(self, bench: Bench) -> None:
         base, pairs, norm = base_model(), adapter(), torch.rand(8).bfloat16()

@@ -209,7 +209,7 @@ def test_torchs_process_group_may_end_meanwhile(ranks, tmp_path, far):
     check_made(tmp_path / "out")
 
 
-@pytest.mark.parametrize("seed", sampled(range(6), 3))
+@pytest.mark.parametrize("seed", sampled(range(3), 3))
 def test_a_rank_that_is_killed_is_named_on_all_others(ranks, tmp_path, seed):
     rng = random.Random(seed)
     killed = rng.randrange(4) if seed else 0

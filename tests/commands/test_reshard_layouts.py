@@ -207,20 +207,6 @@ def test_a_model_folder_into_shards_and_back(bench: Bench) -> None:
     assert again.plan["run_id"] == run_id
 
 
-def test_worlds_shrink_and_grow(bench: Bench) -> None:
-    model = leave(bench.workspace)
-    source = bench.workspace
-    for world_size in (2, 8, 3, 1):
-        mesh = DeviceMesh((world_size,), ("r",))
-        layouts = dict.fromkeys(model, "[n/~r]") | dict.fromkeys(
-            ("embed.weight", "up.weight", "down.weight"), "[n/~r, m]"
-        )
-        target = bench.folder / f"world of {world_size}"
-        reshard_checkpoint(source, told(layouts, mesh), target)
-        assert_cut(target, model, layouts, mesh)
-        source = target
-
-
 def test_the_states_are_those_that_a_workspace_writes_and_reads(bench: Bench) -> None:
     leave(bench.workspace)
     reshard_checkpoint(bench.workspace, told(), bench.out)

@@ -87,9 +87,10 @@ def check_follows(rank: Rank, failed: int) -> None:
 # ---- the same output
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("num_ranks", sampled([3, 2, 4], 3))
-@pytest.mark.parametrize("files", [(), FILES], ids=["one file", "ten files"])
+@pytest.mark.parametrize(
+    ("num_ranks", "files", "workers"),
+    sampled([(3, FILES, 2), (2, (), 1), (4, FILES, 1), (3, (), 2)], 2),
+)
 def test_ranks_make_what_one_process_makes(
     ranks: ForkedRanks, source: Path, tmp_path: Path, num_ranks: int, files: tuple[str, ...], workers: int
 ) -> None:

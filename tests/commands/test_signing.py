@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -42,17 +43,24 @@ def make_keys(folder: Path, name: str = "key", curve: ec.EllipticCurve | None = 
     return private, public
 
 
-@pytest.fixture
-def signed(tmp_path: Path) -> tuple[Path, Path]:
-    """Gather a model of three files, the first of several windows, with a signature; return it and its public key."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with keys, states, and a model of three files with a signature, the first file of several windows."""
+    folder = tmp_path_factory.mktemp("signed")
     model = {"big": torch.arange(1_500_000, dtype=torch.int32).view(1500, 1000), "small": torch.ones(4, 4)}
     layouts = {"big": "[a/tp, b]", "small": "[a, b]"}
-    leave(tmp_path / "run", model, layouts=layouts, mesh=DeviceMesh((2,), ("tp",)))
-    private, public = make_keys(tmp_path)
-    out = tmp_path / "model"
+    leave(folder / "run", model, layouts=layouts, mesh=DeviceMesh((2,), ("tp",)))
+    private, _ = make_keys(folder)
     arguments: dict[str, Any] = {"recipe": "none", "max_shard_size": "1MB", "workers": 4}
-    gather_checkpoint(tmp_path / "run", out, sign=private, attest=True, **arguments)
-    return out, public
+    gather_checkpoint(folder / "run", folder / "model", sign=private, attest=True, **arguments)
+    return folder
+
+
+@pytest.fixture
+def signed(made: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of the signed model, and its public key."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "model", tmp_path / "key.pub"
 
 
 def read_statement(path: Path) -> dict[str, Any]:
@@ -312,19 +320,19 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) 
 
 
 def test_files_of_an_earlier_run_are_hashed_from_the_stage(
-    signed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = signed
+    model = made / "model"
     monkeypatch.setattr(FileHashes, "of_file", lambda self, file, nbytes: None)
     out = tmp_path / "again" / "model"
-    arguments: dict[str, Any] = {"recipe": "none", "max_shard_size": "1MB", "sign": tmp_path / "key.pem"}
-    gather_checkpoint(tmp_path / "run", out, attest=True, **arguments)
+    arguments: dict[str, Any] = {"recipe": "none", "max_shard_size": "1MB", "sign": made / "key.pem"}
+    gather_checkpoint(made / "run", out, attest=True, **arguments)
     first, second = (read_statement(each / "model.sig")["predicate"]["resources"] for each in (model, out))
     # ECDSA draws a number, so two attestations differ.
     assert [one for one in first if "attest" not in one["name"]] == [o for o in second if "attest" not in o["name"]]
     # An unsigned model in place of a signed one leaves no signature behind.
     del arguments["sign"]
-    gather_checkpoint(tmp_path / "run", out, overwrite=True, **arguments)
+    gather_checkpoint(made / "run", out, overwrite=True, **arguments)
     assert not (out / "model.sig").exists() and not (out / "model.attestation.json").exists()
     assert json.loads((out / "config.json").read_text()).items() >= CONFIG.items()
 

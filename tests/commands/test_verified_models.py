@@ -52,7 +52,7 @@ def test_what_was_gathered_is_good(bench: Bench, options: list[str]) -> None:
     assert {path: path.stat().st_mtime_ns for path in bench.folder.rglob("*")} == before
 
 
-@pytest.mark.parametrize("tensor", ["embed.weight", "up.weight", "down.weight", "norm.weight", "steps"])
+@pytest.mark.parametrize("tensor", ["embed.weight", "steps"])
 def test_a_flipped_byte_names_tensor_and_file(bench: Bench, tensor: str) -> None:
     gathered(bench, "--max-shard-size", "600")
     file = json.loads((bench.out / "model.safetensors.index.json").read_text())["weight_map"][tensor]

@@ -35,7 +35,7 @@ CONFIG = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": False,
 }
-PREFIXES = ("model.", "llm.", "backbone.", "_forward_module.", "net.model.", "state.model.model.", "0.auto_model.")
+PREFIXES = ("model.", "llm.", "backbone.", "_forward_module.", "state.model.model.", "0.auto_model.")
 
 
 def make_llama() -> State:
@@ -103,8 +103,9 @@ def assert_gives(source: Path, out: Path, want: State, **options: Any) -> dict[s
     return dict(report.notes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [*((kind, "net.model.") for kind in KINDS), *(("torch", prefix) for prefix in PREFIXES)]
+)
 def test_names_are_those_of_the_class(tmp_path: Path, kind: str, prefix: str) -> None:
     source = write(tmp_path / "run", put_before(prefix, LLAMA), kind)
     note = assert_gives(source, tmp_path / "out", LLAMA)["wrapper-names"]
@@ -115,8 +116,9 @@ def test_names_are_those_of_the_class(tmp_path: Path, kind: str, prefix: str) ->
     assert {row["name"] for row in inspect_source(source).details.tensors} == LLAMA.keys()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefix", ["", "llm.", "net.model."])
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [*((kind, "llm.") for kind in KINDS), ("torch", ""), ("dcp", "net.model.")]
+)
 def test_a_hole_is_found_behind_a_prefix_and_beside_a_head(tmp_path: Path, kind: str, prefix: str) -> None:
     lacks = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight")
     for number, name in enumerate(lacks):

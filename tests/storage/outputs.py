@@ -14,10 +14,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.storage.azure_servers import Container, make_container
 from tests.storage.fault_proxy import FaultProxy, Request
-from tests.storage.google_servers import GoogleBucket
-from tests.storage.servers import Bucket, make_bucket, open_proxy
+from tests.storage.servers import Bucket, GoogleBucket, Place, make_bucket, make_container, open_proxy
 
 QUICK = ("folder", "s3", "gs", "az")
 """The places of `make test`; moto and Azurite come in `make soak`."""
@@ -86,7 +84,7 @@ class FolderOutput:
 class StoreOutput:
     """A bucket or a container, behind a proxy."""
 
-    place: Bucket | GoogleBucket | Container
+    place: Place
     proxy: FaultProxy
 
     @property
@@ -123,7 +121,7 @@ class StoreOutput:
         return done
 
 
-def part_of(place: Bucket | GoogleBucket | Container, request: Request) -> tuple[str, str] | None:
+def part_of(place: Place, request: Request) -> tuple[str, str] | None:
     """Return the key and the number, or name, of the part that a request has sent."""
     if isinstance(place, Bucket):
         found = re.fullmatch(rf"/{place.name}/(.*)\?uploadId=.*&partNumber=(\d+)", request.path)
@@ -152,7 +150,7 @@ def open_output(kind: str, request: pytest.FixtureRequest, room: Path) -> Iterat
     )
     address = server if isinstance(server, str) else server.url
     name = f"box{abs(hash(room)):x}"
-    place: Bucket | GoogleBucket | Container
+    place: Place
     if kind == "gs":
         place = GoogleBucket(address, name)
     else:

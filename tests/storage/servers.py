@@ -1,4 +1,4 @@
-"""S3 servers for tests: moto's, and a small one of our own; a bucket on either; and a proxy that injects faults.
+"""Servers of stores for tests: small ones of our own, moto's and Azurite; places on them; a proxy that injects faults.
 
 A test asks for ``bucket`` to run on both servers, for ``small_bucket`` to run on the fast one alone, and makes a
 ``FaultProxy(bucket.server)`` to stand between. ``bucket.environment()`` is what a client needs, here or in a child.
@@ -6,16 +6,24 @@ A test asks for ``bucket`` to run on both servers, for ``small_bucket`` to run o
 
 from __future__ import annotations
 
+import base64
 import itertools
+import os
+import re
+import shutil
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from tests.storage.fault_proxy import Chooser, FaultProxy, no_fault
+from tests.storage.small_azure import ACCOUNT, SmallAzure
+from tests.storage.small_google import PARTS, TOKEN, SmallGoogle
 from tests.storage.small_s3 import SmallS3
 
 SECRET = "marked-secret-3f9a0c77"
@@ -23,15 +31,70 @@ SECRET = "marked-secret-3f9a0c77"
 KEY_ID = "AKIAMARKED7B21D4E5F6"
 
 _numbers = itertools.count(1)
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The published key of Azurite's account; it may appear in no output."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """An empty bucket on a server."""
+class Place:
+    """An empty bucket or container on a server."""
 
     server: str
     """The server's address."""
     name: str
+
+    @property
+    def url(self) -> str:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which clients find the server."""
+        raise NotImplementedError
+
+    def client(self) -> Any:
+        """Return obstore's client, to look at the place and to fill it."""
+        raise NotImplementedError
+
+    def behind(self, proxy: FaultProxy) -> Self:
+        """Return this place as clients of the proxy see it."""
+        return replace(self, server=proxy.url)
+
+    def put(self, key: str, data: bytes) -> str:
+        """Write an object and return its URL."""
+        self.client().put(key, data, use_multipart=False)
+        return f"{self.url}/{key}"
+
+    def put_folder(self, folder: Path, key: str) -> str:
+        """Write all files of a folder and return its URL."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(f"{key}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+        return f"{self.url}/{key}"
+
+    def read_all(self, prefix: str = "") -> dict[str, bytes]:
+        """Return the bytes of all objects below a prefix, by key, without parts of uploads."""
+        client = self.client()
+        keys = [row["path"] for page in client.list(prefix or None) for row in page]
+        return {key: bytes(client.get(key).bytes()) for key in keys if not key.startswith(PARTS)}
+
+    def list_parts(self) -> set[tuple[str, str]]:
+        """Return (key, number or name) of the parts that were uploaded and are in no object."""
+        raise NotImplementedError
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> Self:
+        """Let this process's environment lead to the server, and to nothing else of its kind."""
+        variables = self.environment()
+        kinds = {name.partition("_")[0] for name in variables} & {"AZURE", "GOOGLE"}
+        for name in [name for name in os.environ if name.partition("_")[0] in kinds]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return self
+
+
+@dataclass(frozen=True)
+class Bucket(Place):
+    """An empty bucket of S3."""
 
     @property
     def url(self) -> str:
@@ -50,10 +113,6 @@ class Bucket:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def behind(self, proxy: FaultProxy) -> Bucket:
-        """Return this bucket as clients of the proxy see it."""
-        return replace(self, server=proxy.url)
-
     def client(self) -> Any:  # botocore has no types
         """Return a plain client of Amazon's, to look at the bucket and to fill it."""
         import botocore.session
@@ -71,15 +130,6 @@ class Bucket:
     def put(self, key: str, data: bytes) -> str:
         """Write an object and return its URL."""
         self.client().put_object(Bucket=self.name, Key=key, Body=data)
-        return f"{self.url}/{key}"
-
-    def put_folder(self, folder: Path, key: str) -> str:
-        """Write all files of a folder and return its URL."""
-        client = self.client()
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                name = f"{key}/{path.relative_to(folder).as_posix()}"
-                client.put_object(Bucket=self.name, Key=name, Body=path.read_bytes())
         return f"{self.url}/{key}"
 
     def read_all(self, prefix: str = "") -> dict[str, bytes]:
@@ -103,6 +153,134 @@ class Bucket:
             parts = client.list_parts(Bucket=self.name, **place).get("Parts", ())
             found |= {(row["Key"], str(part["PartNumber"])) for part in parts}
         return found
+
+
+@dataclass(frozen=True)
+class Container(Place):
+    """An empty container of Azure's blob storage."""
+
+    @property
+    def url(self) -> str:
+        return f"az://{self.name}"
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which obstore and xrank find the server."""
+        return {
+            "AZURE_STORAGE_ENDPOINT": f"{self.server}/{ACCOUNT}",
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": KEY,
+            "XRANK_ALLOW_HTTP": "1",
+        }
+
+    def client(self) -> Any:
+        """Return obstore's client, to look at the container and to fill it."""
+        from obstore.store import AzureStore
+
+        return AzureStore(
+            self.name,
+            account_name=ACCOUNT,
+            account_key=KEY,
+            endpoint=f"{self.server}/{ACCOUNT}",
+            client_options={"allow_http": True},
+        )
+
+    def list_parts(self) -> set[tuple[str, str]]:
+        """Return (key, block) of what was uploaded and is in no blob that readers see."""
+        connection = self._connect()
+        keys = [blob.name for blob in connection.list_blobs(include=["uncommittedblobs"])]
+        lists = ((key, connection.get_blob_client(key).get_block_list("uncommitted")[1]) for key in keys)
+        return {(key, base64.b64encode(block.id.encode()).decode()) for key, blocks in lists for block in blocks}
+
+    def make(self) -> None:
+        """Make the container."""
+        self._connect().create_container()
+
+    def _connect(self) -> Any:
+        from azure.core.credentials import AzureNamedKeyCredential
+        from azure.storage.blob import ContainerClient
+
+        account = f"{self.server}/{ACCOUNT}"
+        credential = AzureNamedKeyCredential(ACCOUNT, KEY)
+        return ContainerClient(account, self.name, credential=credential, api_version="2023-11-03")
+
+
+@dataclass(frozen=True)
+class GoogleBucket(Place):
+    """An empty bucket of Google Cloud Storage."""
+
+    @property
+    def url(self) -> str:
+        return f"gs://{self.name}"
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which obstore and xrank find the server."""
+        return {"GOOGLE_BASE_URL": self.server, "GOOGLE_BEARER_TOKEN": TOKEN, "XRANK_ALLOW_HTTP": "1"}
+
+    def client(self) -> Any:
+        """Return obstore's client, to look at the bucket and to fill it."""
+        from obstore.store import GCSStore
+
+        options: Any = {"client_options": {"allow_http": True}}
+        return GCSStore(self.name, base_url=self.server, bearer_token=TOKEN, **options)
+
+    def list_parts(self) -> set[tuple[str, str]]:
+        """Return (key, name) of the parts that are in the bucket."""
+        keys = [row["path"] for page in self.client().list(PARTS) for row in page]
+        pairs = [key.removeprefix(PARTS).rpartition("/") for key in keys]
+        return {(key, name) for key, _, name in pairs}
+
+
+def make_container(server: str, name: str) -> Container:
+    """Make a container."""
+    container = Container(server, name)
+    container.make()
+    return container
+
+
+@pytest.fixture(scope="session")
+def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of Azurite, which npm installs where it can: set AZURITE to its program to use another."""
+    program = os.environ.get("AZURITE") or shutil.which("azurite-blob") or _install(tmp_path_factory)
+    log = tmp_path_factory.mktemp("azurite") / "log"
+    command = [program, "--inMemoryPersistence", "--blobHost", "127.0.0.1", "--blobPort", "0", "--disableTelemetry"]
+    with log.open("wb") as out, subprocess.Popen([*command, "--silent"], stdout=out, stderr=out) as child:
+        try:
+            deadline = time.monotonic() + 60
+            while (found := re.search(r"listens on (http://\S+)", log.read_text())) is None:
+                assert child.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            yield found[1]
+        finally:
+            child.kill()
+
+
+def _install(tmp_path_factory: pytest.TempPathFactory) -> str:
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("npm, which installs Azurite, is not here")
+    folder = tmp_path_factory.mktemp("npm")
+    done = subprocess.run([npm, "install", "azurite@3"], cwd=folder, capture_output=True, timeout=300, check=False)
+    if done.returncode != 0:
+        pytest.skip("npm cannot install Azurite here")
+    return str(folder / "node_modules/.bin/azurite-blob")
+
+
+@pytest.fixture(scope="session")
+def small_azure() -> Iterator[SmallAzure]:
+    """The small server."""
+    pytest.importorskip("azure.storage.blob", reason="pip install xrank[azure]")
+    server = SmallAzure()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def small_google() -> Iterator[SmallGoogle]:
+    """The small server."""
+    pytest.importorskip("google.auth", reason="pip install xrank[google]")
+    server = SmallGoogle()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -138,21 +316,15 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
     if request.param == "small":
         made: Bucket = request.getfixturevalue("small_bucket")
         return made
-    return _enter(make_bucket(request.getfixturevalue("moto_server")), monkeypatch)
+    return make_bucket(request.getfixturevalue("moto_server")).enter(monkeypatch)
 
 
 @pytest.fixture
 def small_bucket(small_server: SmallS3, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """An empty bucket on the small server, forgotten afterwards; this process's environment leads to it."""
-    made = _enter(make_bucket(small_server.url), monkeypatch)
+    made = make_bucket(small_server.url).enter(monkeypatch)
     yield made
     small_server.forget(made.name)
-
-
-def _enter(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    for name, value in bucket.environment().items():
-        monkeypatch.setenv(name, value)
-    return bucket
 
 
 @contextmanager

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.storage import fault_proxy
-from tests.storage.azure_servers import Container
 from tests.storage.fault_proxy import EVERY, choose_by_seed
-from tests.storage.google_servers import GoogleBucket
 from tests.storage.histories import make_seeds, set_up, speed_up
-from tests.storage.servers import Bucket, open_proxy
+from tests.storage.servers import Bucket, Container, GoogleBucket, Place, open_proxy
 from tests.storage.small_azure import SmallAzure
 from tests.storage.small_google import SmallGoogle
 from tests.storage.small_s3 import SmallS3
@@ -58,7 +56,7 @@ def place(
     small_azure: SmallAzure,
     small_google: SmallGoogle,
     monkeypatch: pytest.MonkeyPatch,
-) -> Bucket | GoogleBucket | Container:
+) -> Place:
     """An empty bucket or container; this process's environment leads to it."""
     if kind == "s3":
         bucket: Bucket = request.getfixturevalue("small_bucket")
@@ -77,7 +75,7 @@ def test_seeded_histories(
     kind: str,
     states: Path,
     expected: dict[str, bytes],
-    place: Bucket | GoogleBucket | Container,
+    place: Place,
     small_server: SmallS3,
     small_azure: SmallAzure,
     small_google: SmallGoogle,
