@@ -265,12 +265,6 @@ def wording_of(command: click.Command, typed: str | None = None, context: click.
     return Wording.of_command(options, typed, variables)
 
 
-def _typed_command() -> str:
-    """Return the command that the user typed, for the shell."""
-    program = "python -m xrank" if os.path.basename(sys.argv[0]) == "__main__.py" else "xrank"
-    return f"{program} {shlex.join(sys.argv[1:])}"
-
-
 def say(text: str | bytes, *, err: bool = False) -> None:
     """Print. A closed pipe or a full disk behind the stream does not undo the command's work."""
     stream = sys.stderr if err else sys.stdout
@@ -340,7 +334,8 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(as_json: bool, log_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
         context = click.get_current_context()
-        wording = wording_of(context.command, _typed_command(), context)
+        program = "python -m xrank" if os.path.basename(sys.argv[0]) == "__main__.py" else "xrank"
+        wording = wording_of(context.command, f"{program} {shlex.join(sys.argv[1:])}", context)
         output = Output(
             command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, log_json=log_json, wording=wording
         )

@@ -91,7 +91,7 @@ def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], No
             Work(plan, source, budget),
             range(len(plan.files)),
             NoOutputs(),
-            what="what is verified",
+            what="the verification",
             progress=lambda done: show(done, plan.nbytes),
         )
 
