@@ -126,11 +126,14 @@ FOLLOWED: Mapping[str, str] = {
     r"none if Megatron's process groups are initialised": (
         "workspace/test_megatron_refusals.py::test_process_groups_of_other_ranks_are_refused"
     ),
+    r"give all ranks one model, of one run and step, with the same layouts": (
+        "readers/test_live_ranks.py::test_ranks_that_get_the_same_layouts_as_advised"
+    ),
     r"give all ranks the same process group": (
         "workspace/test_megatron_refusals.py::test_ranks_that_get_the_same_group_as_advised"
     ),
     r"give each chunk once, .*": "workspace/test_megatron_refusals.py::test_a_chunk_given_twice_is_refused",
-    r"correct the layout map|give the LayoutMap a mesh": (
+    r"correct (the layout map|it)|give the LayoutMap a mesh|leave the tensor out on this rank|set layouts.sizes.*": (
         "workspace/test_nfs.py::test_a_layout_map_that_is_corrected_as_advised"
     ),
     r"set num_local_experts .*|make it contiguous": "workspace/test_megatron_refusals.py::test_advice_that_is_followed",
@@ -156,7 +159,9 @@ FOLLOWED: Mapping[str, str] = {
 """Expression for a clause of advice, and the test that follows it, or why none does."""
 
 
-_REFUSALS = ("contradiction", "corrupt", "incomplete", "layout", "usage")
+# Methods of Origin and Subject, and helpers of readers, by the place of their next step.
+_REFUSALS = dict.fromkeys(("contradiction", "corrupt", "incomplete", "layout", "usage"), 3)
+_REFUSALS |= dict.fromkeys(("make", "disagreement", "rank_error"), 4)
 
 
 class _Advice(ast.NodeVisitor):
@@ -182,9 +187,8 @@ class _Advice(ast.NodeVisitor):
         self.generic_visit(node)
         self.found += [keyword.value for keyword in node.keywords if keyword.arg == "next_step"]
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        # Methods of Origin: the problem, got, want, and the next step.
-        if isinstance(node.func, ast.Attribute) and name in _REFUSALS and len(node.args) > 3:
-            self.found.append(node.args[3])
+        if len(node.args) > _REFUSALS.get(name, len(node.args)):
+            self.found.append(node.args[_REFUSALS[name]])
         if name == "advise":
             self.found += node.args[:1]
         if name in self.places and len(node.args) > self.places[name]:

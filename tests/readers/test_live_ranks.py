@@ -111,6 +111,17 @@ def test_ranks_that_disagree_are_named(change: dict[str, torch.Tensor], what: st
     assert caught.value.tensor == "w" and what in f"{caught.value} {caught.value.got}"
 
 
+def test_ranks_that_get_the_same_layouts_as_advised() -> None:
+    parts = [{"w": torch.rand(2, 3)} for _ in range(2)]
+    rows, columns = (LayoutMap(DeviceMesh((2,), ("tp",))) for _ in range(2))
+    rows["w"], columns["w"] = "[f/tp, h]", "[f, h/tp]"
+    texts = [told(parts, rows)[0], told(parts, columns)[1]]
+    with pytest.raises(ContradictionError, match="ranks 0 and 1 disagree about its layout or mesh") as caught:
+        read_ranks(texts)
+    assert caught.value.next_step == "give all ranks one model, of one run and step, with the same layouts"
+    assert next(iter(planned(read_ranks(told(parts, rows))).tensors)).output.shape == (4, 3)
+
+
 def test_a_rank_that_takes_itself_for_another_is_refused() -> None:
     texts = told([{"w": torch.ones(2)}, {"w": torch.ones(2)}])
     with pytest.raises(ContradictionError, match="rank 0 describes itself as rank 1"):

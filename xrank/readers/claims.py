@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
+from xrank.errors import AGAIN, CorruptError, LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion, inline_base, is_companion, parse_companion
 from xrank.layout.layout_map import base_layout
@@ -19,11 +19,17 @@ from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.layout.stored_model import StoredShard
 from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_name
+from xrank.readers.records import Subject
 from xrank.storage.regular_file import Origin
 from xrank.words import ranks_text
 
 if TYPE_CHECKING:
+    from xrank.formats.rank_state import TensorRecord
     from xrank.formats.torch_archive import ArchivedTensor
+
+
+SAME_LAYOUTS = "give all ranks one model, of one run and step, with the same layouts"
+"""The next step for live ranks, which wrote no states."""
 
 
 class HeldTensor(Struct, frozen=True):
@@ -53,16 +59,47 @@ class HeldTensor(Struct, frozen=True):
         """Return the part that a tensor of a torch archive is, without a layout."""
         return cls(rank, file, record, tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
 
+    def of(self, name: str) -> Subject:
+        """Return the tensor, rank and file that errors about this part name."""
+        return Subject(name, self.rank, self.file)
+
+    @classmethod
+    def from_record(cls, known: TensorRecord, meshes: Sequence[DeviceMesh], **place: Any) -> HeldTensor:
+        """Return the part with what a rank's record tells of it; `place` are the attributes up to `storage_offset`."""
+        return cls(
+            **place,
+            layout=known.layout,
+            mesh=None if known.mesh is None else meshes[known.mesh],
+            view=None if known.view is None else meshes[known.view],
+            pattern=known.name,
+            global_shape=known.shape,
+        )
+
     @property
     def origin(self) -> Origin:
         """The rank and file, which errors name."""
         return Origin(self.file, self.rank)
 
-    def contradiction(self, name: str, problem: str, got: str, want: str, next_step: str) -> ContradictionError:
-        """Return the error that this part contradicts other parts or its rank's own record."""
-        return ContradictionError(
-            f"{name}: {problem}", tensor=name, rank=self.rank, file=self.file, got=got, want=want, next_step=next_step
-        )
+    @property
+    def again(self) -> str:
+        """The next step for a fault in what the rank recorded."""
+        return SAME_LAYOUTS if self.is_live else f"let rank {self.rank} write its state again"
+
+    @property
+    def again_all(self) -> str:
+        """The next step for ranks that disagree."""
+        return SAME_LAYOUTS if self.is_live else "all ranks must come from one run and step; write the states again"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the part lies in the memory of a live rank, and not in a file."""
+        return self.file == memory_of(self.rank)
+
+
+@lru_cache(maxsize=4096)
+def memory_of(rank: int) -> str:
+    """Return the name that stands for a file where a live rank holds its tensors."""
+    return f"the memory of rank {rank}"
 
 
 def replicate(held: HeldTensor, mesh: DeviceMesh) -> HeldTensor:
@@ -117,12 +154,12 @@ def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
     if held.strides == row_major(held.shape) or 0 in held.shape:
         return [Nest(local.x + held.storage_offset, local.y, local.loops)]
     if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
-        raise held.origin.corrupt(
-            f"{name}: rank {held.rank} stored an expanded view, whose elements share bytes",
-            tensor=name,
-            got=f"strides {list(held.strides)}",
-            want="strides of at least 1",
-            next_step="write the tensor with .contiguous()",
+        raise held.of(name).make(
+            CorruptError,
+            f"rank {held.rank} stored an expanded view, whose elements share bytes",
+            f"strides {list(held.strides)}",
+            "strides of at least 1",
+            "write the tensor with .contiguous()",
         )
     # From the storage to the local row-major addresses, at which `local` begins: to intersect them is to compose them.
     storage = Nest(
@@ -160,18 +197,26 @@ class Claims:
 
     def find(self, name: str, held: HeldTensor) -> Claim | None:
         """Return the claim of a rank's part; None if it is unknown how its tensor is cut."""
-        given = self.find_in_file(name)
+        given = None if self._layouts is None else self.find_in_file(name)
         if held.layout is None:
             return given
-        recorded = _read_record(held, name)
+        if held.mesh is None or held.rank not in held.mesh:
+            raise held.of(name).contradiction(
+                f"the mesh that rank {held.rank} recorded does not contain it",
+                "no mesh" if held.mesh is None else f"a mesh of {ranks_text(held.mesh.ranks)}",
+                f"a mesh with rank {held.rank}",
+                held.again,
+            )
+        try:
+            recorded = _read_record(held.layout, held.mesh, held.view, held.pattern)
+        except LayoutError as error:
+            raise prefix_error(error, name, held) from None
         if given is not None and _meaning(_as_seen_by(held.rank, given, recorded.mesh)) != _meaning(recorded):
-            raise LayoutError(
-                f"{name}: its ranks recorded one layout, and the layout file gives another",
-                tensor=name,
-                rank=held.rank,
-                got=f"{given} on {given.mesh.grid}",
-                want=f"{recorded} on {recorded.mesh.grid}",
-                next_step="take the tensor's rule out of the layout file",
+            raise held.of(name).layout(
+                "its ranks recorded one layout, and the layout file gives another",
+                f"{given} on {given.mesh.grid}",
+                f"{recorded} on {recorded.mesh.grid}",
+                "take the tensor's rule out of the layout file",
             )
         return recorded
 
@@ -213,12 +258,8 @@ def _find_in_file(name: str, layouts: LayoutMap) -> Claim | None:
         error.about(next_step="write patterns into the layout file of which only one matches each name")
         raise
     if rule is not None and companion_rule is not None:
-        raise LayoutError(
-            f"{name}: two rules of the layout file match",
-            tensor=name,
-            got=f"{rule!r} and {companion_rule!r}",
-            want="one",
-            next_step="keep one of them",
+        raise Subject(name).layout(
+            "two rules of the layout file match", f"{rule!r} and {companion_rule!r}", "one", "keep one of them"
         )
     deciding = rule if rule is not None else companion_rule
     if deciding is None:
@@ -234,71 +275,33 @@ def _find_in_file(name: str, layouts: LayoutMap) -> Claim | None:
         layout = found.with_sizes(layouts.sizes)  # as in a state's record
     mesh = layout.device_mesh or layouts.device_mesh
     if mesh is None:
-        raise LayoutError(
-            f"{name}: the layout file has a rule for it but no [mesh]",
-            tensor=name,
-            got=str(layout),
-            next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
-        )
+        step = 'add a table like [mesh] with grid = "dp=2 tp=2" to the layout file'
+        raise Subject(name).layout("the layout file has a rule for it but no [mesh]", str(layout), None, step)
     pattern = layouts.name_of(deciding)
     if pattern is not None:
         pattern = pattern.with_sizes(layouts.sizes)
     return Claim(layout, mesh, pattern, companion, tuple(layouts.sizes.items()))
 
 
-def _read_record(held: HeldTensor, name: str) -> Claim:
-    assert held.layout is not None
-    if held.mesh is None or held.rank not in held.mesh:
-        raise held.contradiction(
-            name,
-            f"the mesh that rank {held.rank} recorded does not contain it",
-            got="no mesh" if held.mesh is None else f"a mesh of {ranks_text(held.mesh.ranks)}",
-            want=f"a mesh with rank {held.rank}",
-            next_step="let the rank write its state again",
-        )
-    try:
-        return _make_claim(held.layout, held.mesh, held.view, held.pattern)
-    except LayoutError as error:
-        raise prefix_error(error, name, held) from None
-
-
 @lru_cache(maxsize=4096)
-def _make_claim(text: str, mesh: DeviceMesh, view: DeviceMesh | None, pattern: str | None) -> Claim:
-    companion, layout = _parse_layout(text)
+def _read_record(text: str, mesh: DeviceMesh, view: DeviceMesh | None, pattern: str | None) -> Claim:
+    """Return the same object for equal records, because a model has a handful of layouts."""
+    if is_companion(text):
+        companion = parse_companion(text)
+        if companion.base is None:
+            problem = "the recorded layout refers to a rule, but states do not contain rules"
+            raise LayoutError(problem, got=text, want="the base's own layout")
+        layout = TensorLayout.from_tree(companion.base)
+    else:
+        companion, layout = None, TensorLayout.parse(text)
     if view is not None:
-        layout = _attach_meshes(layout, mesh, view)
-    return Claim(layout, mesh, None if pattern is None else _parse_cached_name(pattern), companion, is_recorded=True)
-
-
-@lru_cache(maxsize=4096)
-def _parse_layout(text: str) -> tuple[Companion | None, TensorLayout]:
-    """Return the same objects for equal texts, because a model has a handful of layouts."""
-    if not is_companion(text):
-        return None, TensorLayout.parse(text)
-    companion = parse_companion(text)
-    if companion.base is None:
-        raise LayoutError(
-            "the recorded layout refers to a rule, but states do not contain rules",
-            got=text,
-            want="the base's own layout",
-            next_step="let the rank write its state again",
-        )
-    return companion, TensorLayout.from_tree(companion.base)
-
-
-@lru_cache(maxsize=4096)
-def _attach_meshes(layout: TensorLayout, mesh: DeviceMesh, view: DeviceMesh) -> TensorLayout:
-    return layout.with_mesh(mesh, {layout.tree.view or "": view})
-
-
-@lru_cache(maxsize=4096)
-def _parse_cached_name(pattern: str) -> TensorName:
-    return parse_name(pattern)
+        layout = layout.with_mesh(mesh, {layout.tree.view or "": view})
+    return Claim(layout, mesh, None if pattern is None else parse_name(pattern), companion, is_recorded=True)
 
 
 def prefix_error(error: LayoutError, name: str, held: HeldTensor) -> LayoutError:
     """Return the error with the tensor's name and the part's rank and file, and with a next step."""
-    mend = "correct the layout file" if held.layout is None else f"let rank {held.rank} write its state again"
+    mend = "correct the layout file" if held.layout is None else held.again
     error.about(name, tensor=name, rank=held.rank, file=held.file, next_step=mend)
     return error
 
@@ -310,11 +313,7 @@ def find_global_name(claim: Claim | None, name: str, held: HeldTensor) -> str | 
     try:
         table = _table(claim.pattern, claim.layout, claim.mesh, held.rank, claim.sizes)
         if table is None:
-            raise LayoutError(
-                "the rank holds a part, but its layout leaves this rank out",
-                got=f"a part of shape {list(held.shape)}",
-                want=f"no part, by {claim} on {claim.mesh.grid}",
-            )
+            raise held.of(name).layout(*_left_out(held, claim))
         return table.global_name(name)
     except LayoutError as error:
         raise prefix_error(error, name, held) from None
@@ -340,13 +339,6 @@ def find_local_name(claim: Claim, name: str, rank: int) -> str | None:
     return None if table is None else table.local_name(name)
 
 
-# One per layout; many tensors have the same.
-@lru_cache(maxsize=4096)
-def find_holders(layout: TensorLayout, mesh: DeviceMesh) -> frozenset[int]:
-    """Return the ranks of a mesh that hold a part under a layout."""
-    return frozenset(rank for rank in mesh.ranks if holds(layout, mesh, mesh.coordinate(rank)))
-
-
 # One per rank and pattern; each of the rank's tensors asks for it.
 @lru_cache(maxsize=65536)
 def _table(
@@ -359,33 +351,32 @@ def _table(
 Claimed: TypeAlias = tuple[HeldTensor, Claim]
 """A rank's part, and how its tensor is cut."""
 
+_CHECK = "check that the layout and mesh are those of the run that wrote the state"
+
+
+def _left_out(held: HeldTensor, claim: Claim) -> tuple[str, str, str]:
+    """Return the problem of a part on a rank that should hold none, with what was found and wanted."""
+    problem = f"rank {held.rank} holds a part, but its layout leaves this rank out"
+    return problem, f"a part of shape {list(held.shape)}", f"no part, by {claim} on {claim.mesh.grid}"
+
 
 def check_part(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None, shape: tuple[int, ...]) -> LocalPart:
     """Return the part that the layout gives a rank, after checking that the rank holds it."""
-    check = "check that the layout and mesh are those of the run that wrote the state"
     if part is None:
-        raise held.contradiction(
-            name,
-            f"rank {held.rank} holds a part, but its layout leaves this rank out",
-            got=f"a part of shape {list(held.shape)}",
-            want=f"no part, by {claim} on {claim.mesh.grid}",
-            next_step=check,
-        )
+        raise held.of(name).contradiction(*_left_out(held, claim), _CHECK)
     if part.sums:
-        raise held.origin.layout(
-            f"{name}: its ranks hold addends of a sum over {', '.join(part.sums)}, not values",
-            tensor=name,
-            got=str(claim),
-            want="parts or replicas",
-            next_step="reduce the tensor before it is saved",
+        raise held.of(name).layout(
+            f"its ranks hold addends of a sum over {', '.join(part.sums)}, not values",
+            str(claim),
+            "parts or replicas",
+            "reduce the tensor before it is saved",
         )
     if part.shape != held.shape:
-        raise held.contradiction(
-            name,
+        raise held.of(name).contradiction(
             f"rank {held.rank}'s part has another shape than its layout gives it",
-            got=str(list(held.shape)),
-            want=f"{list(part.shape)}, by {claim} of {list(shape)} on {claim.mesh.grid}",
-            next_step=check,
+            str(list(held.shape)),
+            f"{list(part.shape)}, by {claim} of {list(shape)} on {claim.mesh.grid}",
+            _CHECK,
         )
     return part
 
@@ -395,12 +386,11 @@ def check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
     holders = {h.rank: h for h, _ in claimed}
     if len(holders) < len(claimed):
         twice = next(h for h, _ in claimed if holders[h.rank] is not h)
-        raise twice.contradiction(
-            name,
+        raise twice.of(name).contradiction(
             f"rank {twice.rank} holds it under two names",
-            got="two parts",
-            want="one part on each rank",
-            next_step="check the layout's name with dims",
+            "two parts",
+            "one part on each rank",
+            "check the layout's name with dims",
         )
     seen: dict[int, Claimed] = {}
     for h, claim in claimed:
@@ -408,21 +398,19 @@ def check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
         for rank in claim.mesh.ranks if h.rank not in seen else (h.rank,):
             other, others = seen.setdefault(rank, (h, claim))
             if other is not h and (others.mesh, others.layout) != (claim.mesh, claim.layout):
-                raise h.contradiction(
-                    name,
-                    f"ranks {other.rank} and {h.rank} disagree about its layout or mesh",
-                    got=f"{claim} on {claim.mesh.grid}, {_format_ranks(claim.mesh.ranks)}",
-                    want=f"{others} on {others.mesh.grid}, {_format_ranks(others.mesh.ranks)}",
-                    next_step="all ranks must come from one run; write the states again",
+                raise h.of(name).disagreement(
+                    other.rank,
+                    "layout or mesh",
+                    f"{claim} on {claim.mesh.grid}, {_format_ranks(claim.mesh.ranks)}",
+                    f"{others} on {others.mesh.grid}, {_format_ranks(others.mesh.ranks)}",
+                    h.again_all,
                 )
             if rank not in holders and find_local_name(claim, name, rank) is not None:
-                raise IncompleteError(
-                    f"{name}: rank {rank} of its mesh holds no part of it",
-                    tensor=name,
-                    rank=rank,
-                    got=f"parts on {ranks_text(holders)}",
-                    want=f"parts on {ranks_text(claim.mesh.ranks)}",
-                    next_step=f"let rank {rank} write its state again, then {AGAIN}",
+                raise Subject(name, rank).incomplete(
+                    f"rank {rank} of its mesh holds no part of it",
+                    f"parts on {ranks_text(holders)}",
+                    f"parts on {ranks_text(claim.mesh.ranks)}",
+                    SAME_LAYOUTS if h.is_live else f"let rank {rank} write its state again, then {AGAIN}",
                 )
 
 

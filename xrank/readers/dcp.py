@@ -18,11 +18,8 @@ from msgspec import Struct
 from xrank import dtypes
 from xrank.errors import (
     AGAIN,
-    ContradictionError,
     CorruptError,
     IncompleteError,
-    UnsafeError,
-    UsageError,
     XrankError,
     either,
     option,
@@ -35,7 +32,7 @@ from xrank.layout.nests import Nest, canonical
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.names import ModelPart, SavedTree, is_of_lightning, part_details, part_notes, select_model
-from xrank.readers.records import note_bare_files, note_foreign_names
+from xrank.readers.records import Subject, note_bare_files, note_foreign_names, outside_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.words import list_text, plural
@@ -233,13 +230,7 @@ def _check_paths(metadata: DcpMetadata) -> None:
     for name in metadata.files:
         # torch/distributed/checkpoint/filesystem.py: write_data: a plain file name without folders.
         if os.path.basename(name) != name or "\0" in name or name in ("", ".", ".."):
-            raise UnsafeError(
-                f"{metadata.path} names a file outside its folder",
-                file=metadata.path,
-                got=quote(name),
-                want="plain file names",
-                next_step="do not use this checkpoint: its metadata was tampered with",
-            )
+            raise outside_error(metadata.path, name)
 
 
 def _check_presence(
@@ -349,14 +340,11 @@ class _FileReader:
             flat = self._tensors[tensor].name
             low = tuple(self._tensors[tensor].offsets[number - int(self._firsts[tensor])].tolist())
             if flat not in part.places or part.offsets[flat] != low or int(start[k]) != int(start[0]):
-                raise ContradictionError(
-                    f"{quote(flat)[1:-1]}: {file.origin.path} contains another piece than .metadata records",
-                    tensor=self._names[tensor],
-                    rank=file.origin.rank,
-                    file=file.origin.path,
-                    got=f"the piece at {list(part.offsets[flat])}" if flat in part.offsets else "no piece",
-                    want=f"the piece at {list(low)}",
-                    next_step="copy the file again from where it was written",
+                raise Subject(self._names[tensor], file.origin.rank, file.origin.path).contradiction(
+                    f"{file.origin.path} contains another piece than .metadata records",
+                    f"the piece at {list(part.offsets[flat])}" if flat in part.offsets else "no piece",
+                    f"the piece at {list(low)}",
+                    "copy the file again from where it was written",
                 )
             kind, offset, nbytes = part.places[flat]
             rows[k] = (self.items.number_of(kind), offset, nbytes, NO_CHECKSUM)
@@ -386,14 +374,12 @@ def _check_kinds(
             continue
         row = int(other[0]) if len(other) else int(np.flatnonzero(mine)[0])
         file = metadata.files[int(tensor.file[row])]
-        raise ContradictionError(
-            f"{quote(name)[1:-1]}: {file} contains another piece than .metadata records",
-            tensor=name,
-            rank=rank_of_file(file),
-            file=os.path.join(os.path.dirname(metadata.path), file),
-            got=f"{kind.dtype} {list(kind.shape)}",
-            want=f"{dtype} {tensor.sizes[row].tolist()}",
-            next_step=f"copy {file} again from where it was written",
+        path = os.path.join(os.path.dirname(metadata.path), file)
+        raise Subject(name, rank_of_file(file), path).contradiction(
+            f"{file} contains another piece than .metadata records",
+            f"{kind.dtype} {list(kind.shape)}",
+            f"{dtype} {tensor.sizes[row].tolist()}",
+            f"copy {file} again from where it was written",
         )
 
 
@@ -509,12 +495,11 @@ def _check_files(path: str) -> None:
     file = os.path.join(path, _METADATA)
     own = sorted(entry for entry in entries if re.fullmatch(r"__\d+\.metadata", entry))
     if own:
-        raise UsageError(
-            f"{path} was saved without coordination: each rank has metadata of its own, and none knows the whole",
-            file=os.path.join(path, own[0]),
-            got=f"{len(own)} files like {own[0]}",
-            want=_METADATA,
-            next_step="save with coordination (torch's default), or load it and save it again with torch",
+        raise Origin(path).usage(
+            "was saved without coordination: each rank has metadata of its own, and none knows the whole",
+            f"{len(own)} files like {own[0]}",
+            _METADATA,
+            "save with coordination (torch's default), or load it and save it again with torch",
         )
     shards = sum(entry.endswith(_SUFFIX) for entry in entries)
     raise Origin(file).incomplete(

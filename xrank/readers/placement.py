@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from xrank.errors import ContradictionError, LayoutError, either, option
 from xrank.layout.companion import companion_part, companion_shape
 from xrank.layout.layout_map import base_shapes
-from xrank.layout.local_part import LocalPart, collect_known_names, global_size, infer_shape, local_part
+from xrank.layout.local_part import LocalPart, collect_known_names, global_size, holds, infer_shape, local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.mesh_parts import FlatPart, flat_part
 from xrank.layout.nest_table import IntArray, NestTable, int_array
@@ -30,13 +30,13 @@ from xrank.readers.claims import (
     check_meshes,
     check_part,
     find_global_name,
-    find_holders,
     list_counted_names,
     pieces_of,
     prefix_error,
     row_slice,
     whole,
 )
+from xrank.readers.records import Subject
 from xrank.storage.regular_file import open_regular
 from xrank.words import likewise_text, list_text, ranks_text
 
@@ -83,7 +83,11 @@ def _find_zeros(path: str, end: int) -> int:
 def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] | None) -> StoredShard:
     """Return a tensor's pieces. If it has several meshes, they hold replicas of each other."""
     held, first = [h for h, _ in claimed], claimed[0][1]
-    if _are_alike([claim for _, claim in claimed]):
+    # Ranks that declare one layout on one mesh, and one name, share the work.
+    own_claim = (None, first.layout, first.mesh, first.sizes)
+    if first.pattern is None and all(
+        claim is first or (claim.pattern, claim.layout, claim.mesh, claim.sizes) == own_claim for _, claim in claimed
+    ):
         own = (tuple(h.rank for h in held), tuple(h.shape for h in held))
         known = _place_alike(first.layout, first.mesh, first.sizes, *own, shape)
         if known is not None and all(not h.storage_offset and h.strides == row_major(h.shape) for h in held):
@@ -103,14 +107,6 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
             raise prefix_error(error, name, h) from None
         nests.append(check_part(name, h, claim, part, shape).nests)
     return pieces_of(name, held, shape, nests)
-
-
-def _are_alike(claims: Sequence[Claim]) -> bool:
-    """Return whether ranks declare one layout on one mesh, and one name."""
-    if all(claim is claims[0] for claim in claims):
-        return claims[0].pattern is None
-    own = [(claim.layout, claim.mesh, claim.sizes) for claim in claims]
-    return all(claim.pattern is None for claim in claims) and all(one == own[0] for one in own)
 
 
 class _Alike(Struct, frozen=True, eq=False):
@@ -138,7 +134,8 @@ def _place_alike(
     shape: tuple[int, ...] | None,
 ) -> _Alike | None:
     """Return the pieces of a tensor; None if there is any fault."""
-    if len(set(ranks)) < len(ranks) or not find_holders(layout, mesh) <= set(ranks) <= set(mesh.ranks):
+    holders = {rank for rank in mesh.ranks if holds(layout, mesh, mesh.coordinate(rank))}
+    if len(set(ranks)) < len(ranks) or not holders <= set(ranks) <= set(mesh.ranks):
         return None
     nests = []
     try:
@@ -181,12 +178,11 @@ def place_companion(
     if len(fitting) != 1:
         if failure is not None and not fitting:
             raise prefix_error(failure, name, first)
-        raise first.origin.layout(
-            f"{name}: the tensor from which it follows by {companion} has not exactly one possible shape",
+        raise first.of(name).layout(
+            f"the tensor from which it follows by {companion} has not exactly one possible shape",
             f"a part of shape {list(first.shape)}; shapes that would fit: {sorted(map(list, fitting))[:4]}",
             "one tensor, or several of one shape, from which it follows",
             "write rules for that tensor and for this one that match their names only",
-            tensor=name,
         )
     ((base, found),) = fitting.items()
     shape = companion_shape(companion, base)
@@ -239,12 +235,11 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
     flat = flat_of(claim.layout)
     assert flat is not None
     if claim.pattern is not None:
-        raise LayoutError(
-            f"{name}: the members of a flat buffer have one name each, but the buffer's name has dims",
-            tensor=name,
-            got=f"{claim.pattern} = {claim.layout}",
-            want="a rule for each buffer",
-            next_step="write one rule per buffer name",
+        raise Subject(name).layout(
+            "the members of a flat buffer have one name each, but the buffer's name has dims",
+            f"{claim.pattern} = {claim.layout}",
+            "a rule for each buffer",
+            "write one rule per buffer name",
         )
     lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
     shapes = {}
@@ -253,12 +248,11 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
             bound = collect_known_names(LayoutTree(member.dims), lengths, dict(claim.sizes))
             shapes[member.name] = hints.shapes.get(member.name) or tuple(global_size(dim, bound) for dim in member.dims)
         except KeyError as error:
-            raise LayoutError(
-                f"{member.name}: the layout of the buffer {name} does not determine its shape",
-                tensor=member.name,
-                got=f"no number for {error.args[0]!r} in {claim.layout}",
-                want="numbers, or names of [sizes]",
-                next_step=f"write numbers into the layout, or give {option('base_model')}",
+            raise Subject(member.name).layout(
+                f"the layout of the buffer {name} does not determine its shape",
+                f"no number for {error.args[0]!r} in {claim.layout}",
+                "numbers, or names of [sizes]",
+                f"write numbers into the layout, or give {option('base_model')}",
             ) from None
     parts: list[FlatPart] = []
     for h, c in claimed:
@@ -279,28 +273,18 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
 
 def _infer_shape(name: str, claimed: Sequence[Claimed]) -> tuple[int, ...]:
     first, claim = claimed[0]
-    # One mesh suffices: the others hold replicas, and `_check_part` compares their shapes with this one.
+    # One mesh suffices: the others hold replicas, and `check_part` compares their shapes with this one.
     holders = {h.rank: h for h, c in claimed if c.mesh == claim.mesh}
     try:
         return infer_shape(
             claim.layout, claim.mesh, {rank: h.shape for rank, h in holders.items()}, sizes=dict(claim.sizes)
         )
     except LayoutError as error:
-        wrong = prefix_error(error, name, first if error.rank is None else holders[error.rank])
-        raise wrong if not claim.is_recorded else _to_contradiction(wrong) from None
-
-
-def _to_contradiction(error: LayoutError) -> ContradictionError:
-    """Return the error for shapes that contradict the ranks' own records, where changing the command does not help."""
-    return ContradictionError(
-        error.message,
-        tensor=error.tensor,
-        rank=error.rank,
-        file=error.file,
-        got=error.got,
-        want=error.want,
-        next_step="all ranks must come from one run; write the states again",
-    )
+        part = first if error.rank is None else holders[error.rank]
+        if not claim.is_recorded:
+            raise prefix_error(error, name, part) from None
+        # Where shapes contradict the ranks' own records, changing the command does not help.
+        raise part.of(name).make(ContradictionError, error.message, error.got, error.want, part.again_all) from None
 
 
 def _coordinate(claim: Claim, held: HeldTensor) -> Mapping[str, int]:
@@ -336,12 +320,29 @@ _Parts: TypeAlias = list[tuple[HeldTensor, Claim | None]]
 
 def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_size: int) -> Placement:
     """Return where all parts lie in their whole tensors."""
-    parts, num_pads, failures = _collect_parts(held, Claims(hints.layouts))
+    parts: dict[str, _Parts] = {}
+    num_pads, failures, claims = 0, list[LayoutError](), Claims(hints.layouts)
+    for local_name, tensors in held.items():
+        try:
+            for tensor in tensors:
+                claim = claims.find(local_name, tensor)
+                global_name = find_global_name(claim, local_name, tensor)
+                if global_name is None:
+                    num_pads += 1
+                else:
+                    parts.setdefault(global_name, []).append((tensor, claim))
+        except LayoutError as error:
+            failures.append(error)
     placed: dict[str, list[StoredShard]] = {}
     assumptions = []
     left_out: list[str] = []
     # Companions follow from another tensor's layout, so they come last, when that tensor's shape is known.
-    companions = {name for name, own in parts.items() if _has_companion(own)}
+    companions = {
+        name
+        for name, own in parts.items()
+        # Ranks share a few claims, so each is looked at once.
+        if any(claim.companion is not None for claim in {id(c): c for _, c in own if c is not None}.values())
+    }
     for name in sorted(parts, key=companions.__contains__):
         own = sorted(parts[name], key=lambda part: part[0].rank)
         shapes = {}
@@ -358,41 +359,22 @@ def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_s
         if assumption:
             assumptions.append((name, assumption))
     if failures:
-        raise _join_errors(failures)
+        # The first error names the tensors that the others concern.
+        failures[0].about(got=likewise_text([error.tensor or "?" for error in failures[1:]]).removeprefix("; "))
+        raise failures[0]
     shards = tuple(shard for name in parts for shard in placed.get(name, ()))
-    _check_once(shards)
+    seen = set()
+    for shard in shards:
+        if shard.name in seen:
+            problem = "it lies in a flat buffer, and also in another one or by itself"
+            raise Subject(shard.name).layout(problem, None, "each tensor in one place", "save only one of the two")
+        seen.add(shard.name)
     # Each claim once: its ranks share it, and it counts the names of the whole model.
     counting = dict.fromkeys(claim for own in parts.values() for _, claim in own if claim and claim.pattern)
     absent = dict.fromkeys(name for claim in counting for name in list_counted_names(claim) if name not in parts)
     absent.update(dict.fromkeys(left_out))
     layouts = _collect_layouts(parts) if hints.needs_layouts else {}
     return Placement(shards, tuple(assumptions), num_pads, tuple(absent), layouts)
-
-
-def _collect_parts(
-    held: Mapping[str, Sequence[HeldTensor]], claims: Claims
-) -> tuple[dict[str, _Parts], int, list[LayoutError]]:
-    """Return the parts by global name, the number of padding parts, and the errors of parts without a name."""
-    parts: dict[str, _Parts] = {}
-    num_pads = 0
-    failures: list[LayoutError] = []
-    for local_name, tensors in held.items():
-        try:
-            for tensor in tensors:
-                claim = claims.find(local_name, tensor)
-                name = find_global_name(claim, local_name, tensor)
-                if name is None:
-                    num_pads += 1
-                else:
-                    parts.setdefault(name, []).append((tensor, claim))
-        except LayoutError as error:
-            failures.append(error)
-    return parts, num_pads, failures
-
-
-def _has_companion(parts: _Parts) -> bool:
-    claims = {id(claim): claim for _, claim in parts if claim is not None}  # ranks share few of them
-    return any(claim.companion is not None for claim in claims.values())
 
 
 def _collect_layouts(parts: Mapping[str, _Parts]) -> dict[str, Sequence[StatedLayout]]:
@@ -416,25 +398,6 @@ def _collect_layouts(parts: Mapping[str, _Parts]) -> dict[str, Sequence[StatedLa
     return {name: tuple(stated) for name, stated in found.items()}
 
 
-def _join_errors(errors: Sequence[LayoutError]) -> LayoutError:
-    """Return the first error with the names of the tensors that the others concern."""
-    errors[0].about(got=likewise_text([error.tensor or "?" for error in errors[1:]]).removeprefix("; "))
-    return errors[0]
-
-
-def _check_once(shards: Sequence[StoredShard]) -> None:
-    seen = set()
-    for shard in shards:
-        if shard.name in seen:
-            raise LayoutError(
-                f"{shard.name}: it lies in a flat buffer, and also in another one or by itself",
-                tensor=shard.name,
-                want="each tensor in one place",
-                next_step="save only one of the two",
-            )
-        seen.add(shard.name)
-
-
 def _place(
     name: str, parts: _Parts, hints: Hints, world_size: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[StoredShard], str | None]:
@@ -449,15 +412,28 @@ def _place(
     if claimed and (len(claimed) < len(held) or len({claim.is_recorded for _, claim in claimed}) > 1):
         recording = [(h, claim) for h, claim in claimed if claim.is_recorded]
         without = [h for h in held if h.layout is None]
-        raise without[0].contradiction(
-            name,
-            "some ranks recorded a layout and some did not",
-            got=f"no layout on {ranks_text(h.rank for h in without)}",
-            want=f"{recording[0][1]}, as on {ranks_text(h.rank for h, _ in recording)}",
-            next_step="let all ranks write their states in the same way",
+        raise (
+            without[0]
+            .of(name)
+            .contradiction(
+                "some ranks recorded a layout and some did not",
+                f"no layout on {ranks_text(h.rank for h in without)}",
+                f"{recording[0][1]}, as on {ranks_text(h.rank for h, _ in recording)}",
+                "let all ranks write their states in the same way",
+            )
         )
     if claimed:
-        return _place_claimed(name, claimed, hints, world_size, shapes), None
+        first, claim = claimed[0]
+        _check_equal(name, "global shape", {h.rank: h.global_shape for h, _ in claimed}, held)
+        if not claim.is_recorded:
+            _check_mesh_of_file(name, claimed, world_size)
+        if claim.companion is not None:
+            return [place_companion(name, claimed, shapes, hints)], None
+        if flat_of(claim.layout) is not None:
+            return place_members(name, claimed, hints), None
+        # A recorded shape does not need the base model, which is compared with it afterwards.
+        known = first.global_shape if claim.is_recorded else hints.shapes.get(name) or first.global_shape
+        return [place_claimed(name, claimed, known)], None
     if world_size == 1:
         return [pieces_of(name, held, held[0].shape, [whole(held[0].shape)])], None
     shape = _find_base_shape(name, hints)
@@ -465,17 +441,20 @@ def _place(
         shard, assumption = _place_by_base_shape(name, held, shape)
         return [shard], assumption
     dims = ", ".join(("d0/tp", *(f"d{dim}" for dim in range(1, len(held[0].shape))))[: len(held[0].shape)])
-    raise held[0].origin.layout(
-        f"{name}: no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
-        tensor=name,
-        got=f"plain tensors of shape {_shapes_text(held)}",
-        want=f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
-        next_step=either(
-            "write DTensors, or their layouts beside them",
-            f"give {option('layouts', metavar='FILE')} with lines such as [mesh], "
-            f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]"',
-            f"give {option('base_model', metavar='DIR')}",
-        ),
+    raise (
+        held[0]
+        .of(name)
+        .layout(
+            f"no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
+            f"plain tensors of shape {_shapes_text(held)}",
+            f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
+            either(
+                "write DTensors, or their layouts beside them",
+                f"give {option('layouts', metavar='FILE')} with lines such as [mesh], "
+                f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]"',
+                f"give {option('base_model', metavar='DIR')}",
+            ),
+        )
     )
 
 
@@ -487,34 +466,15 @@ def _find_base_shape(name: str, hints: Hints) -> tuple[int, ...] | None:
     return hints.shapes.get(name) or hints.shapes.get(target or name)
 
 
-def _place_claimed(
-    name: str, claimed: Sequence[Claimed], hints: Hints, world_size: int, shapes: Mapping[str, tuple[int, ...]]
-) -> list[StoredShard]:
-    first, claim = claimed[0]
-    _check_equal(name, "global shape", {h.rank: h.global_shape for h, _ in claimed}, [h for h, _ in claimed])
-    if not claim.is_recorded:
-        _check_mesh_of_file(name, claimed, world_size)
-    if claim.companion is not None:
-        return [place_companion(name, claimed, shapes, hints)]
-    if flat_of(claim.layout) is not None:
-        return place_members(name, claimed, hints)
-    # A recorded shape does not need the base model, which is compared with it afterwards.
-    shape = first.global_shape if claim.is_recorded else hints.shapes.get(name) or first.global_shape
-    return [place_claimed(name, claimed, shape)]
-
-
 def _check_mesh_of_file(name: str, claimed: Sequence[Claimed], world_size: int) -> None:
-    mesh = claimed[0][1].mesh
-    ranks = [h.rank for h, _ in claimed]
+    mesh, ranks = claimed[0][1].mesh, [h.rank for h, _ in claimed]
     outside = [rank for rank in ranks if rank not in mesh.ranks]
     if outside or max(mesh.ranks) >= world_size:
-        raise LayoutError(
-            f"{name}: the layout file's mesh is not that of the {world_size} ranks that wrote a state",
-            tensor=name,
-            rank=outside[0] if outside else None,
-            got=f"{mesh.grid}, {ranks_text(mesh.ranks)}",
-            want=f"a mesh with {ranks_text(ranks)}, of {world_size}",
-            next_step="correct the mesh of the layout file",
+        raise Subject(name, outside[0] if outside else None).layout(
+            f"the layout file's mesh is not that of the {world_size} ranks that wrote a state",
+            f"{mesh.grid}, {ranks_text(mesh.ranks)}",
+            f"a mesh with {ranks_text(ranks)}, of {world_size}",
+            "correct the mesh of the layout file",
         )
 
 
@@ -526,13 +486,8 @@ def _check_equal(name: str, what: str, values: Mapping[int, object], held: Seque
     first = held[0]
     for h in held:
         if values[h.rank] != values[first.rank]:
-            raise h.contradiction(
-                name,
-                f"ranks {first.rank} and {h.rank} disagree about its {what}",
-                got=f"{values[h.rank]} on rank {h.rank}",
-                want=f"{values[first.rank]}, as on rank {first.rank}",
-                next_step="all ranks must come from one run and step; write the states again",
-            )
+            got, want = f"{values[h.rank]} on rank {h.rank}", f"{values[first.rank]}, as on rank {first.rank}"
+            raise h.of(name).disagreement(first.rank, what, got, want, h.again_all)
 
 
 def _place_by_base_shape(
@@ -554,10 +509,13 @@ def _place_by_base_shape(
             # Ranks that FSDP2 and tensor parallelism cut along one dim have the same shapes in another order.
             how = f"cut along dim {dim} over {ranks} in rank order; where two axes of the mesh cut it, only a layout "
             return pieces_of(name, held, shape, nests), how + "file gives their order"
-    raise held[0].origin.layout(
-        f"{name}: no layout is recorded, and more than one cut, or none, fits the base model's shape",
-        tensor=name,
-        got=f"shapes {_shapes_text(held)} on {ranks}",
-        want=f"parts of {list(shape)}, whole or cut along one dim",
-        next_step=f"give {option('layouts', metavar='FILE')} with this tensor's layout",
+    raise (
+        held[0]
+        .of(name)
+        .layout(
+            "no layout is recorded, and more than one cut, or none, fits the base model's shape",
+            f"shapes {_shapes_text(held)} on {ranks}",
+            f"parts of {list(shape)}, whole or cut along one dim",
+            f"give {option('layouts', metavar='FILE')} with this tensor's layout",
+        )
     )

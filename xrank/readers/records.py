@@ -7,13 +7,22 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from isal import isal_zlib
+from msgspec import Struct
 
 from xrank.dtypes import dtype
-from xrank.errors import UnsafeError, XrankError, option
+from xrank.errors import (
+    AGAIN,
+    ContradictionError,
+    IncompleteError,
+    LayoutError,
+    UnsafeError,
+    XrankError,
+    option,
+)
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.storage import places
@@ -33,6 +42,89 @@ ONE_SAVE = "let all ranks save into an empty folder, or copy the folder of one s
 
 Moving some of them away could leave a mixture that looks like a model.
 """
+ONE_RUN = "all files must come from one save of one run; copy them again"
+
+_Error = TypeVar("_Error", bound=XrankError)
+
+
+class Subject(Struct, frozen=True):
+    """The tensor that errors are about, with the rank and the file or folder that hold it."""
+
+    tensor: str
+    rank: int | None = None
+    file: str | None = None
+
+    def make(
+        self, kind: type[_Error], problem: str, got: str | None, want: str | None, next_step: str | None
+    ) -> _Error:
+        """Return an error of any kind."""
+        facts = {"tensor": self.tensor, "rank": self.rank, "file": self.file, "got": got, "want": want}
+        return kind(f"{self.tensor}: {problem}", **facts, next_step=next_step)  # type: ignore[arg-type]
+
+    def contradiction(
+        self, problem: str, got: str | None = None, want: str | None = None, next_step: str = ONE_RUN
+    ) -> ContradictionError:
+        """Return the error for a tensor that other ranks or files contradict."""
+        return self.make(ContradictionError, problem, got, want, next_step)
+
+    def disagreement(self, other: int, what: str, got: str, want: str, next_step: str = ONE_RUN) -> ContradictionError:
+        """Return the error for two ranks that record different facts."""
+        problem = f"ranks {other} and {self.rank} disagree about its {what}"
+        return self.make(ContradictionError, problem, got, want, next_step)
+
+    def incomplete(
+        self, problem: str, got: str | None = None, want: str | None = None, next_step: str | None = None
+    ) -> IncompleteError:
+        """Return the error for a tensor of which a part is missing."""
+        return self.make(IncompleteError, problem, got, want, next_step)
+
+    def layout(
+        self, problem: str, got: str | None = None, want: str | None = None, next_step: str | None = None
+    ) -> LayoutError:
+        """Return the error for an unknown or contradictory layout."""
+        return self.make(LayoutError, problem, got, want, next_step)
+
+
+def outside_error(path: str, entry: str, what: str = "metadata", *, next_step: str | None = None) -> UnsafeError:
+    """Return the error for a file that names a place outside its folder, as only a tampered one does."""
+    return UnsafeError(
+        f"{path} names a file outside its folder",
+        file=path,
+        got=quote(entry),
+        want="names in the folder",
+        next_step=next_step or f"do not use this checkpoint: its {what} was tampered with",
+    )
+
+
+def absent_rank_error(
+    folder: str, file: str, rank: int, world_size: int, *, who: str, got: str, next_step: str | None = None
+) -> IncompleteError:
+    """Return the error for ranks without a file.
+
+    Args:
+        folder: the checkpoint's folder.
+        file: path of the first such rank's file.
+        rank: the first such rank.
+        world_size: number of ranks that should have files.
+        who: all such ranks, in words.
+        got: the files that are there.
+        next_step: None: to copy the file.
+    """
+    name = os.path.relpath(file, folder)
+    return IncompleteError(
+        f"{who} of {world_size} left no {name} in {folder}",
+        rank=rank,
+        file=file,
+        got=got,
+        want=f"files of all {world_size} ranks",
+        next_step=next_step or f"copy {name} from the node of rank {rank}, then {AGAIN}",
+    )
+
+
+def copied_error(origin: Origin, other: Origin, got: str, want: str) -> ContradictionError:
+    """Return the error for a file that is a copy of another rank's."""
+    step = f"copy rank {origin.rank}'s file, or rank {other.rank}'s, again from where it was saved"
+    return origin.contradiction(f"is a copy of rank {other.rank}'s file", got, want, step)
 
 
 _TELLING_ELEMENTS = 8
@@ -57,12 +149,8 @@ class CopiedValues:
             return
         other = self._seen.setdefault(found, origin)
         if other is not origin:
-            raise origin.contradiction(
-                f"is a copy of rank {other.rank}'s file",
-                f"the checksums of all {len(found)} tensors as in {other.path}",
-                "different weights",
-                f"copy rank {origin.rank}'s file, or rank {other.rank}'s, again from where it was saved",
-            )
+            got = f"the checksums of all {len(found)} tensors as in {other.path}"
+            raise copied_error(origin, other, got, "different weights")
 
 
 def is_telling(archive: TorchArchive, tensor: ArchivedTensor) -> bool:

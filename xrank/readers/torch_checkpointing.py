@@ -11,11 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import (
-    AGAIN,
-    ContradictionError,
-    IncompleteError,
     LayoutError,
-    UnsafeError,
     UsageError,
     XrankError,
     either,
@@ -39,7 +35,7 @@ from xrank.readers.fsdp.rank_files import (
     sizes_of,
 )
 from xrank.readers.fsdp.reader import RankFiles, describe_rank_files
-from xrank.readers.records import ONE_SAVE
+from xrank.readers.records import ONE_SAVE, Subject, absent_rank_error, outside_error
 from xrank.storage import places
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, open_regular, quote
@@ -133,13 +129,7 @@ class _Parser:
             path, kind = layout["file_path"].text(), layout["serialization_format"]["type"].text()
         parts = path.split("/")
         if "\0" in path or any(part in ("", ".", "..") for part in parts):
-            raise UnsafeError(
-                f"{self._origin.path} names a file outside its folder",
-                file=self._origin.path,
-                got=quote(path),
-                want="paths in the folder",
-                next_step="do not use this checkpoint: its metadata was tampered with",
-            )
+            raise outside_error(self._origin.path, path)
         return path, kind
 
     def _cuts(self, value: Entry) -> Iterator[tuple[str, frozenset[int], SavedCut]]:
@@ -276,8 +266,7 @@ def find_model_files(path: str) -> ModelFiles:
         by_rank = {rank: os.path.join(folder, name) for rank, (name, _) in sorted(saved.files.items())}
         kinds = {kind for _, kind in saved.files.values()}
         listed = RankFiles(folder, by_rank, metadata.world_size, skipped)
-        _check_presence(listed)
-        _check_others(listed, items.get(item, {}))
+        _check_ranks(listed, items.get(item, {}))
     listed.check(listed.world_size or 1)
     if len(kinds) > 1 or not kinds <= {_TORCH, _SAFETENSORS}:
         raise UsageError(
@@ -329,35 +318,20 @@ def _choose_item(path: str, folder: str, items: Mapping[str, Mapping[int, str]],
     )
 
 
-def _check_presence(listed: RankFiles) -> None:
+def _check_ranks(listed: RankFiles, named: Mapping[int, str]) -> None:
     missing = [rank for rank, file in listed.by_rank.items() if not places.is_present(file)]
     if missing:
         file = listed.by_rank[missing[0]]
-        name = os.path.relpath(file, listed.folder)
-        raise IncompleteError(
-            f"rank {missing[0]} of {listed.world_size} left no {name} in {listed.folder}",
-            rank=missing[0],
-            file=file,
-            got=f"no files of {ranks_text(missing)}",
-            want=f"files of all {listed.world_size} ranks, as in {METADATA}",
-            next_step=f"copy the file from the node of rank {missing[0]}, then {AGAIN}",
-        )
-
-
-def _check_others(listed: RankFiles, named: Mapping[int, str]) -> None:
+        world_size, got = listed.world_size or 1, f"no files of {ranks_text(missing)}"
+        raise absent_rank_error(listed.folder, file, missing[0], world_size, who=ranks_text(missing), got=got)
     beyond = sorted(set(named) - set(listed.by_rank))
     if beyond:
-        raise ContradictionError(
-            f"{named[beyond[0]]} belongs to rank {beyond[0]}, but {METADATA} records {listed.world_size} ranks",
-            rank=beyond[0],
-            file=os.path.join(listed.folder, named[beyond[0]]),
-            got=ranks_text([*named]),
-            want=f"ranks 0 to {(listed.world_size or 1) - 1}",
-            next_step=ONE_SAVE,
+        raise Origin(os.path.join(listed.folder, named[beyond[0]]), beyond[0]).contradiction(
+            f"belongs to rank {beyond[0]}, but {METADATA} records {listed.world_size} ranks",
+            ranks_text([*named]),
+            f"ranks 0 to {(listed.world_size or 1) - 1}",
+            ONE_SAVE,
         )
-
-
-_AGAIN = "all files must come from one save of one run; copy them again"
 
 
 class TorchCheckpointingReader:
@@ -401,14 +375,10 @@ def _apply_cuts(file: FsdpRankFile, cuts: dict[str, SavedCut]) -> FsdpRankFile:
     held = {**file.dtensors, **file.sharded, **file.plain}
     odd = sorted(cuts.keys() ^ held.keys())
     if odd:
-        raise ContradictionError(
-            f"{odd[0]}: {METADATA} and {file.archive.path} disagree about it",
-            tensor=odd[0],
-            rank=file.rank,
-            file=file.archive.path,
-            got="the tensor in the file" if odd[0] in held else "no such tensor in the file",
-            want=f"it {'is' if odd[0] in cuts else 'is not'} in {METADATA}",
-            next_step=_AGAIN,
+        raise Subject(odd[0], file.rank, file.archive.path).contradiction(
+            f"{METADATA} and {file.archive.path} disagree about it",
+            "the tensor in the file" if odd[0] in held else "no such tensor in the file",
+            f"it {'is' if odd[0] in cuts else 'is not'} in {METADATA}",
         )
     for name, part in file.dtensors.items():
         _check_kind(name, file, (part.local.dtype, part.shape), cuts[name])
@@ -425,14 +395,10 @@ def _apply_cuts(file: FsdpRankFile, cuts: dict[str, SavedCut]) -> FsdpRankFile:
 
 def _check_kind(name: str, file: FsdpRankFile, kind: tuple[str, tuple[int, ...]], cut: SavedCut) -> None:
     if kind != (cut.dtype, cut.shape):
-        raise ContradictionError(
-            f"{name}: {METADATA} and {file.archive.path} record another type or shape",
-            tensor=name,
-            rank=file.rank,
-            file=file.archive.path,
-            got=f"{kind[0]} {list(kind[1])}",
-            want=f"{cut.dtype} {list(cut.shape)}, as in {METADATA}",
-            next_step=_AGAIN,
+        raise Subject(name, file.rank, file.archive.path).contradiction(
+            f"{METADATA} and {file.archive.path} record another type or shape",
+            f"{kind[0]} {list(kind[1])}",
+            f"{cut.dtype} {list(cut.shape)}, as in {METADATA}",
         )
 
 

@@ -11,14 +11,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError
-from xrank.formats.safetensors_header import HeaderTensor, read_header
+from xrank.formats.safetensors_header import read_header
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import row_major
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor
 from xrank.readers.placement import place_all
-from xrank.readers.records import ONE_SAVE, Records
+from xrank.readers.records import ONE_SAVE, Records, copied_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular
 from xrank.words import list_text, numbers_text, plural, ranks_text
@@ -69,25 +69,22 @@ def list_parts(folder: str) -> RankParts:
     cells = [(stage, rank) for stage in range(num_stages) for rank in range(tp_size)]
     missing = [number for number, place in enumerate(cells) if place not in found]
     if missing:
-        raise IncompleteError(
-            f"{ranks_text(missing)} of {len(cells)} left no file in {folder}",
-            rank=missing[0],
-            file=folder,
-            got=f"files of {ranks_text(set(range(len(cells))) - {*missing})}",
-            want=f"files of each of {len(cells)} ranks",
-            next_step="copy the missing files from the nodes that saved them",
+        got = f"files of {ranks_text(set(range(len(cells))) - {*missing})}"
+        raise Origin(folder, missing[0]).incomplete(
+            f"{ranks_text(missing)} of {len(cells)} left no file",
+            got,
+            f"files of each of {len(cells)} ranks",
+            "copy the missing files from the nodes that saved them",
         )
     for number, place in enumerate(cells):
         parts = found[place]
         if len(parts) <= max(parts):
             absent = sorted(set(range(max(parts))) - {*parts})
-            raise IncompleteError(
-                f"rank {number} left no part {numbers_text(absent)} in {folder}",
-                rank=number,
-                file=folder,
-                got=f"parts {numbers_text(parts)}",
-                want=f"parts 0-{max(parts)}",
-                next_step="copy the missing files from the node that saved them",
+            raise Origin(folder, number).incomplete(
+                f"rank {number} left no part {numbers_text(absent)}",
+                f"parts {numbers_text(parts)}",
+                f"parts 0-{max(parts)}",
+                "copy the missing files from the node that saved them",
             )
     files = {n: tuple(file for _, file in sorted(found[place].items())) for n, place in enumerate(cells)}
     return RankParts(files, num_stages)
@@ -101,6 +98,7 @@ _VOCABULARY = re.compile(r"(model\.embed_tokens|lm_head)\.weight")
 _COLUMN_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
 _FUSED = re.compile(r"(?P<module>.*\.)(?P<kind>qkv_proj|gate_up_proj)(?P<rest>\.(weight|bias))")
 _FIX = "put the config.json of this model into the folder"
+_ELSEWHERE = "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded"
 
 
 class Sizes(Struct, frozen=True):
@@ -135,7 +133,7 @@ def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
             f"it is unknown how vLLM cuts the parameters of model_type {config.get('model_type')!r}",
             repr(config.get("model_type")),
             f"model_type {', '.join(MODEL_TYPES)}",
-            "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
+            _ELSEWHERE,
         )
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     kv_heads = config.get("num_key_value_heads") or heads
@@ -187,7 +185,14 @@ def split_parameter(name: str, held: HeldTensor, sizes: Sizes) -> Iterator[tuple
         parts = [("gate_proj", half, "n/kvs/rep"), ("up_proj", half, "n/kvs/rep")]
     rows = sum(count for _, count, _ in parts)
     if rows != held.shape[0]:
-        raise _rows_error(name, held, rows, sizes)
+        # More ranks would have fewer rows each.
+        raise held.of(name).make(
+            IncompleteError if held.shape[0] < rows else ContradictionError,
+            f"rank {held.rank} has another number of rows than config.json gives each of {sizes.tp_size} ranks",
+            f"{held.shape[0]} rows",
+            f"{rows} rows",
+            f"copy the files of missing ranks into the folder; if all are there, {_FIX}",
+        )
     first, width = 0, row_major(held.shape)[0]
     for module, count, cut in parts:
         start = held.storage_offset + first * width
@@ -198,39 +203,19 @@ def split_parameter(name: str, held: HeldTensor, sizes: Sizes) -> Iterator[tuple
         first += count
 
 
-def _rows_error(name: str, held: HeldTensor, rows: int, sizes: Sizes) -> ContradictionError | IncompleteError:
-    # More ranks would have fewer rows each.
-    kind = IncompleteError if held.shape[0] < rows else ContradictionError
-    return kind(
-        f"{name}: rank {held.rank} has another number of rows than config.json gives each of {sizes.tp_size} ranks",
-        tensor=name,
-        rank=held.rank,
-        file=held.file,
-        got=f"{held.shape[0]} rows",
-        want=f"{rows} rows",
-        next_step=f"copy the files of missing ranks into the folder; if all are there, {_FIX}",
-    )
-
-
 def _layout_of(name: str, held: HeldTensor, sizes: Sizes) -> str:
     if _VOCABULARY.fullmatch(name) and len(held.shape) == 2:
         total = held.shape[0] * sizes.tp_size
         if total < sizes.vocabulary:
-            raise held.origin.incomplete(
-                f"{name}: {sizes.tp_size} ranks have {total} rows of it, fewer than the vocabulary",
-                tensor=name,
-                got=f"{total} rows",
-                want=f"vocab_size {sizes.vocabulary} or more, by config.json",
-                next_step="copy the missing ranks' files from the nodes that saved them",
+            raise held.of(name).incomplete(
+                f"{sizes.tp_size} ranks have {total} rows of it, fewer than the vocabulary",
+                f"{total} rows",
+                f"vocab_size {sizes.vocabulary} or more, by config.json",
+                "copy the missing ranks' files from the nodes that saved them",
             )
         if total - sizes.vocabulary >= 64 * sizes.tp_size:
-            raise held.origin.contradiction(
-                f"{name}: {sizes.tp_size} ranks have more rows of it than a padded vocabulary",
-                tensor=name,
-                got=f"{total} rows",
-                want=f"vocab_size {sizes.vocabulary}, padded",
-                next_step=_FIX,
-            )
+            problem = f"{sizes.tp_size} ranks have more rows of it than a padded vocabulary"
+            raise held.of(name).contradiction(problem, f"{total} rows", f"vocab_size {sizes.vocabulary}, padded", _FIX)
         return f"[pad({sizes.vocabulary}, {total})/kvs/rep, h]"
     if _COLUMN_PARALLEL.fullmatch(name) and len(held.shape) == 2:
         return "[h, n/kvs/rep]"
@@ -238,7 +223,6 @@ def _layout_of(name: str, held: HeldTensor, sizes: Sizes) -> str:
 
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ELSEWHERE = "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded"
 _COMPARED_NBYTES = 1 << 16
 _BY_COLUMNS = (".o_proj.weight", ".down_proj.weight")
 _Parameters = dict[str, HeldTensor]
@@ -313,19 +297,15 @@ def _read_rank(rank: int, files: Sequence[str], records: Records) -> _Parameters
         record_of = records.add_safetensors(header)
         for tensor in header.tensors:
             if tensor.name in found:
-                raise found[tensor.name].contradiction(
-                    tensor.name,
-                    f"rank {rank} saved it in two parts",
-                    got=f"{os.path.basename(found[tensor.name].file)} and {os.path.basename(file)}",
-                    want="one part",
-                    next_step=ONE_SAVE,
+                other = found[tensor.name]
+                got = f"{os.path.basename(other.file)} and {os.path.basename(file)}"
+                raise other.of(tensor.name).contradiction(
+                    f"rank {rank} saved it in two parts", got, "one part", ONE_SAVE
                 )
-            found[tensor.name] = _hold(rank, file, tensor, record_of(tensor))
+            found[tensor.name] = HeldTensor(
+                rank, file, record_of(tensor), tensor.dtype, tensor.shape, row_major(tensor.shape), 0
+            )
     return found
-
-
-def _hold(rank: int, file: str, tensor: HeaderTensor, record: int) -> HeldTensor:
-    return HeldTensor(rank, file, record, tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
 
 
 def _check_ranks(folder: str, listed: RankParts, ranks: Sequence[_Parameters]) -> None:
@@ -343,14 +323,9 @@ def _check_ranks(folder: str, listed: RankParts, ranks: Sequence[_Parameters]) -
                 tensor=missing[0],
             )
         for name, parameter in own.items():
-            if (parameter.dtype, parameter.shape) != (first[name].dtype, first[name].shape):
-                raise Origin(parameter.file, rank).contradiction(
-                    f"{name}: ranks {first[name].rank} and {rank} disagree about its type or shape",
-                    f"{parameter.dtype} {list(parameter.shape)}",
-                    f"{first[name].dtype} {list(first[name].shape)}",
-                    ONE_SAVE,
-                    tensor=name,
-                )
+            got, want = (f"{one.dtype} {list(one.shape)}" for one in (parameter, first[name]))
+            if got != want:
+                raise parameter.of(name).disagreement(first[name].rank, "type or shape", got, want, ONE_SAVE)
 
 
 def _check_copies(listed: RankParts, ranks: Sequence[_Parameters], records: Records) -> None:
@@ -366,12 +341,8 @@ def _check_copies(listed: RankParts, ranks: Sequence[_Parameters], records: Reco
             continue  # zeros, or another constant
         other = seen.setdefault((rank // listed.tp_size, start), held)
         if other is not held:
-            raise Origin(held.file, rank).contradiction(
-                f"is a copy of rank {other.rank}'s file",
-                f"the same {len(start):,} first bytes as in {other.file}",
-                "columns of its own",
-                f"copy rank {rank}'s file, or rank {other.rank}'s, again from where it was saved",
-            )
+            got = f"the same {len(start):,} first bytes as in {other.file}"
+            raise copied_error(held.origin, other.origin, got, "columns of its own")
 
 
 def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:

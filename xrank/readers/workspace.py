@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, XrankError, option
-from xrank.formats.rank_state import MeshRecord, SavedState, TensorRecord, read_saved_state
-from xrank.formats.torch_archive import ArchivedTensor
+from xrank.formats.rank_state import SavedState, TensorRecord, read_saved_state
 from xrank.layout import DeviceMesh
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.directory_messages import check_one_owner
@@ -84,7 +83,11 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
             f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}",
         )
     foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
-    missing = list(_gaps([state.rank for state in ours], world_size))
+    missing = [
+        (before + 1, after - 1)
+        for before, after in pairwise([-1, *(state.rank for state in ours), world_size])
+        if after - before > 1
+    ]
     if not missing:
         return
     # Formatted from the gaps alone, because a damaged record may claim any number of ranks.
@@ -102,13 +105,6 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
 
 def _ranks(states: Sequence[SavedState]) -> str:
     return ranks_text(state.rank for state in states)
-
-
-def _gaps(ranks: Sequence[int], world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and last rank of each gap in these rising ranks."""
-    for before, after in pairwise([-1, *ranks, world_size]):
-        if after - before > 1:
-            yield before + 1, after - 1
 
 
 class WorkspaceReader:
@@ -139,77 +135,58 @@ class WorkspaceReader:
             check_one_owner(path, map(state_file_name, found))
         states = [read_rank_state(path, rank) for rank in found]
         check_run(path, states)
-        return _describe(path, states, hints)
-
-
-def _describe(path: str, states: Sequence[SavedState], hints: Hints) -> StoredModel:
-    records = Records()
-    numbers: dict[tuple[int, str], int] = {}
-    for state in states:
-        index = records.add_archive(state.archive)
-        numbers.update(((state.rank, key), index(key)) for key in state.archive.records)
-    held: dict[str, list[HeldTensor]] = {}
-    for state in states:
-        meshes = _meshes(state)
-        for name, tensor in state.weights.items():
-            part = _describe_part(state, name, tensor, meshes, numbers[state.rank, tensor.key])
-            held.setdefault(name, []).append(part)
-    placement = place_all(held, hints, world_size=len(states))
-    record, config = states[0].record, None
-    if hints.needs_config:
-        config = _common_config(states)
-    return StoredModel(
-        format="workspace",
-        path=path,
-        files=tuple(records.files),
-        records=records.table(),
-        shards=placement.shards,
-        absent=placement.absent,
-        world_size=len(states),
-        step=None if record is None else record.step,
-        run_id=None if record is None else record.run_id,
-        config=config,
-        nbytes=records.nbytes,
-        notes=_notes(states, placement, records),
-        layouts=placement.layouts,
-        details={"ranks": [_rank_details(state) for state in states]},
-    )
-
-
-@lru_cache(maxsize=4096)
-def _mesh(record: MeshRecord) -> DeviceMesh:
-    """Return the same object for equal records, because a run's states share a handful of meshes."""
-    names, shape, ranks = record
-    return DeviceMesh(shape, names, ranks)
+        records = Records()
+        held: dict[str, list[HeldTensor]] = {}
+        for state in states:
+            index, meshes = records.add_archive(state.archive), _meshes(state)
+            for key in state.archive.records:
+                index(key)
+            for name, tensor in state.weights.items():
+                part = HeldTensor.from_record(
+                    TensorRecord() if state.record is None else state.record.tensors.get(name, TensorRecord()),
+                    meshes,
+                    rank=state.rank,
+                    file=state.archive.path,
+                    record=index(tensor.key),
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    strides=tensor.strides,
+                    storage_offset=tensor.storage_offset,
+                )
+                held.setdefault(name, []).append(part)
+        placement = place_all(held, hints, world_size=len(states))
+        record = states[0].record
+        return StoredModel(
+            format="workspace",
+            path=path,
+            files=tuple(records.files),
+            records=records.table(),
+            shards=placement.shards,
+            absent=placement.absent,
+            world_size=len(states),
+            step=None if record is None else record.step,
+            run_id=None if record is None else record.run_id,
+            config=_common_config(states) if hints.needs_config else None,
+            nbytes=records.nbytes,
+            notes=_notes(states, placement, records),
+            layouts=placement.layouts,
+            details={"ranks": [_rank_details(state) for state in states]},
+        )
 
 
 def _meshes(state: SavedState) -> list[DeviceMesh]:
     try:
-        return [_mesh(record) for record in (state.record.meshes if state.record else ())]
+        return [_mesh(*record) for record in (state.record.meshes if state.record else ())]
     except LayoutError as error:
         error.about(rank=state.rank, file=state.archive.path)
         error.advise(f"let rank {state.rank} write its state again, with a mesh that a layout can name")
         raise
 
 
-def _describe_part(
-    state: SavedState, name: str, tensor: ArchivedTensor, meshes: Sequence[DeviceMesh], record: int
-) -> HeldTensor:
-    known = TensorRecord() if state.record is None else state.record.tensors.get(name, TensorRecord())
-    return HeldTensor(
-        rank=state.rank,
-        file=state.archive.path,
-        record=record,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        strides=tensor.strides,
-        storage_offset=tensor.storage_offset,
-        layout=known.layout,
-        mesh=None if known.mesh is None else meshes[known.mesh],
-        view=None if known.view is None else meshes[known.view],
-        pattern=known.name,
-        global_shape=known.shape,
-    )
+@lru_cache(maxsize=4096)
+def _mesh(names: tuple[str, ...], shape: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+    """Return the same object for equal records, because a run's states share a handful of meshes."""
+    return DeviceMesh(shape, names, ranks)
 
 
 def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:

@@ -142,7 +142,7 @@ class AdapterNames(Struct, frozen=True):
 
 
 def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> AdapterNames | None:
-    """Find the names that are a LoRA adapter's; return None if there are none."""
+    """Return the names of a LoRA adapter, or None if there is no adapter."""
     marked = [name for name in names if any(mark in name for mark in _MARKS) and name not in own]
     if not marked:
         return None

@@ -16,11 +16,11 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.errors import UnsafeError, UsageError
+from xrank.errors import UsageError
 from xrank.formats.pickles import InertRecord, inert_error, is_extra_state
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.names import LIGHTNING_VERSION
-from xrank.readers.records import ONE_SAVE, is_telling
+from xrank.readers.records import ONE_SAVE, is_telling, outside_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
@@ -202,13 +202,8 @@ def _tag_of(file: str) -> str:
             "is empty", want="the name of a folder", next_step="give the path of the checkpoint's own folder"
         )
     if os.path.basename(tag) != tag or tag in (".", "..") or not tag.isprintable():
-        raise UnsafeError(
-            f"{file}: names a place outside its folder",
-            file=file,
-            got=quote(tag),
-            want="the name of a folder beside it",
-            next_step="give the path of the checkpoint's own folder; this marker was tampered with",
-        )
+        step = "give the path of the checkpoint's own folder; this marker was tampered with"
+        raise outside_error(file, tag, next_step=step)
     return tag
 
 

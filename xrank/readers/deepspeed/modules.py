@@ -168,12 +168,9 @@ def _is_whole(state: ModelState, name: str, num_ranks: int) -> bool:
 def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     origin, shape, fragment = state.origin, state.frozen[name], state.fragments.get(name)
     if fragment is None:
-        raise origin.contradiction(
-            f"contains no piece of the frozen parameter {name}",
-            tensor=name,
-            want="its piece among frozen_param_fragments",
-            next_step="save again with a newer DeepSpeed and without exclude_frozen_parameters",
-        )
+        step = "save again with a newer DeepSpeed and without exclude_frozen_parameters"
+        problem = f"contains no piece of the frozen parameter {name}"
+        raise origin.contradiction(problem, None, "its piece among frozen_param_fragments", step, tensor=name)
     want = piece_numel(prod(shape), num_ranks)
     if fragment.shape != (want,):
         raise origin.contradiction(
@@ -221,12 +218,8 @@ def _shard_of(name: str, held: Sequence[HeldTensor]) -> StoredShard:
     first = held[0]
     for other in held:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
-            raise other.origin.contradiction(
-                f"{name}: ranks {first.rank} and {other.rank} disagree about its type or shape",
-                f"{other.dtype} {list(other.shape)}",
-                f"{first.dtype} {list(first.shape)}, as in {first.file}",
-                tensor=name,
-            )
+            got, want = (f"{one.dtype} {list(one.shape)}" for one in (other, first))
+            raise other.of(name).disagreement(first.rank, "type or shape", got, f"{want}, as in {first.file}")
     return pieces_of(name, held, first.shape, [whole(h.shape) for h in held])
 
 

@@ -10,12 +10,12 @@ from math import prod
 import numpy as np
 from msgspec import Struct
 
-from xrank.errors import ContradictionError, IncompleteError
+from xrank.errors import ContradictionError
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.stored_model import StoredShard
 from xrank.readers.deepspeed.files import Agreement, Partition, Shape, Shapes, read_partition
-from xrank.readers.records import CopiedValues, Records
+from xrank.readers.records import CopiedValues, Records, absent_rank_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import ranks_text
@@ -289,14 +289,8 @@ def read_partitions(
     for rank in range(num_ranks):
         partition = first if rank == start else read_partition(paths[rank], rank)
         if (partition.is_interleaved, len(partition.flats)) != (first.is_interleaved, len(first.flats)):
-            raise ContradictionError(
-                partition.origin.locate("has other groups than rank 0"),
-                rank=rank,
-                file=partition.origin.path,
-                got=f"{len(partition.flats)} groups",
-                want=f"{len(first.flats)} groups, as in {first.origin.path}",
-                next_step="all files must come from one save of one run; copy them again",
-            )
+            got, want = f"{len(partition.flats)} groups", f"{len(first.flats)} groups, as in {first.origin.path}"
+            raise partition.origin.contradiction("has other groups than rank 0", got, want)
         agreement.add(partition.facts, partition.origin)
         rows.add(rank, partition.flats, records.add_archive(partition.archive), partition.origin)
         partitions.append(partition)
@@ -315,17 +309,15 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
             "repeat, are not read",
         )
     missing = [rank for rank in range(num_ranks) if rank not in found]
+    missing = [rank for rank in range(num_ranks) if rank not in found]
     if missing:
-        file = _file_name(list(found.values()), missing[0], kind)
-        text = ranks_text(missing)
-        raise IncompleteError(
-            f"{text} of {num_ranks} left no {file if len(missing) == 1 else f'*_{kind}.pt'} in {folder}",
-            rank=missing[0],
-            file=os.path.join(folder, file),
-            got=f"files of {ranks_text(found)}" if found else "none",
-            want=f"one of each of {num_ranks} ranks",
-            next_step=f"copy {text}'s *_{kind}.pt into the folder; nodes without a shared disk keep their own files",
-        )
+        # The names of other ranks' files differ in precision and model-parallel rank.
+        name = os.path.basename(next(iter(found.values()), f"zero_pp_rank_0_mp_rank_00_{kind}.pt"))
+        file = os.path.join(folder, re.sub(r"(?<=zero_pp_rank_)\d+", str(missing[0]), name))
+        got = f"files of {ranks_text(found)}" if found else "none"
+        files = f"*_{kind}.pt of {ranks_text(missing)}"
+        step = f"copy {files} into the folder; nodes without a shared disk keep their own files"
+        raise absent_rank_error(folder, file, missing[0], num_ranks, who=ranks_text(missing), got=got, next_step=step)
 
 
 def _file_name(others: Sequence[str], rank: int, kind: str) -> str:

@@ -39,9 +39,11 @@ from xrank.readers.deepspeed.partitions import (
     read_partitions,
     shapes_of_slices,
 )
-from xrank.readers.records import ONE_SAVE, Records, is_telling
+from xrank.readers.records import ONE_SAVE, Records, Subject, is_telling
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import list_text, numbers_text, plural
+
+_COPY = "copy the {}' files from the nodes that saved them; nodes without a shared disk keep their own"
 
 
 class Expert(Struct, frozen=True):
@@ -116,12 +118,11 @@ def _file_name(layer: int, expert: int) -> str:
 
 
 def _absent_error(files: CheckpointFiles, what: str, there: set[int]) -> IncompleteError:
-    return IncompleteError(
+    return Origin(os.path.join(files.folder, what) if what.endswith(".pt") else files.folder).incomplete(
         f"{files.folder} contains no {what}",
-        file=os.path.join(files.folder, what) if what.endswith(".pt") else files.folder,
-        got=f"experts {numbers_text(there)}" if there else "no expert of this layer",
-        want="a file of each expert of each layer",
-        next_step="copy the experts' files from the nodes that saved them; nodes without a shared disk keep their own",
+        f"experts {numbers_text(there)}" if there else "no expert of this layer",
+        "a file of each expert of each layer",
+        _COPY.format("experts"),
     )
 
 
@@ -217,7 +218,6 @@ def locate_experts(
 
 
 _TIED = "tied_modules."
-_AGAIN = "all files must come from one save of one run; copy them again"
 
 
 class Layer(Struct, frozen=True):
@@ -305,7 +305,6 @@ def _check_tensors(layer: Layer, tensors: Mapping[str, Shape | None]) -> None:
                 f"differs from the model states in {layer.number}.{name}",
                 "no such tensor" if held is None else str(list(held.shape)),
                 "a tensor" if shape is None else str(list(shape)),
-                _AGAIN,
                 tensor=f"{layer.number}.{name}",
             )
 
@@ -337,13 +336,8 @@ def _differs(one: Layer, a: ArchivedTensor, other: Layer, b: ArchivedTensor) -> 
 
 
 def _absent_layer_error(name: str, file: str, folder: str) -> IncompleteError:
-    return IncompleteError(
-        f"{folder} contains no {file}, which holds {name}" if "*" in file else f"{folder}: no file holds {name}",
-        tensor=name,
-        file=folder,
-        want=file,
-        next_step="copy the layers' files from the nodes that saved them; nodes without a shared disk keep their own",
-    )
+    problem = f"{folder} contains no {file}, which holds it" if "*" in file else f"no file of {folder} holds it"
+    return Subject(name, None, folder).incomplete(problem, None, file, _COPY.format("layers"))
 
 
 def note_absent_layers(layers: Mapping[int, Layer]) -> tuple[tuple[str, str], ...]:
@@ -416,12 +410,11 @@ def _read_states(files: CheckpointFiles, agreement: Agreement) -> list[ModelStat
         if stage not in states:
             raise _absent_stage(files, stage, "model_states")
     if type(num_stages) is int and max(states) >= num_stages:
-        raise ContradictionError(
-            states[max(states)].origin.locate(f"belongs to stage {max(states)}, but the pipeline has {num_stages}"),
-            file=files.models[max(states)],
-            got=f"files of stages {numbers_text(states)}",
-            want=f"stages {numbers_text(range(num_stages))}",
-            next_step=ONE_SAVE,
+        raise states[max(states)].origin.contradiction(
+            f"belongs to stage {max(states)}, but the pipeline has {num_stages}",
+            f"files of stages {numbers_text(states)}",
+            f"stages {numbers_text(range(num_stages))}",
+            ONE_SAVE,
         )
     return list(states.values())
 
@@ -447,7 +440,7 @@ def _check_moments(files: CheckpointFiles, states: Sequence[ModelState], layers:
             "lacks files of layers: the optimizer trained tensors that none of them contains",
             f"layers {numbers_text(layers)}, with {held[shape]} tensors of shape {list(shape)}",
             f"{wanted[shape]} tensors of this shape",
-            "copy the layers' files from the nodes that saved them; nodes without a shared disk keep their own",
+            _COPY.format("layers"),
         )
 
 
@@ -509,10 +502,9 @@ def _locate_layers(
 def _absent_stage(files: CheckpointFiles, stage: int, kind: str) -> IncompleteError:
     prefix = "" if kind == "model_states" else "zero_pp_rank_0_"
     name = f"{prefix}mp_rank_{stage:02d}_{kind}.pt"
-    return IncompleteError(
-        f"{files.folder} contains no {name} of stage {stage}",
-        file=os.path.join(files.folder, name),
-        got=f"files of stages {numbers_text(files.models)}" if files.models else "none",
-        want="files of every stage",
-        next_step="copy the stage's files from the nodes that saved them; nodes without a shared disk keep their own",
+    return Origin(os.path.join(files.folder, name)).incomplete(
+        f"is missing, which stage {stage} wrote",
+        f"files of stages {numbers_text(files.models)}" if files.models else "none",
+        "files of every stage",
+        _COPY.format("stages"),
     )

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.errors import ContradictionError, IncompleteError, UnsafeError
+from xrank.errors import IncompleteError, UnsafeError
 from xrank.formats.pickles import InertRecord, inert_error
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
 from xrank.layout.nests import Nest
@@ -47,9 +47,11 @@ from xrank.readers.deepspeed.partitions import (
 )
 from xrank.readers.deepspeed.parts import locate_experts, locate_trained_experts, read_experts, read_pipeline
 from xrank.readers.names import LIGHTNING_VERSION
-from xrank.readers.records import ONE_SAVE, Records, nbytes_below
+from xrank.readers.records import ONE_SAVE, Records, Subject, nbytes_below
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
+
+_CONVERT = "run ds_to_universal.py again"
 
 
 def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:
@@ -76,13 +78,8 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
         )
     path = os.path.join(folder, "zero", name, "fp32.pt")
     if not places.is_present(path):
-        raise IncompleteError(
-            f"{name}: {path} is missing",
-            tensor=name,
-            file=path,
-            want="the parameter's fp32 weights",
-            next_step="run ds_to_universal.py again, or copy the folder again from where it was made",
-        )
+        step = f"{_CONVERT}, or copy the folder again from where it was made"
+        raise Subject(name, None, path).incomplete(f"{path} is missing", None, "the parameter's fp32 weights", step)
     archive, origin = read_archive(path), Origin(path)
     value = archive.value
     entry: Mapping[object, object] = value if isinstance(value, dict) else {"param": value}
@@ -91,14 +88,8 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
         raise inert_error(tensor, origin)
     # torch calls an archive by its file's name, or "archive" if it was saved into a stream.
     if archive.name not in ("fp32", "archive"):
-        raise ContradictionError(
-            origin.locate("is another file, renamed or copied"),
-            tensor=name,
-            file=path,
-            got=f"a file saved as {quote(archive.name)}",
-            want="a file saved as fp32.pt",
-            next_step="run ds_to_universal.py again",
-        )
+        got, want = f"a file saved as {quote(archive.name)}", "a file saved as fp32.pt"
+        raise origin.contradiction("is another file, renamed or copied", got, want, _CONVERT, tensor=name)
     if not isinstance(tensor, ArchivedTensor):
         raise origin.corrupt("contains no tensor", type(tensor).__name__, "a tensor, or a dict with param")
     # ds_to_universal.py cuts the padding off a `vocab_tensor`, so its rows may be fewer than the model states'.
@@ -109,14 +100,9 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
     elif tensor.shape == shape or is_sliced or (entry.get("vocab_tensor") is True and tensor.shape[1:] == shape[1:]):
         final = tensor.shape
     else:
-        raise ContradictionError(
-            f"{name}: {path} has another shape than the model states record",
-            tensor=name,
-            file=path,
-            got=str(list(tensor.shape)),
-            want=str(list(shape)),
-            next_step="run ds_to_universal.py again",
-        )
+        problem = f"{path} has another shape than the model states record"
+        subject = Subject(name, None, path)
+        raise subject.contradiction(problem, str(list(tensor.shape)), str(list(shape)), _CONVERT)
     held = HeldTensor.from_archive(tensor, rank=0, file=path, record=records.add_archive(archive)(tensor.key))
     count = prod(final)
     row = (Nest(0, 0, ((count, 1, 1),) if count > 1 else ()),) if count else ()
@@ -259,12 +245,9 @@ def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Reco
         check_ranks(files.folder, files.rank_models, num_ranks, "model_states")
         return read_rank_modules([files.rank_models[rank] for rank in range(num_ranks)], records, agreement)
     if 0 not in files.models:
-        raise IncompleteError(
-            f"{files.folder} contains no mp_rank_00_model_states.pt",
-            file=os.path.join(files.folder, "mp_rank_00_model_states.pt"),
-            want="the model states, which name the weights",
-            next_step="copy the file from rank 0's node",
-        )
+        path = os.path.join(files.folder, "mp_rank_00_model_states.pt")
+        want = "the model states, which name the weights"
+        raise Origin(path).incomplete("is missing", None, want, "copy the file from rank 0's node")
     modules = read_whole_modules(files.models[0], records, agreement)
     if modules.state.is_stage:
         raise UNIVERSAL_STAGES.make_error(modules.state.origin)
@@ -285,13 +268,9 @@ def _partition_error(files: CheckpointFiles, got: str) -> IncompleteError:
 
 def _universal_modules(files: CheckpointFiles, records: Records, agreement: Agreement) -> Modules:
     if files.partitions:
-        raise ContradictionError(
-            f"{files.folder} holds a universal checkpoint and partitions",
-            file=next(iter(files.partitions.values())),
-            got="zero/ and *_optim_states.pt",
-            want="one of both",
-            next_step=ONE_SAVE,
-        )
+        first = next(iter(files.partitions.values()))
+        problem = "lies beside a universal checkpoint"
+        raise Origin(first).contradiction(problem, "zero/ and *_optim_states.pt", "one of both", ONE_SAVE)
     num_ranks = len(files.rank_models)
     if num_ranks:
         # The last ranks' files may be lost, so the size that any file records goes before the highest name.
@@ -315,12 +294,11 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
     if type(num_slices) is int and set(files.models) != set(range(num_slices)):
         missing = sorted(set(range(num_slices)) - set(files.models))
         name = f"mp_rank_{missing[0] if missing else max(files.models):02d}_model_states.pt"
-        raise IncompleteError(
-            f"{files.folder}: {name} is missing, or there are files of more slices than {num_slices}",
-            file=os.path.join(files.folder, name),
-            got=f"{len(files.models)} slices",
-            want=f"{num_slices}",
-            next_step="copy the folder again from where it was made",
+        raise Origin(os.path.join(files.folder, name)).incomplete(
+            f"is missing, or there are files of more slices than {num_slices}",
+            f"{len(files.models)} slices",
+            f"{num_slices}",
+            "copy the folder again from where it was made",
         )
     if modules.shards or modules.shared:
         name = next(iter((*modules.shards, *modules.shared)))

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank.dtypes import dtype
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
+from xrank.errors import AGAIN, IncompleteError, XrankError, option
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh
@@ -25,7 +25,7 @@ from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, pieces_of, replicate
 from xrank.readers.fsdp.rank_files import FsdpRankFile, ShardedPart, read_rank_file
 from xrank.readers.placement import Placement, place_all
-from xrank.readers.records import Records
+from xrank.readers.records import Records, Subject, absent_rank_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import likewise_text, list_text, ranks_text
@@ -65,21 +65,12 @@ class RankFiles(Struct, frozen=True):
         if len(self.by_rank) == world_size:
             return
         first = next(rank for rank in range(world_size) if rank not in self.by_rank)
-        file = os.path.join(self.folder, self._name_of(first))
-        count = world_size - len(self.by_rank)
-        raise IncompleteError(
-            f"rank {first} of {world_size} left no {os.path.basename(file)} in {self.folder}"
-            + (f", nor did {count - 1} more ranks" if count > 1 else ""),
-            rank=first,
-            file=file,
-            got=f"files of {ranks_text(self.by_rank)}",
-            want=f"files of all {world_size} ranks",
-            next_step=f"copy {os.path.basename(file)} from the node of rank {first}, then {AGAIN}",
-        )
-
-    def _name_of(self, rank: int) -> str:
         other, path = next(iter(self.by_rank.items()))
-        return re.sub(rf"(rank_?|_){other}\.", rf"\g<1>{rank}.", os.path.basename(path))
+        name = re.sub(rf"(rank_?|_){other}\.", rf"\g<1>{first}.", os.path.basename(path))
+        file, count = os.path.join(self.folder, name), world_size - len(self.by_rank)
+        got = f"files of {ranks_text(self.by_rank)}"
+        who = f"rank {first}" if count == 1 else f"rank {first}, and {count - 1} more"
+        raise absent_rank_error(self.folder, file, first, world_size, who=who, got=got)
 
 
 class Scheme(Struct, frozen=True):
@@ -93,14 +84,9 @@ class Scheme(Struct, frozen=True):
         """Check that a file has the name under which it was saved, if that is a name of this scheme."""
         stem, suffix = os.path.splitext(os.path.basename(path))
         if saved_as != stem and self.pattern.fullmatch(saved_as + suffix):
-            raise ContradictionError(
-                f"rank {rank}: {path} was saved under another name",
-                rank=rank,
-                file=path,
-                got=saved_as + suffix,
-                want=stem + suffix,
-                next_step=f"copy the file of rank {rank} again, or let all ranks write again",
-            )
+            step = f"copy the file of rank {rank} again, or let all ranks write again"
+            got, want = saved_as + suffix, stem + suffix
+            raise Origin(path, rank).contradiction("was saved under another name", got, want, step)
 
     def explain_mismatch(self, path: str) -> str | None:
         """Return None if the folder contains such files, otherwise the reason against it."""
@@ -127,7 +113,8 @@ def list_verl(folder: str) -> RankFiles:
         raise _empty_error(folder, VERL)
     recorded = _read_world_size(folder)
     if len(worlds) > 1 or (recorded is not None and recorded not in worlds):
-        file = next(iter(worlds[max(worlds)].values())) if recorded is None or len(worlds) > 1 else _config(folder)
+        is_odd = recorded is None or len(worlds) > 1
+        file = next(iter(worlds[max(worlds)].values())) if is_odd else os.path.join(folder, _VERL_CONFIG)
         found = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
         raise Origin(file).contradiction(
             "belongs to another run than other files beside it",
@@ -136,23 +123,16 @@ def list_verl(folder: str) -> RankFiles:
             f"move the files of another run to another folder, then {AGAIN}",
         )
     ((world_size, by_rank),) = worlds.items()
-    files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, _paths(folder, entries, _VERL_OTHERS))
+    others = tuple(os.path.join(folder, entry) for entry in entries if _VERL_OTHERS.fullmatch(entry))
+    files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, others)
     files.check(world_size)
     return files
-
-
-def _paths(folder: str, entries: Iterable[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
-    return tuple(os.path.join(folder, entry) for entry in entries if pattern.fullmatch(entry))
-
-
-def _config(folder: str) -> str:
-    return os.path.join(folder, _VERL_CONFIG)
 
 
 def _read_world_size(folder: str) -> int | None:
     """Return the world size in ``fsdp_config.json``; None without a readable one, as in older verl."""
     try:
-        with open_regular(_config(folder)) as file:
+        with open_regular(os.path.join(folder, _VERL_CONFIG)) as file:
             content = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
     except (XrankError, ValueError, RecursionError):
         return None
@@ -188,12 +168,11 @@ def list_accelerate(path: str) -> RankFiles:
 
 
 def _empty_error(folder: str, scheme: Scheme) -> IncompleteError:
-    return IncompleteError(
-        f"no rank left a file in {folder}", file=folder, want=scheme.example, next_step="check the path"
-    )
+    return Origin(folder).incomplete("holds no rank's file", None, scheme.example, "check the path")
 
 
 _NAME = "_flat_param"
+_SAVE_AGAIN = "all ranks must come from one run; save again"
 _ALIGNMENT_NBYTES = 16
 """Alignment of parameters (torch/distributed/fsdp/_flat_param.py: _get_aligned_numel)."""
 
@@ -251,12 +230,9 @@ def find_flat_pieces(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]
         for name in found:
             held_by = {piece.held.rank for piece in found[name]}
             if file.rank not in held_by and name in file.plain and 0 not in file.plain[name].shape:
-                raise Origin(file.archive.path, file.rank).contradiction(
-                    f"{name}: it is a piece of a flat parameter on {ranks_text(held_by)}, but a whole "
-                    f"tensor on rank {file.rank}",
-                    f"shape {list(file.plain[name].shape)}",
-                    tensor=name,
-                    next_step="all ranks must come from one run; save again",
+                problem = f"it is a piece of a flat parameter on {ranks_text(held_by)}, but a whole tensor on rank"
+                raise Subject(name, file.rank, file.archive.path).contradiction(
+                    f"{problem} {file.rank}", f"shape {list(file.plain[name].shape)}", None, _SAVE_AGAIN
                 )
     named = {piece.buffer for pieces in found.values() for piece in pieces}
     for buffer in named:
@@ -277,12 +253,11 @@ def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Pi
         # The end is also padded to a multiple of the number of ranks.
         room = padding if start < size else padding + len(parts)
         if start - stand > room:
-            raise Origin(files[0].archive.path).contradiction(
-                f"{buffer}: elements {stand} to {start - 1} belong to no named parameter",
+            raise Subject(buffer, None, files[0].archive.path).contradiction(
+                f"elements {stand} to {start - 1} belong to no named parameter",
                 f"{start - stand} elements",
                 f"at most {room} of padding",
                 "save the whole state dict, with all its names",
-                tensor=buffer,
             )
         stand = max(stand, stop)
 
@@ -293,12 +268,15 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
         more = likewise_text([other for other in unknown if other != name])
-        raise pieces.by_name[name][0].held.origin.layout(
-            f"{name}: a flat parameter contains its elements but not its shape{more}",
-            f"{stop - start} elements",
-            "the tensor's whole shape in a base model",
-            f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
-            tensor=name,
+        raise (
+            pieces.by_name[name][0]
+            .held.of(name)
+            .layout(
+                f"a flat parameter contains its elements but not its shape{more}",
+                f"{stop - start} elements",
+                "the tensor's whole shape in a base model",
+                f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
         )
     return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
 
@@ -307,51 +285,46 @@ def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
     """Return a parameter's range of its buffer, after checking that its pieces leave no hole."""
     # A set, because replicas repeat a range.
     ranges = sorted({(piece.start, piece.stop) for piece in pieces})
-    if len({piece.buffer for piece in pieces}) > 1 or len({piece.held.dtype for piece in pieces}) > 1:
-        first, other = pieces[0], next(p for p in pieces if (p.buffer, p.held.dtype) != _kind(pieces[0]))
-        raise other.held.contradiction(
-            name,
-            f"ranks {first.held.rank} and {other.held.rank} disagree about its flat parameter or its type",
-            got=str((other.buffer, other.held.dtype)),
-            want=str(_kind(first)),
-            next_step="all ranks must come from one run; save again",
-        )
+    kinds = [(piece.buffer, piece.held.dtype) for piece in pieces]
+    if len(set(kinds)) > 1:
+        first, other = pieces[0].held, next(p.held for p, kind in zip(pieces, kinds, strict=True) if kind != kinds[0])
+        got = next(kind for kind in kinds if kind != kinds[0])
+        raise other.of(name).disagreement(first.rank, "flat parameter or type", str(got), str(kinds[0]), _SAVE_AGAIN)
     stand = ranges[0][0]
     for start, stop in ranges:
         if start != stand:
-            raise pieces[0].held.origin.incomplete(
-                f"{name}: elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank",
-                ranks_text(piece.held.rank for piece in pieces),
-                "a piece on every rank in between",
-                "save the state dict of all ranks again",
-                tensor=name,
+            raise (
+                pieces[0]
+                .held.of(name)
+                .incomplete(
+                    f"elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank",
+                    ranks_text(piece.held.rank for piece in pieces),
+                    "a piece on every rank in between",
+                    "save the state dict of all ranks again",
+                )
             )
         stand = stop
     return ranges[0][0], stand
 
 
-def _kind(piece: _Piece) -> tuple[str, str]:
-    return piece.buffer, piece.held.dtype
-
-
 def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> StoredShard:
     first, stop = _extent(name, pieces)
     if prod(shape) != stop - first:
-        raise pieces[0].held.origin.layout(
-            f"{name}: the base model's shape does not fit the number of elements in the flat parameter",
-            f"{stop - first} elements",
-            f"{prod(shape)}, for the shape {list(shape)}",
-            "give the base model that was trained",
-            tensor=name,
+        raise (
+            pieces[0]
+            .held.of(name)
+            .layout(
+                "the base model's shape does not fit the number of elements in the flat parameter",
+                f"{stop - first} elements",
+                f"{prod(shape)}, for the shape {list(shape)}",
+                "give the base model that was trained",
+            )
         )
     nests = []
     for piece in pieces:
         count = piece.stop - piece.start
         nests.append((Nest(0, piece.start - first, ((count, 1, 1),) if count > 1 else ()),))
     return pieces_of(name, [piece.held for piece in pieces], shape, nests)
-
-
-_AGAIN = "all files must come from one save of one run; copy them again"
 
 
 def check_kinds(files: Sequence[FsdpRankFile]) -> None:
@@ -362,13 +335,8 @@ def check_kinds(files: Sequence[FsdpRankFile]) -> None:
             for name in names:
                 first, before = kinds.setdefault(name, (file, kind))
                 if before != kind:
-                    raise Origin(file.archive.path, file.rank).contradiction(
-                        f"{name}: it is a {before} on rank {first.rank} and a {kind} on rank {file.rank}",
-                        kind,
-                        before,
-                        _AGAIN,
-                        tensor=name,
-                    )
+                    problem = f"it is a {before} on rank {first.rank} and a {kind} on rank {file.rank}"
+                    raise Subject(name, file.rank, file.archive.path).contradiction(problem, kind, before)
 
 
 def collect_parts(
@@ -401,13 +369,12 @@ def collect_parts(
             if name not in file.sharded:
                 continue
             if not _has_rule(hints, name):
-                raise Origin(file.archive.path, file.rank).layout(
-                    f"{name}: a flat parameter that records neither names nor shapes of its members",
+                raise Subject(name, file.rank, file.archive.path).layout(
+                    "a flat parameter that records neither names nor shapes of its members",
                     f"{file.sharded[name].shape[0]} elements",
                     "parameters by name",
                     "save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it first), or give a rule "
                     f'like "{name}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}',
-                    tensor=name,
                 )
             held.setdefault(name, []).extend(_part_of(file, tensor, index) for _, tensor in file.sharded[name].shards)
     return held
@@ -436,19 +403,17 @@ def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Ind
         if held:
             shards.append(pieces_of(name, held, first.shape, nests))
         elif first.boxes:
-            file = parts[0][0]
-            raise Origin(file.archive.path).contradiction(
-                f"{name}: no rank holds any of it", "no shard", f"{len(first.boxes)} shards", _AGAIN, tensor=name
-            )
+            path = parts[0][0].archive.path
+            want = f"{len(first.boxes)} shards"
+            raise Subject(name, None, path).contradiction("no rank holds any of it", "no shard", want)
     return shards
 
 
 def _check_same(name: str, file: FsdpRankFile, part: ShardedPart, first: ShardedPart) -> None:
-    got, want = (f"{p.dtype} {list(p.shape)} in {len(p.boxes)} shards" for p in (part, first))
     if (part.dtype, part.shape, part.boxes) != (first.dtype, first.shape, first.boxes):
-        raise Origin(file.archive.path, file.rank).contradiction(
-            f"{name}: ranks disagree about its type, shape or shards", got, want, _AGAIN, tensor=name
-        )
+        got, want = (f"{p.dtype} {list(p.shape)} in {len(p.boxes)} shards" for p in (part, first))
+        subject = Subject(name, file.rank, file.archive.path)
+        raise subject.contradiction("ranks disagree about its type, shape or shards", got, want)
 
 
 _STEP = re.compile(r"(?:.*[^a-z])?(?:global_step|checkpoint|step|epoch)[-_]?0*(\d{1,18})")

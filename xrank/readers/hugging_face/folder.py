@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError, XrankError, option
+from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError, option
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
@@ -20,7 +20,7 @@ from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.shards import is_shard_name
-from xrank.readers.records import ENGINE_PART, Records
+from xrank.readers.records import ENGINE_PART, Records, Subject, outside_error
 from xrank.storage import places
 from xrank.storage.entries import parse_json
 from xrank.storage.regular_file import Origin, open_regular, quote
@@ -67,13 +67,12 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
     others = sorted(set(index.weight_map.values()).intersection(places.list_names(folder)))
     if not others:
         return None
-    raise UsageError(
-        f"{folder} holds more than one model: {whole}, and the files of {name}",
-        file=os.path.join(folder, whole),
-        got=f"{whole}, {list_text(others)}",
-        want="one",
-        next_step=f"give the path of the file {os.path.join(folder, whole)}, which transformers loads, or move that "
-        "file to another folder",
+    path = os.path.join(folder, whole)
+    raise Origin(folder).usage(
+        f"holds more than one model: {whole}, and the files of {name}",
+        f"{whole}, {list_text(others)}",
+        "one",
+        f"give the path of the file {path}, which transformers loads, or move that file to another folder",
     )
 
 
@@ -100,13 +99,7 @@ def _parse_index(folder: str, name: str) -> WeightIndex | None:
         raise Origin(file).corrupt("is not an index", str(error)[:200], next_step="copy the file again") from None
     for entry in weight_map.values():
         if os.path.basename(entry) != entry or "\0" in entry or entry in (".", ".."):
-            raise UnsafeError(
-                f"{file} names a file outside its folder",
-                file=file,
-                got=repr(entry),
-                want="plain file names",
-                next_step="do not use this folder: its index was tampered with",
-            )
+            raise outside_error(file, entry, "index")
     metadata = index.get("metadata")
     if isinstance(metadata, dict) and "delta_encoding" in metadata:
         version, base, encoding = (
@@ -146,12 +139,11 @@ def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightInde
         by = "another file's name"
     absent = sorted(set(wanted) - set(names))
     if absent:
-        raise IncompleteError(
-            f"{by} implies {absent[0]}, which is not in {folder}",
-            file=os.path.join(folder, absent[0]),
-            got=f"{len(names)} files",
-            want=f"{len(wanted)} files" if index is not None else absent[0],
-            next_step="copy the missing file into the folder",
+        raise Origin(os.path.join(folder, absent[0])).incomplete(
+            f"{by} implies {absent[0]}, which is not there",
+            f"{len(names)} files",
+            f"{len(wanted)} files" if index is not None else absent[0],
+            "copy the missing file into the folder",
         )
     return wanted if index is not None else names
 
@@ -186,14 +178,12 @@ def choose_tensors(
         else:
             seen[name] = file
     for name in sorted(index.weight_map.keys() - seen.keys()) if index is not None else ():
-        kind = IncompleteError if name not in passed else ContradictionError
-        raise kind(
-            f"{name}: the index and the files of {folder} disagree",
-            tensor=name,
-            file=index.file if index is not None else folder,
-            got=f"the tensor in {passed.get(name, 'no file')}",
-            want=f"in {index.weight_map[name] if index is not None else 'a file'}, as in the index",
-            next_step="copy the folder again from where it was made",
+        raise Subject(name, None, index.file if index is not None else folder).make(
+            IncompleteError if name not in passed else ContradictionError,
+            f"the index and the files of {folder} disagree",
+            f"the tensor in {passed.get(name, 'no file')}",
+            f"in {index.weight_map[name] if index is not None else 'a file'}, as in the index",
+            "copy the folder again from where it was made",
         )
     if not passed:
         return seen, []
@@ -205,37 +195,23 @@ def choose_tensors(
 
 
 def _make_twice_error(folder: str, name: str, file: str, other: str) -> XrankError:
-    got = f"{file} and {other}"
-    ends = {name.partition("-of-")[2][5:] for name in (file, other)}
-    if is_one_of_several(file) and is_one_of_several(other):
-        if len(ends) > 1:
-            return UsageError(
-                f"{folder} holds more than one model: {name} is in {got}",
-                tensor=name,
-                file=os.path.join(folder, other),
-                got=got,
-                want="the files of one epoch",
-                next_step="copy all files of one epoch and config.json into a folder of their own, and give its path",
-            )
-        return ContradictionError(
-            f"{name} lies in two files of {folder}",
-            tensor=name,
-            file=os.path.join(folder, other),
-            got=got,
-            want="each tensor once",
-            next_step="copy the folder again from where it was made",
+    kind: type[XrankError]
+    problem = f"it lies in two files of {folder}"
+    if not is_one_of_several(file) or not is_one_of_several(other):
+        # Files of two models and ranks' parts of one look alike. Moving one of them away may leave half a model.
+        kind, want = UsageError, "each tensor once"
+        step = (
+            f"if each file is a whole model, give the path of one of them, such as {os.path.join(folder, file)}, "
+            f"with {option('base_model', metavar='DIR')}, whose shapes prove it; if they are the parts of ranks, "
+            "gather the checkpoint that was trained"
         )
-    # Files of two models and ranks' parts of one look alike. Moving one of them away may leave half a model.
-    return UsageError(
-        f"{name} lies in two files of {folder}",
-        tensor=name,
-        file=os.path.join(folder, other),
-        got=got,
-        want="each tensor once",
-        next_step=f"if each file is a whole model, give the path of one of them, such as {os.path.join(folder, file)}, "
-        f"with {option('base_model', metavar='DIR')}, whose shapes prove it; if they are the parts of ranks, gather "
-        "the checkpoint that was trained",
-    )
+    elif len({name.partition("-of-")[2][5:] for name in (file, other)}) > 1:
+        kind, want, problem = UsageError, "the files of one epoch", f"{folder} holds more than one model"
+        step = "copy all files of one epoch and config.json into a folder of their own, and give its path"
+    else:
+        kind, want, step = ContradictionError, "each tensor once", "copy the folder again from where it was made"
+    subject = Subject(name, None, os.path.join(folder, other))
+    return subject.make(kind, problem, f"{file} and {other}", want, step)
 
 
 def check_placeholders(
@@ -276,14 +252,14 @@ def check_placeholders(
         and not any(map(_OF_ZERO.fullmatch, places.list_names(folder)))
     ):
         return [("empty-tensors", f"{plural(len(empty), 'float tensor')} of shape [0]: {list_text(empty, 3)}")]
-    raise UsageError(
-        f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
-        tensor=empty[0],
-        file=files[empty[0]],
-        got=f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(files[empty[0]])}",
-        want="the weights, which are in the ZeRO checkpoint",
-        next_step="gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files); if the trained "
-        f"model has no values there, give a base model that has it so with {option('base_model')}",
+    file = files[empty[0]]
+    raise Subject(empty[0], None, file).make(
+        UsageError,
+        f"a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
+        f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(file)}",
+        "the weights, which are in the ZeRO checkpoint",
+        "gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files); if the trained model has "
+        f"no values there, give a base model that has it so with {option('base_model')}",
     )
 
 

@@ -13,14 +13,14 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, option
 from xrank.formats.dcp_items import read_saved_offsets
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.terms.tensors import Box, box_nests, box_text, boxes_overlap, volume
 from xrank.readers.base import Hints
-from xrank.readers.records import ONE_SAVE, Records
+from xrank.readers.records import ONE_SAVE, Records, Subject
 from xrank.storage import places
 from xrank.storage.regular_file import Origin
 from xrank.words import list_text, ranks_text
@@ -78,12 +78,11 @@ def shard_grid(folder: str) -> ShardGrid:
         if match is not None:
             rank, number, count = map(int, match.groups())
             if rank < 1 or not 1 <= number <= count:
-                raise ContradictionError(
-                    f"{entry}: its name has an impossible rank or file number",
-                    file=os.path.join(folder, entry),
-                    got=f"rank {rank}, file {number} of {count}",
-                    want="numbers from 1",
-                    next_step=ONE_SAVE,
+                raise Origin(os.path.join(folder, entry)).contradiction(
+                    "its name has an impossible rank or file number",
+                    f"rank {rank}, file {number} of {count}",
+                    "numbers from 1",
+                    ONE_SAVE,
                 )
             worlds.setdefault(count, {})[rank, number] = os.path.join(folder, entry)
     if not worlds:
@@ -91,12 +90,11 @@ def shard_grid(folder: str) -> ShardGrid:
     if len(worlds) > 1:
         few = min(worlds.values(), key=len)
         file = next(iter(few.values()))
-        raise ContradictionError(
-            f"{os.path.basename(file)} belongs to another save than the files beside it in {folder}",
-            file=file,
-            got="; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
-            want="files of one save",
-            next_step=ONE_SAVE,
+        raise Origin(file).contradiction(
+            "belongs to another save than the files beside it",
+            "; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
+            "files of one save",
+            ONE_SAVE,
         )
     ((count, files),) = worlds.items()
     return ShardGrid(folder, files, count)
@@ -220,13 +218,11 @@ def _state_ranks(grid: ShardGrid, num_ranks: int) -> ShardGrid:
     """Return the grid with the stated number of ranks."""
     if max(grid.ranks) > num_ranks:
         file = next(file for (rank, _), file in sorted(grid.files.items()) if rank > num_ranks)
-        raise UsageError(
-            f"{os.path.basename(file)} is of a later rank than {option('world_size', num_ranks)} states",
-            rank=num_ranks,
-            file=file,
-            got=grid.text(),
-            want=f"files of ranks 1 to {num_ranks}",
-            next_step=f"correct {option('world_size')}; or {ONE_SAVE}",
+        raise Origin(file, num_ranks).usage(
+            f"is of a later rank than {option('world_size', num_ranks)} states",
+            grid.text(),
+            f"files of ranks 1 to {num_ranks}",
+            f"correct {option('world_size')}; or {ONE_SAVE}",
         )
     return replace(grid, num_ranks=num_ranks)
 
@@ -242,13 +238,11 @@ def _check_pieces(name: str, pieces: ShardPieces, shape: tuple[int, ...], grid: 
     if filled > prod(shape):
         raise _overlap(name, pieces, boxes)
     if filled < prod(shape):
-        raise IncompleteError(
-            f"{name}: {prod(shape) - filled} of at least {prod(shape)} elements are in no file of {grid.folder}",
-            tensor=name,
-            file=(grid.holes() or [grid.folder])[0],
-            got=grid.text(),
-            want=f"pieces of all of {list(shape)}",
-            next_step=f"copy the files of the missing ranks into the folder, then {AGAIN}",
+        raise Subject(name, None, (grid.holes() or [grid.folder])[0]).incomplete(
+            f"{prod(shape) - filled} of at least {prod(shape)} elements are in no file of {grid.folder}",
+            grid.text(),
+            f"pieces of all of {list(shape)}",
+            f"copy the files of the missing ranks into the folder, then {AGAIN}",
         )
 
 
@@ -266,16 +260,12 @@ def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> Contradict
         reaching.append(i)
     (rank, record), (other_rank, other_record) = (pieces.table(name)[i, :2].tolist() for i in sorted(found))
     path, other_path = pieces.records.path(record), pieces.records.path(other_record)
-    return ContradictionError(
-        f"{name}: {os.path.basename(path)} and {os.path.basename(other_path)} contain the same elements, so they are "
-        "from two saves",
-        tensor=name,
-        rank=other_rank - 1,
-        file=other_path,
-        got=f"{box_text(boxes[sorted(found)[0]])} of rank {rank} (from 1), {box_text(boxes[sorted(found)[1]])} of rank "
-        f"{other_rank}",
-        want="every element once",
-        next_step=ONE_SAVE,
+    one, two = (box_text(boxes[i]) for i in sorted(found))
+    return Subject(name, other_rank - 1, other_path).contradiction(
+        f"{os.path.basename(path)} and {os.path.basename(other_path)} contain the same elements",
+        f"{one} of rank {rank} (from 1), {two} of rank {other_rank}",
+        "every element once",
+        ONE_SAVE,
     )
 
 
@@ -321,20 +311,16 @@ def _proof_error(
         remedy = f"put the model's config.json into {path}, or {remedy}"
     holes = grid.holes()
     if holes:
-        return IncompleteError(
+        return Subject(tensor, None, holes[0]).incomplete(
             f"{os.path.basename(holes[0])} is missing, and it is unknown whether the rank wrote it",
-            tensor=tensor,
-            file=holes[0],
-            got=reached + grid.text(),
-            want="; or ".join(["all files of every rank", *wants]),
-            next_step=f"copy the missing file into the folder; if the rank had no piece for it, {remedy}",
+            reached + grid.text(),
+            "; or ".join(["all files of every rank", *wants]),
+            f"copy the missing file into the folder; if the rank had no piece for it, {remedy}",
         )
     remedy += f", or state the number of ranks that saved with {option('world_size', metavar='N')}"
+    problem = "the format records no global shapes, so it is unknown whether all ranks' pieces are present"
     return LayoutError(
-        loose.message
-        if loose is not None
-        else f"{list_text(unproven, 3)}: the format records no global shapes, so it is unknown whether all "
-        "ranks' pieces are present",
+        loose.message if loose is not None else f"{list_text(unproven, 3)}: {problem}",
         tensor=tensor,
         file=grid.folder,
         got=reached + grid.text(),
@@ -348,17 +334,15 @@ def _shape_error(
 ) -> IncompleteError | ContradictionError:
     is_short = len(shape) == len(want) and all(n <= m for n, m in zip(shape, want, strict=True))
     if is_short:
-        return Origin((grid.holes() or [grid.folder])[0]).incomplete(
-            f"{name}: its pieces end before the tensor does; a rank's files are missing",
+        return Subject(name, None, (grid.holes() or [grid.folder])[0]).incomplete(
+            "its pieces end before the tensor does; a rank's files are missing",
             f"pieces that reach to {list(shape)}; {grid.text()}",
             f"{list(want)}, as in the base model",
             f"copy the files of the missing ranks (after rank {max(grid.ranks)}, perhaps) into the folder",
-            tensor=name,
         )
-    return Origin(pieces.records.path(int(pieces.table(name)[0, 1]))).contradiction(
-        f"{name}: its pieces reach beyond the base model's tensor",
+    return Subject(name, None, pieces.records.path(int(pieces.table(name)[0, 1]))).contradiction(
+        "its pieces reach beyond the base model's tensor",
         str(list(shape)),
         f"{list(want)}, as in the base model",
         f"give the base model that was trained; if shards of two saves lie here, {ONE_SAVE}",
-        tensor=name,
     )

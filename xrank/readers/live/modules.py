@@ -18,6 +18,7 @@ from xrank.formats.rank_state import RankRecord
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.readers.live.tensor_places import LocatedTensors, locate_tensors, view_key
 from xrank.readers.names import plain_names
+from xrank.readers.records import Subject
 
 if TYPE_CHECKING:
     import torch
@@ -32,21 +33,13 @@ def check_model(model: object) -> None:
     import torch
 
     is_chunks = isinstance(model, list | tuple) and all(isinstance(chunk, torch.nn.Module) for chunk in model)
-    if not (isinstance(model, torch.nn.Module | Mapping) or (is_chunks and model)):
-        what = type(model).__name__
-        what = f"an empty {what}" if is_chunks else f"a {what}{_elements(model)}"
-        raise UsageError(
-            f"the model is {what}",
-            got=what,
-            want="a module, tensors by name, or Megatron's chunks of one module",
-            next_step="give the module, or its state dict",
-        )
-
-
-def _elements(model: object) -> str:
-    if not isinstance(model, list | tuple):
-        return ""
-    return " of " + " and ".join(f"{name}s" for name in sorted({type(element).__name__ for element in model}))
+    if isinstance(model, torch.nn.Module | Mapping) or (is_chunks and model):
+        return
+    what = f"an empty {type(model).__name__}" if is_chunks else f"a {type(model).__name__}"
+    if isinstance(model, list | tuple) and model:
+        what += " of " + " and ".join(f"{name}s" for name in sorted({type(element).__name__ for element in model}))
+    want = "a module, tensors by name, or Megatron's chunks of one module"
+    raise UsageError(f"the model is {what}", got=what, want=want, next_step="give the module, or its state dict")
 
 
 def check_materialised(module: FilledModule) -> None:
@@ -54,12 +47,12 @@ def check_materialised(module: FilledModule) -> None:
     check_model(module)
     for name, tensor in list_tensors(module):
         if tensor.device.type == "meta":
-            raise UsageError(
-                f"{name} is on the meta device: it has no memory to fill",
-                tensor=name,
-                got="a tensor without values",
-                want="a tensor in memory, whatever its values",
-                next_step='materialise the module first: module.to_empty(device="cpu"), or on its final device',
+            raise Subject(name).make(
+                UsageError,
+                "it is on the meta device, so it has no memory to fill",
+                "a tensor without values",
+                "a tensor in memory, whatever its values",
+                'materialise the module first: module.to_empty(device="cpu"), or on its final device',
             )
 
 
@@ -107,6 +100,11 @@ def _list_left_out(module: torch.nn.Module) -> Iterator[str]:
 _CHECKPOINT = "save a checkpoint and gather that: xrank gather"
 
 
+def _cut_error(problem: str, got: str, want: str) -> LayoutError:
+    """Return the error for parameters of FSDP1 whose cut a layout cannot describe."""
+    return LayoutError(problem, got=got, want=want, next_step=_CHECKPOINT)
+
+
 class FlatModule(Struct, frozen=True, eq=False):
     """The tensors that one rank holds of a flattened module."""
 
@@ -148,9 +146,12 @@ def read_flat_module(module: Any, world_size: int) -> FlatModule | None:
     if not isinstance(module, torch.nn.Module):
         return None
     # Within deepspeed.zero.GatheredParameters all parameters are whole, and the caller may have changed them.
-    if any(_is_partitioned(parameter) for parameter in module.parameters()):
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    parameters: list[Any] = list(module.parameters())
+    if any(hasattr(one, "ds_tensor") and tuple(one.shape) != tuple(one.ds_shape) for one in parameters):
         found = _read_zero3(module, world_size)
-    elif units := _list_units(module):
+    elif fsdp is not None and any(isinstance(child, fsdp) for child in module.modules()):
+        units = [(name, child) for name, child in module.named_modules() if isinstance(child, fsdp)]
         found = _read_fsdp1(units, world_size)
     else:
         return None
@@ -170,10 +171,6 @@ def read_flat_module(module: Any, world_size: int) -> FlatModule | None:
         layouts[name] = f"flat({members}{pad}){cut}"
         tensors[name] = buffer.local
     return FlatModule(tensors, layouts, {plain[name]: plain[target] for name, target in found.ties.items()})
-
-
-def _is_partitioned(parameter: Any) -> bool:
-    return hasattr(parameter, "ds_tensor") and tuple(parameter.shape) != tuple(parameter.ds_shape)
 
 
 def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -204,25 +201,17 @@ def _read_zero3(module: torch.nn.Module, world_size: int) -> _Found:
         part = one.ds_tensor
         # _partition_param: a part may lie on a disk, or be quantized, and hpZ keeps a second one.
         if part.status.name != "AVAILABLE" or hasattr(part, "ds_quant_scale"):
-            raise UsageError(
-                f"the part of {name} that ZeRO-3 holds on this rank is not in memory as plain elements",
-                tensor=name,
-                got="quantized" if hasattr(part, "ds_quant_scale") else "on a disk (offload_param: nvme)",
-                want="plain elements in memory",
-                next_step=_CHECKPOINT,
+            raise Subject(name).make(
+                UsageError,
+                "its part that ZeRO-3 holds on this rank is not in memory as plain elements",
+                "quantized" if hasattr(part, "ds_quant_scale") else "on a disk (offload_param: nvme)",
+                "plain elements in memory",
+                _CHECKPOINT,
             )
         ranks = _same_ranks(name, ranks, _ranks_of(one.ds_process_group))
         buffers.append(_Buffer([(name, tuple(one.ds_shape))], part.detach().flatten(), None))
     assert ranks is not None
     return _Found(buffers, ties, frozenset(first_name), _mesh_of(ranks, (), world_size))
-
-
-def _list_units(module: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules that FSDP1 wraps, by name."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if fsdp is None:
-        return []
-    return [(name, child) for name, child in module.named_modules() if isinstance(child, fsdp)]
 
 
 def _read_fsdp1(units: Sequence[tuple[str, Any]], world_size: int) -> _Found:
@@ -239,13 +228,8 @@ def _read_fsdp1(units: Sequence[tuple[str, Any]], world_size: int) -> _Found:
         flat, inner = handle.flat_param, f"{prefix}._fsdp_wrapped_module" if prefix else "_fsdp_wrapped_module"
         names = [f"{inner}.{name}" for name in flat._fqns]
         if any(one is not None for one in flat._param_extensions):
-            raise LayoutError(
-                f"{names[0]} is cut by tensor parallelism inside an FSDP1 module",
-                tensor=names[0],
-                got="FSDP1 over DTensors",
-                want="fully_shard (FSDP2) over DTensors, or FSDP1 alone",
-                next_step=_CHECKPOINT,
-            )
+            problem = f"{names[0]} is cut by tensor parallelism inside an FSDP1 module"
+            raise _cut_error(problem, "FSDP1 over DTensors", "fully_shard (FSDP2) over DTensors, or FSDP1 alone")
         managed |= {id(flat), *map(id, flat._params or ()), *map(id, flat._shared_params or ())}
         # NO_SHARD keeps the buffer whole on every rank.
         group = _ranks_of(handle.process_group)
@@ -306,13 +290,8 @@ def _own_rank() -> int:
 def _same_ranks(name: str, known: list[int] | None, ranks: list[int]) -> list[int]:
     if known is None or known == ranks:
         return ranks
-    raise LayoutError(
-        f"{name} is cut between other ranks than the parameters before it",
-        tensor=name,
-        got=f"ranks {ranks}",
-        want=f"ranks {known}",
-        next_step=_CHECKPOINT,
-    )
+    problem = f"{name} is cut between other ranks than the parameters before it"
+    raise _cut_error(problem, f"ranks {ranks}", f"ranks {known}")
 
 
 def _mesh_of(ranks: Sequence[int], copies: Sequence[int], world_size: int) -> DeviceMesh:
@@ -324,12 +303,9 @@ def _mesh_of(ranks: Sequence[int], copies: Sequence[int], world_size: int) -> De
         return DeviceMesh((1, count), ("replica", "shard"), tuple(ranks))
     own = _own_rank()
     if list(ranks) != list(range(low, low + count)) or list(copies) != list(range(own % count, world_size, count)):
-        raise LayoutError(
-            "FSDP's groups are not rows of the world's ranks",
-            got=f"cut between ranks {list(ranks)}, copied on ranks {list(copies)}",
-            want="ranks in a row, and the same place in each row",
-            next_step=_CHECKPOINT,
-        )
+        got = f"cut between ranks {list(ranks)}, copied on ranks {list(copies)}"
+        want = "ranks in a row, and the same place in each row"
+        raise _cut_error("FSDP's groups are not rows of the world's ranks", got, want)
     return DeviceMesh((len(copies), count), ("replica", "shard"))
 
 
@@ -402,7 +378,11 @@ def local_model(
     """
     import torch
 
-    model = _unwrap_engine(model)
+    from xrank.readers.megatron.live import is_megatron
+
+    # DeepSpeed's engine is a module without names of its own.
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    model = model.module if engine is not None and isinstance(model, engine) else model
     check_model(model)
     flat = read_flat_module(model, world_size) if is_read else None
     located: LocatedTensors | None
@@ -410,7 +390,7 @@ def local_model(
         located = locate_tensors(flat.tensors, flat.layouts, rank)
     else:
         _check_zero3(model)
-        located = _megatron_tensors(model, layouts, mesh, rank, world_size)
+        located = _megatron_tensors(model, layouts, mesh, rank, world_size) if is_megatron(model) else None
     if located is None:
         named = _state_dict(model) if isinstance(model, torch.nn.Module) else model
         if isinstance(named, Mapping):
@@ -443,16 +423,14 @@ def local_model(
 def _megatron_tensors(
     model: Any, layouts: LayoutMap | None, mesh: Any, rank: int, world_size: int
 ) -> LocatedTensors | None:
-    """Return the tensors of a module that Megatron cut, and their places; None for other models."""
-    from xrank.readers.megatron.live import is_megatron, megatron_mesh, megatron_tensors
+    """Return the tensors of a module that Megatron cut, and their places; None if the map describes every tensor."""
+    from xrank.readers.megatron.live import megatron_mesh, megatron_tensors
 
-    if not is_megatron(model):
-        return None
     found = megatron_mesh(mesh, rank, world_size)
     if found is not None:
         return megatron_tensors(model, found, layouts=layouts, rank=rank)
     if layouts is not None and not isinstance(model, list | tuple):
-        return None  # the map describes every tensor
+        return None
     raise LayoutError(
         "Megatron cut the module, but the layout of its ranks is unknown",
         rank=rank,
@@ -460,12 +438,6 @@ def _megatron_tensors(
         want="a mesh with axes among tp, pp, ep, etp, dp and cp",
         next_step='give mesh=, such as DeviceMesh.parse_grid("pp=2 dp=1 tp=2")',
     )
-
-
-def _unwrap_engine(model: Any) -> Any:
-    """Return the module inside DeepSpeed's engine, which is a module without names of its own."""
-    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
-    return model.module if engine is not None and isinstance(model, engine) else model
 
 
 def _check_zero3(model: Any) -> None:
@@ -481,12 +453,12 @@ def _check_zero3(model: Any) -> None:
             # deepspeed/runtime/zero/partition_parameters.py: _convert_to_deepspeed_param
             whole = getattr(tensor, "ds_shape", None)
             if whole is not None and tuple(tensor.shape) != tuple(whole):
-                raise UsageError(
-                    f"{name} is a placeholder of DeepSpeed's ZeRO-3: its values are partitioned",
-                    tensor=name,
-                    got=f"shape {tuple(tensor.shape)}",
-                    want=f"shape {tuple(whole)}",
-                    next_step="give the module itself to export_model or iter_model; for other calls, make them within "
+                raise Subject(name).make(
+                    UsageError,
+                    "it is a placeholder of DeepSpeed's ZeRO-3, whose values are partitioned",
+                    f"shape {tuple(tensor.shape)}",
+                    f"shape {tuple(whole)}",
+                    "give the module itself to export_model or iter_model; for other calls, make them within "
                     "deepspeed.zero.GatheredParameters(list(module.parameters()))",
                 )
 

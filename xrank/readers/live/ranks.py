@@ -6,8 +6,7 @@ rank's view, and each file stands for one rank's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.layout.nests import row_major
-from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.claims import HeldTensor, replicate
+from xrank.readers.claims import HeldTensor, memory_of, replicate
 from xrank.readers.placement import place_all
 from xrank.storage.entries import Entry
 
@@ -48,7 +47,7 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
     ranks = range(len(descriptions)) if ranks is None else ranks
     parsed = [_parse(text, rank) for rank, text in zip(ranks, descriptions, strict=True)]
     world_size = max(ranks) + 1
-    records = [RankRecord.from_json(one["record"], file=_memory(r)) for r, one in zip(ranks, parsed, strict=True)]
+    records = [RankRecord.from_json(one["record"], file=memory_of(r)) for r, one in zip(ranks, parsed, strict=True)]
     held: dict[str, list[HeldTensor]] = {}
     rank_of: list[int] = []
     view_of: list[int] = []
@@ -76,9 +75,16 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
             known = record.tensors.get(name, _UNKNOWN)
             held.setdefault(name, []).append(make_held_tensor(rank, first + view, dtype, tuple(shape), known, meshes))
     flat_ties = {name: target for one in parsed for name, target in one["aliases"].items()}
-    placement = place_all(_add_replicas(held), Hints(), world_size=len(parsed))
+    placement = place_all({name: _replicate(parts) for name, parts in held.items()}, Hints(), world_size=len(parsed))
+    # The tied tensors of flat buffers have the pieces of their targets, under their own names.
+    by_name = {shard.name: shard for shard in placement.shards}
+    tied = [
+        replace(by_name[target], name=name)
+        for name, target in flat_ties.items()
+        if target in by_name and name not in by_name
+    ]
     sizes = [sum(one["views"]) for one in parsed]
-    files = tuple(SourceFile(_memory(r), size, inode=r, mtime_ns=0) for r, size in zip(ranks, sizes, strict=True))
+    files = tuple(SourceFile(memory_of(r), size, inode=r, mtime_ns=0) for r, size in zip(ranks, sizes, strict=True))
     count = len(rank_of)
     file = np.repeat(np.arange(len(parsed)), [len(one["views"]) for one in parsed])
     return LiveModel(
@@ -87,10 +93,10 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
             path="memory",
             files=files,
             records=RecordTable(file, np.zeros(count, np.int64), int_array(nbytes), np.full(count, NO_CHECKSUM)),
-            shards=(*placement.shards, *_tie(placement.shards, flat_ties)),
+            shards=(*placement.shards, *tied),
             absent=placement.absent,
             aliases={
-                **_aliases([one["tensors"] for one in parsed], {shard.name for shard in placement.shards}),
+                **_aliases([one["tensors"] for one in parsed], by_name),
                 **flat_ties,
             },
             world_size=len(parsed),
@@ -130,54 +136,32 @@ def _parse(text: str, rank: int) -> dict[str, Any]:
     return {"record": whole["record"].text(), "views": views, "tensors": tensors.value, "aliases": aliases}
 
 
-def _tie(shards: Sequence[StoredShard], ties: Mapping[str, str]) -> Iterator[StoredShard]:
-    """Yield the tied tensors of flat buffers: the pieces of their targets under their own names."""
-    by_name = {shard.name: shard for shard in shards}
-    for name, target in ties.items():
-        if target in by_name and name not in by_name:
-            yield replace(by_name[target], name=name)
-
-
-@lru_cache(maxsize=4096)
-def _memory(rank: int) -> str:
-    return f"the memory of rank {rank}"
-
-
 def make_held_tensor(
     rank: int, record: int, dtype: str, shape: tuple[int, ...], known: TensorRecord, meshes: Sequence[DeviceMesh]
 ) -> HeldTensor:
     """Return a rank's part of a tensor, with the meshes of the rank's record."""
-    return HeldTensor(
+    return HeldTensor.from_record(
+        known,
+        meshes,
         rank=rank,
-        file=_memory(rank),
+        file=memory_of(rank),
         record=record,
         dtype=by_torch_name(dtype).name,
         shape=shape,
         strides=row_major(shape),
         storage_offset=0,
-        layout=known.layout,
-        mesh=None if known.mesh is None else meshes[known.mesh],
-        view=None if known.view is None else meshes[known.view],
-        pattern=known.name,
-        global_shape=known.shape,
     )
 
 
-def _add_replicas(held: Mapping[str, Sequence[HeldTensor]]) -> dict[str, list[HeldTensor]]:
-    """Return the parts; tensors without a layout on any rank get one that makes them whole on each rank."""
-    found: dict[str, list[HeldTensor]] = {}
-    for name, tensors in held.items():
-        has_layout = any(tensor.layout is not None for tensor in tensors)
-        found[name] = list(tensors) if has_layout else _replicas(tensors)
-    return found
-
-
-def _replicas(tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
+def _replicate(tensors: list[HeldTensor]) -> list[HeldTensor]:
+    """Return a tensor's parts; without a layout on any rank they get one that makes them whole on each rank."""
+    if any(tensor.layout is not None for tensor in tensors):
+        return tensors
     mesh = DeviceMesh((len(tensors),), ("rank",), tuple(tensor.rank for tensor in tensors))
     return [replace(replicate(tensor, mesh), global_shape=tensor.shape) for tensor in tensors]
 
 
-def _aliases(tensors: Sequence[Mapping[str, Any]], shards: set[str]) -> dict[str, str]:
+def _aliases(tensors: Sequence[Mapping[str, Any]], shards: Collection[str]) -> dict[str, str]:
     """Return tied name -> name, for names that share one view on every rank that has the first.
 
     Ranks may have them in any order. If names are tied both ways, the one that occurs first stays.
@@ -214,6 +198,6 @@ def _aliases(tensors: Sequence[Mapping[str, Any]], shards: set[str]) -> dict[str
     found = {}
     for name, its in mates.items():
         target = targets[its]
-        if name != target and name not in alone and {name, target} <= shards:
+        if name != target and name not in alone and name in shards and target in shards:
             found[name] = target
     return found

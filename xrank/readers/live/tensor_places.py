@@ -54,9 +54,14 @@ def locate_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> Loc
         if not isinstance(name, str):
             raise UsageError(f"the weights have the name {name!r}", got=type(name).__name__, want="texts for names")
         # A plain text: a subclass would be pickled as a class; and not by str(), which gives an enum's label.
-        part = places.locate(str.__str__(name), tensor)
+        plain = str.__str__(name)
+        try:
+            part = places.locate(plain, tensor)
+        except (UsageError, LayoutError) as error:
+            error.about("" if error.tensor == plain else plain, tensor=plain)
+            raise
         if part is not None:
-            local[str.__str__(name)] = part
+            local[plain] = part
     return LocatedTensors(local, tuple(places.meshes), places.tensors)
 
 
@@ -93,15 +98,12 @@ class _Places:
             if self.layouts is not None:
                 self._locate_plain(name, local, self.layouts)
             return local
-        try:
-            # A model has thousands of tensors but few combinations of mesh and placements.
-            order = getattr(tensor._spec, "shard_order", None)
-            kind = (tensor.device_mesh, tensor.placements, tensor.ndim, repr(order))
-            if kind not in self._cuts:
-                self._cuts[kind] = _cut_of(tensor, order)
-            layout, mesh = self._cuts[kind]
-        except LayoutError as error:
-            raise _prefix_error(name, error) from None
+        # A model has thousands of tensors but few combinations of mesh and placements.
+        order = getattr(tensor._spec, "shard_order", None)
+        kind = (tensor.device_mesh, tensor.placements, tensor.ndim, repr(order))
+        if kind not in self._cuts:
+            self._cuts[kind] = _cut_of(tensor, order)
+        layout, mesh = self._cuts[kind]
         import torch
 
         with torch.no_grad():
@@ -121,22 +123,19 @@ class _Places:
             return
         mesh = layout.device_mesh or layouts.device_mesh
         if len(layout.axes) != local.ndim:
-            what = f"{name}: its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}"
-            raise LayoutError(what, tensor=name, got=f"shape {tuple(local.shape)}", next_step="correct the layout map")
+            what = f"its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}"
+            raise LayoutError(what, got=f"shape {tuple(local.shape)}", next_step="correct the layout map")
         # The state is read without the map, so the text contains the sizes.
         sized = layout.with_sizes(layouts.sizes)
         rule = layouts.rule_for(name) or companion_rule
         pattern = None if rule is None else layouts.name_of(rule)
-        try:
-            if mesh is not None:
-                mesh.coordinate(self.rank)
-            if pattern is not None:
-                pattern = pattern.with_sizes(layouts.sizes)
-                _check_name(name, pattern, sized, mesh, self.rank)
-            if (flat := flat_of(sized)) is not None:
-                _check_members(flat)
-        except LayoutError as error:
-            raise _prefix_error(name, error) from None
+        if mesh is not None:
+            mesh.coordinate(self.rank)
+        if pattern is not None:
+            pattern = pattern.with_sizes(layouts.sizes)
+            _check_name(name, pattern, sized, mesh, self.rank)
+        if (flat := flat_of(sized)) is not None:
+            _check_members(flat)
         # The global size of a sharded dim is the sum over the ranks' parts, which may be unequal: one rank does not
         # know it. Nor does a padded part determine the whole shape.
         shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
@@ -175,11 +174,8 @@ def _check_name(name: str, pattern: TensorName, layout: TensorLayout, mesh: Devi
         raise LayoutError(what, got=str(layout), next_step="give the LayoutMap a mesh")
     table = name_table(pattern, layout, mesh, mesh.coordinate(rank))
     if table is None:
-        what, next_step = (
-            f"the layout {layout} leaves rank {rank} out",
-            "correct it, or leave the tensor out on this rank",
-        )
-        raise LayoutError(what, next_step=next_step)
+        step = "correct it, or leave the tensor out on this rank"
+        raise LayoutError(f"the layout {layout} leaves rank {rank} out", next_step=step)
     table.global_name(name)
 
 
@@ -188,11 +184,9 @@ def _check_members(flat: Flat) -> None:
     for member in flat.members:
         unknown = [size for dim in member.dims for size in names_of_dim(dim)]
         if unknown:
-            what, next_step = (
-                f"the shape of {member.name}, a member of the buffer, is unknown",
-                f"set layouts.sizes[{unknown[0]!r}]",
-            )
-            raise LayoutError(what, got=f"no number for {unknown[0]!r}", next_step=next_step)
+            what = f"the shape of {member.name}, a member of the buffer, is unknown"
+            step = f"set layouts.sizes[{unknown[0]!r}]"
+            raise LayoutError(what, got=f"no number for {unknown[0]!r}", next_step=step)
 
 
 def _check_tensor(name: str, tensor: object) -> torch.Tensor:
@@ -205,17 +199,5 @@ def _check_tensor(name: str, tensor: object) -> torch.Tensor:
         )
     assert isinstance(tensor, torch.Tensor)
     check_dense(tensor, name, name=name)
-    try:
-        by_torch_name(str(tensor.dtype).removeprefix("torch."))
-    except UsageError as error:
-        raise _prefix_error(name, error) from None
+    by_torch_name(str(tensor.dtype).removeprefix("torch."))
     return tensor
-
-
-def _prefix_error(name: str, error: UsageError | LayoutError) -> UsageError | LayoutError:
-    """Return the error with the tensor's name."""
-    if error.tensor == name:
-        return error
-    return type(error)(
-        f"{name}: {error.message}", tensor=name, got=error.got, want=error.want, next_step=error.next_step
-    )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.errors import AGAIN, ContradictionError, UnsafeError
+from xrank.errors import AGAIN, ContradictionError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.pickles import inert_error
 from xrank.formats.torch_archive import read_archive
@@ -31,7 +31,7 @@ from xrank.readers.megatron.run import (
     resolve_folder,
     sibling_iterations,
 )
-from xrank.readers.records import note_bare_files, note_foreign_names
+from xrank.readers.records import note_bare_files, note_foreign_names, outside_error
 from xrank.storage import places
 from xrank.storage.entries import parse_json
 from xrank.storage.regular_file import Origin, open_regular, quote
@@ -166,13 +166,7 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
         )
     for name, digest in digests.items():
         if "/" in name or "\0" in name or name in ("", ".", ".."):
-            raise UnsafeError(
-                f"{path} names a file outside its folder",
-                file=path,
-                got=quote(name),
-                want="names of files in the folder",
-                next_step="do not use this checkpoint: its list of hashes was tampered with",
-            )
+            raise outside_error(path, name, "list of hashes")
         if digest is None:
             raise origin.corrupt(f"has no SHA-256 of {quote(name)}", want="64 hexadecimal digits")
     missing = sorted(name for name in digests if not places.is_present(os.path.join(folder, name)))

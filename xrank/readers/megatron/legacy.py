@@ -54,7 +54,7 @@ from xrank.readers.megatron.run import (
     resolve_folder,
     sibling_iterations,
 )
-from xrank.readers.records import CopiedValues, Records, nbytes_below
+from xrank.readers.records import ONE_RUN, CopiedValues, Records, Subject, nbytes_below
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text
@@ -298,12 +298,11 @@ def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> 
         is_gated = found.setdefault(stack_of(name), any(recorded) if is_recorded else rows == 2 * columns)
         if rows != columns * (2 if is_gated else 1):
             held = tensors[name].held[0]
-            raise held.contradiction(
-                name,
+            raise held.of(name).contradiction(
                 f"its shape is not that of {'gate and up halves' if is_gated else 'one projection'}, by args",
-                got=f"{rows} rows, for {columns} columns of linear_fc2",
-                want=f"{columns * (2 if is_gated else 1)} rows",
-                next_step="check that args.swiglu is that of the run",
+                f"{rows} rows, for {columns} columns of linear_fc2",
+                f"{columns * (2 if is_gated else 1)} rows",
+                "check that args.swiglu is that of the run",
             )
     return {stack_of(name): any(recorded) for name in tensors} | found
 
@@ -334,13 +333,11 @@ def layouts_of(
     if unknown:
         held = tensors[unknown[0]].held[0]
         more = likewise_text([quote(name)[1:-1] for name in unknown[1:]])
-        raise held.origin.layout(
-            f"{quote(unknown[0])[1:-1]}: it is unknown how Megatron cuts a tensor of this name{more}",
-            tensor=unknown[0],
-            got=f"a part of shape {list(held.shape)}",
-            want=f"a name in xrank's table, or a rule of {option('layouts')} on the axes tp and etp",
-            next_step=f"give {option('layouts', metavar='FILE')} with its layout, or save with "
-            "--ckpt-format torch_dist",
+        raise held.of(quote(unknown[0])[1:-1]).layout(
+            f"it is unknown how Megatron cuts a tensor of this name{more}",
+            f"a part of shape {list(held.shape)}",
+            f"a name in xrank's table, or a rule of {option('layouts')} on the axes tp and etp",
+            f"give {option('layouts', metavar='FILE')} with its layout, or save with --ckpt-format torch_dist",
         )
     return found
 
@@ -378,13 +375,7 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
     first = parts.held[0]
     for held in parts.held:
         if held.dtype != first.dtype:
-            raise held.contradiction(
-                parts.name,
-                f"ranks {first.rank} and {held.rank} disagree about its dtype",
-                got=held.dtype,
-                want=first.dtype,
-                next_step="all files must come from one save of one run; copy them again",
-            )
+            raise held.of(parts.name).disagreement(first.rank, "dtype", held.dtype, first.dtype)
     # Experts are cut by `etp`, whose ranks repeat along tp; other tensors by `tp`.
     lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
     # A tensor that no axis cuts still needs a mesh: it is whole on each rank of tp.
@@ -399,28 +390,19 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
         for at, held in zip(places, parts.held, strict=True):
             part = local_part(layout, mesh, at, shape)
             if part is None or part.sums or part.shape != held.shape:
-                raise held.contradiction(
-                    parts.name,
+                raise held.of(parts.name).contradiction(
                     f"the part in {held.file} has another shape than its layout gives it",
-                    got=str(list(held.shape)),
-                    want=f"{None if part is None else list(part.shape)}, by {layout} of {list(shape)}",
-                    next_step="all files must come from one save of one run; copy them again",
+                    str(list(held.shape)),
+                    f"{None if part is None else list(part.shape)}, by {layout} of {list(shape)}",
                 )
             nests.append(part.nests)
     except LayoutError as error:
-        raise _to_error(error, parts, is_given=_find_given(parts.name, hints) is not None) from None
+        kind: type[XrankError] = ContradictionError
+        step = ONE_RUN
+        if _find_given(parts.name, hints) is not None:
+            kind, step = LayoutError, "correct the layout file; its axes are tp and etp"
+        raise first.of(parts.name).make(kind, error.message, error.got, error.want, step) from None
     return pieces_of(parts.name, parts.held, shape, nests)
-
-
-def _to_error(error: LayoutError, parts: TensorParts, *, is_given: bool) -> XrankError:
-    message, first = f"{parts.name}: {error.message}", parts.held[0]
-    facts: dict[str, Any] = {"tensor": parts.name, "rank": first.rank, "file": first.file}
-    facts |= {"got": error.got, "want": error.want}
-    if is_given:
-        return LayoutError(message, **facts, next_step="correct the layout file; its axes are tp and etp")
-    return ContradictionError(
-        message, **facts, next_step="all files must come from one save of one run; copy them again"
-    )  # fmt: skip
 
 
 def _coordinate(place: Place, sizes: ParallelSizes, axes: Sequence[str]) -> dict[str, int]:
@@ -458,7 +440,7 @@ class MegatronLegacyReader:
         for place in cells:
             file = read_rank_file(os.path.join(folder, place.folder(sizes), FILE), place.rank(sizes))
             check_agreement(first.args, first.origin.path, file.args, file.origin.path)
-            _check_moment(first, file)
+            _check_same_iteration(first, file)
             files[place] = file
         step = check_iteration(folder, first.iteration, first.origin.path)
         counts = _layers(files, sizes)
@@ -495,13 +477,10 @@ def _holds(path: str) -> bool:
     )  # fmt: skip
 
 
-def _check_moment(first: MegatronRankFile, file: MegatronRankFile) -> None:
+def _check_same_iteration(first: MegatronRankFile, file: MegatronRankFile) -> None:
     if repr(first.iteration) != repr(file.iteration):
-        raise file.origin.contradiction(
-            f"belongs to another iteration than {first.origin.path}",
-            f"iteration {quote(str(file.iteration))}",
-            f"iteration {quote(str(first.iteration))}",
-        )
+        got, want = (f"iteration {quote(str(one.iteration))}" for one in (file, first))
+        raise file.origin.contradiction(f"belongs to another iteration than {first.origin.path}", got, want)
 
 
 def _layers(files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
@@ -538,15 +517,10 @@ def _check_alike(files: Mapping[Place, MegatronRankFile]) -> None:
             if ours != theirs:
                 name = min(ours ^ theirs)
                 holder, lacking = (file, other) if name in ours else (other, file)
-                raise ContradictionError(
-                    f"{quote(name)[1:-1]}: {holder.origin.path} contains it, but {lacking.origin.path} of its stage "
-                    "does not",
-                    tensor=name,
-                    rank=lacking.origin.rank,
-                    file=lacking.origin.path,
-                    got="no part",
-                    want="a part, or a copy",
-                    next_step="all files must come from one save of one run; copy them again",
+                raise Subject(quote(name)[1:-1], lacking.origin.rank, lacking.origin.path).contradiction(
+                    f"{holder.origin.path} contains it, but {lacking.origin.path} of its stage does not",
+                    "no part",
+                    "a part, or a copy",
                 )
 
 

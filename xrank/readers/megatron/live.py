@@ -29,6 +29,7 @@ from xrank.readers.megatron.layouts import (
     stack_of,
     whole_name,
 )
+from xrank.readers.records import Subject
 
 if TYPE_CHECKING:
     import torch
@@ -94,12 +95,12 @@ def _from_views(views: MeshViews, rank: int) -> MegatronMesh:
     of_experts = next((view for _, view in views.others if {"ep", "etp"} & set(view.axis_names)), views.main)
     for axis in (*views.main.axis_names, *of_experts.axis_names):
         if axis not in _AXES:
-            raise LayoutError(
+            raise rank_error(
+                rank,
                 f"the mesh has the axis {axis!r}, which is not one of Megatron's",
-                rank=rank,
-                got=views.main.grid,
-                want=f"axes among {', '.join(_AXES)}",
-                next_step="give the axes of mesh= Megatron's names; dp is for replicas",
+                views.main.grid,
+                f"axes among {', '.join(_AXES)}",
+                "give the axes of mesh= Megatron's names; dp is for replicas",
             )
     dense = _with_axes(views.main, "tp", "pp")
     if "etp" not in of_experts.axis_names and "tp" in of_experts.axis_names:
@@ -135,12 +136,12 @@ def _from_groups(state: Any, rank: int) -> MegatronMesh:
     expert = ranks(state.get_expert_tensor_parallel_group())
     across = ranks(state.get_expert_model_parallel_group())
     if rank not in tensor or rank not in across:
-        raise LayoutError(
+        raise rank_error(
+            rank,
             f"Megatron's process groups of this process are not those of rank {rank}",
-            rank=rank,
-            got=f"ranks {tensor} along tp, {across} along ep",
-            want=f"rank {rank} among them",
-            next_step="let all ranks of the world take part",
+            f"ranks {tensor} along tp, {across} along ep",
+            f"rank {rank} among them",
+            "let all ranks of the world take part",
         )
     experts = _grid(expert, across, ranks(state.get_expert_tensor_and_model_parallel_group()), rank)
     return MegatronMesh(
@@ -161,12 +162,12 @@ def _grid(expert: Sequence[int], across: Sequence[int], both: Sequence[int], ran
             mesh = DeviceMesh((sizes[outer], sizes[inner]), (outer, inner), sorted(both))
             if tuple(expert) in mesh.groups("etp") and tuple(across) in mesh.groups("ep"):
                 return mesh
-    raise LayoutError(
+    raise rank_error(
+        rank,
         "Megatron's process groups of experts are not a grid",
-        rank=rank,
-        got=f"ranks {list(both)} of {list(expert)} and {list(across)}",
-        want="one rank for each pair of a place along etp and one along ep",
-        next_step="give mesh=",
+        f"ranks {list(both)} of {list(expert)} and {list(across)}",
+        "one rank for each pair of a place along etp and one along ep",
+        "give mesh=",
     )
 
 
@@ -188,9 +189,15 @@ class PartitionAttributes(Struct, frozen=True):
     """Number of pieces of the dim, end to end, each cut by itself."""
 
 
-def refusal(name: str, rank: int, problem: str, *, got: str, want: str, next_step: str) -> LayoutError:
-    """Return the error that the place of a tensor is unknown or contradictory."""
-    return LayoutError(f"{name}: {problem}", tensor=name, rank=rank, got=got, want=want, next_step=next_step)
+def rank_error(rank: int, problem: str, got: str, want: str, next_step: str) -> LayoutError:
+    """Return the error for a rank whose module and mesh do not fit."""
+    return LayoutError(problem, rank=rank, got=got, want=want, next_step=next_step)
+
+
+_GIVE_MESH = "give the mesh of the run, with its axis ep"
+_GIVE_RULE = "give layouts= with this tensor's rule"
+_AS_MADE = "export the chunks as Megatron makes them"
+_RECORDED = "export from a checkpoint of --ckpt-format torch_dist, which records it"
 
 
 def read_partition(value: torch.Tensor, owner: torch.nn.Module) -> PartitionAttributes | None:
@@ -237,31 +244,28 @@ def resolve_layout(
         is_gated: whether linear_fc1 is a gate and an up projection.
         packed: the layout of a tensor of several projections, from `layout_of_packed`.
     """
-    _check_marks(name, value, mesh, rank, is_expert=is_expert)
+    at = Subject(name, rank)
+    _check_marks(at, value, mesh, is_expert=is_expert)
     marked = read_partition(value, owner)
     layout = packed or layout_of(name, is_gated=is_gated)
     if layout is None:
         has_no_dim = getattr(value, "partition_dim", -1) < 0
         is_marked = marked is None and has_no_dim and getattr(value, "tensor_model_parallel", False)
         if is_expert or is_marked or (marked is not None and marked.dim is not None and _PACKED.fullmatch(name)):
-            raise refusal(
-                name,
-                rank,
+            raise at.layout(
                 "how Megatron cuts a tensor of this name is not known",
-                got=f"a part of shape {list(value.shape)}"
+                f"a part of shape {list(value.shape)}"
                 + (f", cut along dim {marked.dim}" if marked else ", tensor_model_parallel" if is_marked else ""),
-                want="a name that xrank's table has, or a rule of layouts=",
-                next_step="give layouts= with this tensor's rule, on the axes tp, etp and ep",
+                "a name that xrank's table has, or a rule of layouts=",
+                "give layouts= with this tensor's rule, on the axes tp, etp and ep",
             )
         return _plain(num_dims, *((marked.dim, marked.stride) if marked is not None else (None, 1)))
     if len(layout.dims) != num_dims:
-        raise refusal(
-            name,
-            rank,
+        raise at.layout(
             "it does not have the dims of Megatron's tensor of this name",
-            got=f"shape {list(value.shape)}",
-            want=str(layout),
-            next_step="give layouts= with this tensor's rule",
+            f"shape {list(value.shape)}",
+            str(layout),
+            _GIVE_RULE,
         )
     axis = "etp" if is_expert else "tp"
     dims = [dim for dim, axes in enumerate(layout.cut_axes) if axis in axes]
@@ -274,37 +278,31 @@ def resolve_layout(
     stride = 2 if "<" in str(layout) else 1
     # Older versions of Megatron set stride 1 for gate and up halves, too.
     if marked.dim != wanted or (marked.dim is not None and marked.stride not in (1, stride)):
-        raise refusal(
-            name,
-            rank,
+        raise at.layout(
             "its attributes contradict how Megatron cuts a tensor of this name",
-            got="whole on every rank" if marked.dim is None else f"partition_dim {marked.dim}, stride {marked.stride}",
-            want=f"{layout}: " + ("whole" if wanted is None else f"partition_dim {wanted}, stride {stride}"),
-            next_step="set the attributes that Megatron's layers set, or give layouts= with this tensor's rule",
+            "whole on every rank" if marked.dim is None else f"partition_dim {marked.dim}, stride {marked.stride}",
+            f"{layout}: " + ("whole" if wanted is None else f"partition_dim {wanted}, stride {stride}"),
+            f"set the attributes that Megatron's layers set, or {_GIVE_RULE}",
         )
     return layout
 
 
-def _check_marks(name: str, value: torch.Tensor, mesh: MegatronMesh, rank: int, *, is_expert: bool) -> None:
+def _check_marks(at: Subject, value: torch.Tensor, mesh: MegatronMesh, *, is_expert: bool) -> None:
     """Check `allreduce`, which is False on parameters whose gradients are one expert rank's own."""
     mark, ways = getattr(value, "allreduce", None), mesh.lengths["ep"]
     if mark is False and (not is_expert or ways == 1):
-        raise refusal(
-            name,
-            rank,
+        raise at.layout(
             "its attributes place it on one of several expert ranks",
-            got="allreduce=False" + ("" if is_expert else ", and a name that is not an expert's") + f", ep={ways}",
-            want="an expert's name, and a mesh with the axis ep",
-            next_step="give the mesh of the run, with its axis ep",
+            "allreduce=False" + ("" if is_expert else ", and a name that is not an expert's") + f", ep={ways}",
+            "an expert's name, and a mesh with the axis ep",
+            _GIVE_MESH,
         )
     if is_expert and ways > 1 and mark is not False and value.requires_grad:
-        raise refusal(
-            name,
-            rank,
+        raise at.layout(
             "its attributes do not place it on one of several expert ranks",
-            got=f"allreduce={mark}, ep={ways}",
-            want="allreduce=False, as Megatron marks experts over several ranks",
-            next_step="give the mesh of the run; without ep, where every rank holds all experts",
+            f"allreduce={mark}, ep={ways}",
+            "allreduce=False, as Megatron marks experts over several ranks",
+            "give the mesh of the run; without ep, where every rank holds all experts",
         )
 
 
@@ -337,33 +335,27 @@ def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: Megat
         try:
             expert_in(name)
         except ValueError:
-            raise refusal(
-                name,
-                rank,
+            raise Subject(name, rank).layout(
                 "the cut of an expert's tensor of this name is not known",
-                got="experts without a number in their name",
-                want="a name that xrank's table has",
-                next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
+                "experts without a number in their name",
+                "a name that xrank's table has",
+                _RECORDED,
             ) from None
     try:
         count = count_experts(names)
     except ValueError as error:
-        raise LayoutError(
-            f"rank {rank} holds experts with gaps, or not the same in all layers",
-            rank=rank,
-            got=str(error),
-            want="experts counted from 0 on, as many in each layer",
-            next_step="export the chunks as Megatron makes them",
-        ) from None
+        problem = f"rank {rank} holds experts with gaps, or not the same in all layers"
+        want = "experts counted from 0 on, as many in each layer"
+        raise rank_error(rank, problem, str(error), want, _AS_MADE) from None
     total = next((getattr(config, "num_moe_experts", None) for config in configs_of([chunk])), None)
     ways = mesh.lengths["ep"]
     if count and type(total) is int and total != count * ways:
-        raise LayoutError(
+        raise rank_error(
+            rank,
             f"rank {rank} does not hold its share of the experts",
-            rank=rank,
-            got=f"{count} experts, ep={ways}",
-            want=f"{total} experts in all, as in the module's config",
-            next_step="give the mesh of the run, with its axis ep",
+            f"{count} experts, ep={ways}",
+            f"{total} experts in all, as in the module's config",
+            _GIVE_MESH,
         )
     return count
 
@@ -372,14 +364,13 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
     """Return the number of the chunk's first layer in the whole model, from the layer_number of its layers."""
     stages = {name: found for name in names if (found := LAYER.fullmatch(name))}
     other = next((name for name in names if ".layers." in name and name not in stages and not _is_counted(name)), None)
+    problem = "which layer of the whole model this is, is not known"
     if other is not None and not is_whole:
-        raise refusal(
-            other,
-            rank,
-            "which layer of the whole model this is, is not known",
-            got="layers outside of decoder.layers, of a chunk of the model",
-            want="decoder.layers",
-            next_step="export the part that has a decoder of its own, as model.language_model",
+        raise Subject(other, rank).layout(
+            problem,
+            "layers outside of decoder.layers, of a chunk of the model",
+            "decoder.layers",
+            "export the part that has a decoder of its own, as model.language_model",
         )
     modules = {int(found[1]): name[: found.end(1)] for name, found in stages.items()}
     layer_numbers = {
@@ -392,13 +383,11 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
     if first is None and is_whole:
         return 0
     if first is None or first < 0:
-        raise refusal(
-            modules[min(modules)],
-            rank,
-            "which layer of the whole model this is, is not known",
-            got=f"layer_number {', '.join(map(str, layer_numbers.values()))}",
-            want="rising by 1, counted from 1 over all stages",
-            next_step="set layer_number on each module of decoder.layers, as Megatron's TransformerLayer does",
+        raise Subject(modules[min(modules)], rank).layout(
+            problem,
+            f"layer_number {', '.join(map(str, layer_numbers.values()))}",
+            "rising by 1, counted from 1 over all stages",
+            "set layer_number on each module of decoder.layers, as Megatron's TransformerLayer does",
         )
     return first
 
@@ -458,13 +447,11 @@ def megatron_tensors(
         for part in _parts_of(chunk, mesh, is_only=len(chunks) == 1, rank=rank):
             known = parts.setdefault(part.name, part)
             if known is not part and known.value is not part.value:
-                raise refusal(
-                    part.name,
-                    rank,
+                raise Subject(part.name, rank).layout(
                     "this rank holds it twice",
-                    got=f"{tuple(known.value.shape)} and {tuple(part.value.shape)}",
-                    want="one tensor per name",
-                    next_step="give each chunk once, with layer_number as Megatron's layers have it",
+                    f"{tuple(known.value.shape)} and {tuple(part.value.shape)}",
+                    "one tensor per name",
+                    "give each chunk once, with layer_number as Megatron's layers have it",
                 )
     gating = _find_gating(chunks, parts, rank)
     # This checks each tensor, and applies the map's rules.
@@ -497,7 +484,8 @@ def megatron_tensors(
             layout = TensorLayout.parse(given.layout)
             recorded = None if given.mesh is None else found.meshes[given.mesh]
             own = _mesh_of(layout, part, mesh) if recorded is None else _sharing(recorded, layout, part, rank)
-        records[name] = replace(given, mesh=meshes.setdefault(_record(own), len(meshes)))
+        key = (own.axis_names, own.shape, own.ranks)
+        records[name] = replace(given, mesh=meshes.setdefault(key, len(meshes)))
     return LocatedTensors(found.local, tuple(meshes), records)
 
 
@@ -518,12 +506,12 @@ def _check_sizes(chunks: Sequence[torch.nn.Module], mesh: MegatronMesh, rank: in
             # Without experts, nothing is cut over etp.
             is_used = axis != "etp" or getattr(config, "num_moe_experts", None)
             if type(size) is int and size != length and is_used:
-                raise LayoutError(
+                raise rank_error(
+                    rank,
                     f"mesh= is not that of the module's config: {CONFIG_SIZES[axis]} differs",
-                    rank=rank,
-                    got=f"{axis}={length}",
-                    want=f"{axis}={size}",
-                    next_step="give the mesh of the run, or none if Megatron's process groups are initialised",
+                    f"{axis}={length}",
+                    f"{axis}={size}",
+                    "give the mesh of the run, or none if Megatron's process groups are initialised",
                 )
 
 
@@ -540,13 +528,11 @@ def _parts_of(chunk: torch.nn.Module, mesh: MegatronMesh, *, is_only: bool, rank
             name = name.removesuffix(_HEAD) + _EMBEDDING
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and isinstance(value, distributed.DTensor):
-            raise refusal(
-                name,
-                rank,
+            raise Subject(name, rank).layout(
                 "it is a DTensor in a module that Megatron cuts",
-                got="a DTensor",
-                want="plain tensors",
-                next_step="give a state dict of DTensors whose placements describe every cut",
+                "a DTensor",
+                "plain tensors",
+                "give a state dict of DTensors whose placements describe every cut",
             )
         local = _split_experts(name, value, owner, rank)
         yield _Part(name, is_expert or local is not value, value, local, owner)
@@ -558,25 +544,18 @@ def _split_experts(name: str, value: torch.Tensor, owner: torch.nn.Module, rank:
     try:
         shape = shape_of_grouped(name, tuple(value.shape), number if type(number) is int else 0)
     except ValueError as error:
-        raise refusal(
-            name,
-            rank,
+        raise Subject(name, rank).layout(
             "its shape does not fit the number of experts in its module",
-            got=str(error),
-            want="a matrix of num_local_experts matrices",
-            next_step="set num_local_experts on the module, as Megatron's GroupedMLP does",
+            str(error),
+            "a matrix of num_local_experts matrices",
+            "set num_local_experts on the module, as Megatron's GroupedMLP does",
         ) from None
     if shape is None:
         return value
     if not value.is_contiguous():
-        raise refusal(
-            name,
-            rank,
-            "it is not a plain matrix, so its experts cannot be separated",
-            got=f"strides {value.stride()}",
-            want="a contiguous parameter",
-            next_step="make it contiguous",
-        )
+        problem = "it is not a plain matrix, so its experts cannot be separated"
+        got, want = f"strides {value.stride()}", "a contiguous parameter"
+        raise Subject(name, rank).layout(problem, got, want, "make it contiguous")
     return value.detach().view(shape)
 
 
@@ -584,13 +563,8 @@ def _find_gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], 
     """Return stack of layers -> whether linear_fc1 is gate and up; config, attributes and shapes must agree."""
     interleaved = next((n for c in configs_of(chunks) if (n := getattr(c, "moe_mlp_glu_interleave_size", None))), None)
     if interleaved:
-        raise LayoutError(
-            "the experts have alternating gate and up rows, which are not supported here",
-            rank=rank,
-            got=f"moe_mlp_glu_interleave_size {interleaved}",
-            want="halves",
-            next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
-        )
+        problem = "the experts have alternating gate and up rows, which are not supported here"
+        raise rank_error(rank, problem, f"moe_mlp_glu_interleave_size {interleaved}", "halves", _RECORDED)
     stacks: dict[str, dict[str, _Part]] = {}
     for name, part in parts.items():
         stacks.setdefault(stack_of(name), {})[name] = part
@@ -609,32 +583,26 @@ def _is_gated(parts: Mapping[str, _Part], answers: set[bool], rank: int) -> bool
         answers.add(True)
     for name, rows, columns in projections({name: tuple(part.local.shape) for name, part in parts.items()}):
         if rows not in (columns, 2 * columns):
-            raise refusal(
-                name,
-                rank,
+            raise Subject(name, rank).layout(
                 "its shape is not that of projections to linear_fc2",
-                got=f"{rows} rows, for {columns} columns of linear_fc2",
-                want=f"{columns}, or {2 * columns} of gate and up",
-                next_step="check that linear_fc1 and linear_fc2 are cut over the same ranks",
+                f"{rows} rows, for {columns} columns of linear_fc2",
+                f"{columns}, or {2 * columns} of gate and up",
+                "check that linear_fc1 and linear_fc2 are cut over the same ranks",
             )
         answers.add(rows == 2 * columns)
         if len(answers) > 1:
-            raise refusal(
-                name,
-                rank,
+            raise Subject(name, rank).layout(
                 "config, partition_stride and shapes disagree whether it is gate and up halves",
-                got=f"{rows} rows, for {columns} columns of linear_fc2; partition_stride {sorted(strides)}",
-                want="one kind in all layers, as in config.gated_linear_unit",
-                next_step="check config.gated_linear_unit and the modules' sizes",
+                f"{rows} rows, for {columns} columns of linear_fc2; partition_stride {sorted(strides)}",
+                "one kind in all layers, as in config.gated_linear_unit",
+                "check config.gated_linear_unit and the modules' sizes",
             )
     if weights and not answers:
-        raise refusal(
-            next(iter(weights)),
-            rank,
+        raise Subject(next(iter(weights)), rank).layout(
             "it is unknown whether it is gate and up halves",
-            got="no linear_fc2 beside it",
-            want="config.gated_linear_unit, or linear_fc2",
-            next_step="export the chunks as Megatron makes them",
+            "no linear_fc2 beside it",
+            "config.gated_linear_unit, or linear_fc2",
+            _AS_MADE,
         )
     return True in answers
 
@@ -656,7 +624,3 @@ def _sharing(record: MeshRecord, layout: TensorLayout, part: _Part, rank: int) -
         return DeviceMesh((1,), ("tp",), (rank,))
     at = mesh.coordinate(rank)
     return mesh.submesh(**{axis: at[axis] for axis in apart})
-
-
-def _record(mesh: DeviceMesh) -> MeshRecord:
-    return mesh.axis_names, mesh.shape, mesh.ranks

@@ -283,12 +283,11 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: S
         )
     surplus = [name for name in found if name not in wanted]
     if surplus:
-        raise ContradictionError(
-            f"{folder} has {surplus[0]}, which is not a rank of this run",
-            file=os.path.join(folder, surplus[0]),
-            got=list_text(surplus),
-            want=f"{len(wanted)} folders for {sizes}",
-            next_step="move the folders of another run elsewhere, or give the path of the checkpoint's own folder",
+        raise Origin(os.path.join(folder, surplus[0])).contradiction(
+            "is not a rank of this run",
+            list_text(surplus),
+            f"{len(wanted)} folders for {sizes}",
+            "move the folders of another run elsewhere, or give the path of the checkpoint's own folder",
         )
 
 

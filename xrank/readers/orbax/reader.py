@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 from msgspec import Struct
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, option
+from xrank.errors import AGAIN, option
 from xrank.formats.zarr_array import MANIFEST, ZarrArray, import_zstandard, open_frame
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
@@ -32,6 +32,7 @@ from xrank.readers.orbax.stores import (
     open_store,
     read_array,
 )
+from xrank.readers.records import Subject
 from xrank.storage import places
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, open_regular, quote
@@ -380,23 +381,19 @@ def _read_tree(folder: str, store: ArrayStore) -> _SavedArrays:
     found = {leaf.name: read_array(store, leaf.name) if leaf.is_array else None for leaf in leaves}
     for leaf in leaves:
         if leaf.is_array and found[leaf.name] is None and not is_left_out(str(leaf.keys[0] if leaf.keys else "")):
-            raise IncompleteError(
-                f"{leaf.name}: {TREE} names this array, and {folder} does not contain it",
-                tensor=leaf.name,
-                file=folder,
-                got="no .zarray and no zarr.json of it",
-                want=f"all arrays that {TREE} names",
-                next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}",
+            raise Subject(leaf.name, None, folder).incomplete(
+                f"{TREE} names this array, and {folder} does not contain it",
+                "no .zarray and no zarr.json of it",
+                f"all arrays that {TREE} names",
+                f"copy the checkpoint whole from where it was written, then {AGAIN}",
             )
     unnamed = next((name for name in store.arrays() if name not in found), None)
     if unnamed is not None:
-        raise ContradictionError(
-            f"{unnamed}: {folder} contains this array, and {TREE} does not name it",
-            tensor=unnamed,
-            file=os.path.join(folder, TREE),
-            got=f"{plural(len(found), 'name')} in {TREE}",
-            want="the names of all arrays",
-            next_step=f"copy the checkpoint again from where it was written, then {AGAIN}; or take another step",
+        raise Subject(unnamed, None, os.path.join(folder, TREE)).contradiction(
+            f"{folder} contains this array, and {TREE} does not name it",
+            f"{plural(len(found), 'name')} in {TREE}",
+            "the names of all arrays",
+            f"copy the checkpoint again from where it was written, then {AGAIN}; or take another step",
         )
     return _SavedArrays(
         {name: array for name, array in found.items() if array is not None},

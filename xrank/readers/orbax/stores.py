@@ -31,6 +31,7 @@ from xrank.formats.zarr_array import (
 )
 from xrank.layout.coverage import range_text
 from xrank.layout.nests import row_major
+from xrank.readers.records import Subject
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
 
@@ -156,7 +157,7 @@ def open_store(folder: str) -> ArrayStore:
             "is missing: the processes' parts were not merged, or not all was copied",
             ", ".join(parts[:5]),
             f"{MANIFEST}, which Orbax writes last",
-            f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
+            COPY_WHOLE,
         )
     return FolderStore(folder)
 
@@ -191,6 +192,8 @@ def _check_extent(name: str, array: ZarrArray, origin: Origin) -> None:
             f"at most {_MAX_DIMS} dims and {_MAX_ARRAY_NBYTES:,} bytes",
         )
 
+
+COPY_WHOLE = f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step"
 
 _INDEX_ENTRY_NBYTES = 16
 _CHECKSUM_NBYTES = 4
@@ -249,8 +252,8 @@ class ChunkLister:
                 one,
                 f"{path} cannot contain the index of a shard of {num_parts:,} parts",
                 path,
-                got=f"{value.nbytes:,} bytes",
-                want=f"an index of {nbytes:,} bytes, and of {_MAX_INDEX_NBYTES:,} at most",
+                f"{value.nbytes:,} bytes",
+                f"an index of {nbytes:,} bytes, and of {_MAX_INDEX_NBYTES:,} at most",
             )
         index = self._read_end(one, value, path, nbytes)
         found = read_shard_index(index, num_parts, value.nbytes)
@@ -314,13 +317,8 @@ def _list_places(grid: Sequence[int], first: tuple[int, ...] = ()) -> Iterator[t
 def check_size(one: ChosenArray, value: StoredValue, path: str, nbytes: int | None) -> None:
     """Check that a file is there and long enough for a value."""
     if nbytes is None:
-        raise IncompleteError(
-            f"{path}, with chunks of {one.name}, is missing",
-            tensor=one.name,
-            file=path,
-            got="no such file",
-            want="the file that the store's index names",
-            next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
+        raise Subject(one.name, None, path).incomplete(
+            f"{path} is missing", "no such file", "the file that the store's index names", COPY_WHOLE
         )
     end = value.offset + value.nbytes
     if nbytes < end:
@@ -328,27 +326,18 @@ def check_size(one: ChosenArray, value: StoredValue, path: str, nbytes: int | No
 
 
 def corrupt_error(
-    one: ChosenArray, problem: str, path: str, *, got: str | None = None, want: str | None = None
+    one: ChosenArray, problem: str, path: str, got: str | None = None, want: str | None = None
 ) -> CorruptError:
     """Return the error for a damaged file with chunks of an array."""
-    return Origin(path).corrupt(
-        f"{one.name}: {problem}",
-        got,
-        want,
-        "copy the checkpoint again from where it was written, or take another step",
-        tensor=one.name,
-    )
+    step = "copy the checkpoint again from where it was written, or take another step"
+    return Subject(one.name, None, path).make(CorruptError, problem, got, want, step)
 
 
 def raise_beyond(one: ChosenArray, got: str, path: str) -> NoReturn:
     """Raise the error for elements beyond an array's edge."""
-    raise corrupt_error(
-        one,
-        f"its shape {list(one.array.shape)} leaves out elements that the store contains",
-        path,
-        got=got,
-        want="no chunk beyond the edge of the shape, and zeros where a chunk reaches over it",
-    )
+    problem = f"its shape {list(one.array.shape)} leaves out elements that the store contains"
+    want = "no chunk beyond the edge of the shape, and zeros where a chunk reaches over it"
+    raise corrupt_error(one, problem, path, got, want)
 
 
 _WINDOW_NBYTES = 1 << 20
