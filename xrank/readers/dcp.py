@@ -32,7 +32,7 @@ from xrank.layout.nests import Nest, canonical
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.names import ModelPart, SavedTree, is_of_lightning, part_details, part_notes, select_model
-from xrank.readers.records import Subject, note_bare_files, note_foreign_names, outside_error
+from xrank.readers.records import Subject, find_step, note_bare_files, note_foreign_names, outside_error, read_start
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
 from xrank.words import list_text, plural
@@ -104,8 +104,7 @@ _MAX_CONFIG_NBYTES = 1 << 16
 def read_backend(folder: str) -> str | None:
     """Return the format that Megatron's ``metadata.json`` in a folder names; None without a readable one."""
     try:
-        with open_regular(os.path.join(folder, "metadata.json")) as file:
-            content = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+        content = json.loads(read_start(os.path.join(folder, "metadata.json"), _MAX_CONFIG_NBYTES))
     except (XrankError, OSError, ValueError, RecursionError):
         return None
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
@@ -511,15 +510,10 @@ def _check_files(path: str) -> None:
 
 
 def _step(path: str) -> int | None:
-    """Return the step in the folder's name or its parent's."""
     folder = places.absolute(path)
-    for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
-        # accelerate's folder has the number of the model, and the step is in its parent's name.
-        if re.fullmatch(r"pytorch_model_fsdp(_\d+)?", name):
-            continue
-        found = _STEP.fullmatch(name)
-        return None if found is None else int(found[1])
-    return None
+    # accelerate's folder has the number of the model, and the step is in its parent's name.
+    is_numbered = re.fullmatch(r"pytorch_model_fsdp(_\d+)?", os.path.basename(folder))
+    return find_step(os.path.dirname(folder) if is_numbered else folder, _STEP, levels=1)
 
 
 def _notes(

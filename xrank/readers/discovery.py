@@ -15,9 +15,9 @@ from msgspec import Struct
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError, XrankError, option
 from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints, Reader
-from xrank.readers.records import ENGINE_PART, EXPORT_FOLDER
+from xrank.readers.records import ENGINE_PART, EXPORT_FOLDER, read_start
 from xrank.storage import places
-from xrank.storage.regular_file import LFS_MAGIC, Origin, open_regular, quote
+from xrank.storage.regular_file import LFS_MAGIC, Origin, quote
 from xrank.storage.url import is_url
 from xrank.words import list_text, one_line
 
@@ -205,10 +205,9 @@ def find_marked_step(path: str) -> str | None:
     marker = next((os.path.join(path, name) for name in _MARKERS if name in entries), None)
     if not steps or marker is None:
         return None
-    with open_regular(marker) as file:
-        text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode("latin1").strip()
-        if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-            raise file.origin.corrupt("is not a step marker", quote(text), "a number")
+    text = read_start(marker, _MAX_NBYTES).decode("latin1").strip()
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise Origin(marker).corrupt("is not a step marker", quote(text), "a number")
     folder = os.path.join(path, f"global_step_{int(text)}")
     if not places.is_folder(folder):
         raise Origin(marker).incomplete(
@@ -338,8 +337,7 @@ def _kind_of_name(place: str) -> _ForeignKind | None:
 
 def _kind_of_content(file: str) -> _ForeignKind | None:
     try:
-        with open_regular(file) as content:
-            start = content.read(0, min(content.nbytes, _MAX_MAGIC_NBYTES))
+        start = read_start(file, _MAX_MAGIC_NBYTES)
     except XrankError:
         return None
     return next((kind for kind in _KINDS if kind.magic and start.startswith(kind.magic)), None)

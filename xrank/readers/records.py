@@ -217,8 +217,7 @@ def _find_marked(folder: str) -> Iterator[str]:
     """Yield the folders with the weights that markers name; never one outside `folder`."""
     for marker in _MARKERS:
         try:
-            with open_regular(os.path.join(folder, marker)) as file:
-                text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode().strip()
+            text = read_start(os.path.join(folder, marker), _MAX_NBYTES).decode().strip()
         except (XrankError, OSError, ValueError):
             continue  # the format's reader reports a damaged marker
         names = [text]
@@ -249,6 +248,31 @@ def _parent(path: str) -> str:
     if name in ("", os.curdir, os.pardir):
         return os.path.dirname(places.absolute(path))
     return head or os.curdir
+
+
+def read_start(path: str, most: int) -> bytes:
+    """Return the first bytes of a small file, at most so many."""
+    with open_regular(path) as file:
+        return file.read(0, min(file.nbytes, most))
+
+
+def read_small(path: str, most: int) -> bytes:
+    """Return the content of a file that may not be larger than so many bytes."""
+    with open_regular(path) as file:
+        if file.nbytes > most:
+            raise file.origin.corrupt("is too large", f"{file.nbytes:,} bytes", f"at most {most:,}")
+        return file.read(0, file.nbytes)
+
+
+def find_step(folder: str, pattern: re.Pattern[str], levels: int = 2) -> int | None:
+    """Return the step in the name of a folder, or of one above it, whose first group is the number."""
+    path = places.absolute(folder)
+    for _ in range(levels):
+        found = pattern.fullmatch(os.path.basename(path))
+        if found is not None:
+            return int(found[1])
+        path = os.path.dirname(path)
+    return None
 
 
 def nbytes_below(folder: str) -> int:

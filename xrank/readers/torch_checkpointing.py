@@ -35,10 +35,10 @@ from xrank.readers.fsdp.rank_files import (
     sizes_of,
 )
 from xrank.readers.fsdp.reader import RankFiles, describe_rank_files
-from xrank.readers.records import ONE_SAVE, Subject, absent_rank_error, outside_error
+from xrank.readers.records import ONE_SAVE, Subject, absent_rank_error, outside_error, read_small, read_start
 from xrank.storage import places
 from xrank.storage.entries import Entry
-from xrank.storage.regular_file import Origin, open_regular, quote
+from xrank.storage.regular_file import Origin, quote
 from xrank.words import list_text, plural, ranks_text
 
 METADATA = "metadata.pkl"
@@ -87,10 +87,7 @@ def read_metadata(folder: str) -> SavedMetadata | None:
     if not places.is_present(path):
         return None
     origin = Origin(path)
-    with open_regular(path) as file:
-        if file.nbytes > MAX_PICKLE_NBYTES:
-            raise origin.corrupt("is too large", f"{file.nbytes:,} bytes", f"at most {MAX_PICKLE_NBYTES:,}")
-        read = read_pickle(file.read(0, file.nbytes), origin).value
+    read = read_pickle(read_small(path, MAX_PICKLE_NBYTES), origin).value
     value = Entry(read, lambda fault: origin.corrupt("is not metadata of torch_checkpointing", fault))
     if value["version"].text() != _VERSION:
         raise origin.usage(
@@ -240,8 +237,7 @@ def explain_mismatch(path: str) -> str | None:
 
 def _is_metadata(path: str) -> bool:
     try:
-        with open_regular(path) as file:
-            return _MARK in file.read(0, min(file.nbytes, _MAX_MARK_NBYTES))
+        return _MARK in read_start(path, _MAX_MARK_NBYTES)
     except XrankError:
         return False
 

@@ -38,7 +38,7 @@ from xrank.readers.names import (
     part_notes,
     select_model,
 )
-from xrank.readers.records import Records
+from xrank.readers.records import Records, read_start
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text, plural
@@ -266,8 +266,7 @@ def _read_checklist(folder: str, name: str) -> tuple[RecordedHash, ...]:
     path = os.path.join(folder, "checklist.chk")
     if not places.is_present(path):
         return ()
-    with open_regular(path) as file:
-        text = file.read(0, min(file.nbytes, _MAX_CHECKLIST_NBYTES)).decode(errors="replace")
+    text = read_start(path, _MAX_CHECKLIST_NBYTES).decode(errors="replace")
     found = re.search(rf"^([0-9a-f]{{32}}) [ *]{re.escape(name)}\r?$", text, re.MULTILINE)
     return () if found is None else (RecordedHash(os.path.join(folder, name), "md5", bytes.fromhex(found[1]), path),)
 

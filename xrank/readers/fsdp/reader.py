@@ -25,9 +25,9 @@ from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, pieces_of, replicate
 from xrank.readers.fsdp.rank_files import FsdpRankFile, ShardedPart, read_rank_file
 from xrank.readers.placement import Placement, place_all
-from xrank.readers.records import Records, Subject, absent_rank_error
+from xrank.readers.records import Records, Subject, absent_rank_error, find_step, read_start
 from xrank.storage import places
-from xrank.storage.regular_file import Origin, open_regular, quote
+from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text, ranks_text
 
 # verl/utils/checkpoint/fsdp_checkpoint_manager.py: save_checkpoint; SkyRL uses the same names.
@@ -132,8 +132,7 @@ def list_verl(folder: str) -> RankFiles:
 def _read_world_size(folder: str) -> int | None:
     """Return the world size in ``fsdp_config.json``; None without a readable one, as in older verl."""
     try:
-        with open_regular(os.path.join(folder, _VERL_CONFIG)) as file:
-            content = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+        content = json.loads(read_start(os.path.join(folder, _VERL_CONFIG), _MAX_CONFIG_NBYTES))
     except (XrankError, ValueError, RecursionError):
         return None
     size = content.get("world_size") if isinstance(content, dict) else None
@@ -486,7 +485,7 @@ def describe_rank_files(
         shards=tuple(shards[tensor] for tensor in dict.fromkeys(ordered)),
         absent=placement.absent,
         world_size=world_size,
-        step=_step(listed.folder),
+        step=find_step(listed.folder, _STEP),
         nbytes=records.nbytes,
         skipped_nbytes=_nbytes_of(listed.skipped),
         notes=_notes(files, records, placement),
@@ -517,16 +516,6 @@ def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
     world_size = max(expected, len(files))
     listed.check(world_size)
     return world_size
-
-
-def _step(folder: str) -> int | None:
-    """Return the step in the folder's name or its parent's."""
-    folder = places.absolute(folder)
-    for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
-        found = _STEP.fullmatch(name)
-        if found is not None:
-            return int(found[1])
-    return None
 
 
 def _nbytes_of(paths: Sequence[str]) -> int:

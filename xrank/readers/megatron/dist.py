@@ -31,10 +31,10 @@ from xrank.readers.megatron.run import (
     resolve_folder,
     sibling_iterations,
 )
-from xrank.readers.records import note_bare_files, note_foreign_names, outside_error
+from xrank.readers.records import note_bare_files, note_foreign_names, outside_error, read_small, read_start
 from xrank.storage import places
 from xrank.storage.entries import parse_json
-from xrank.storage.regular_file import Origin, open_regular, quote
+from xrank.storage.regular_file import Origin, quote
 from xrank.words import list_text, plural, size_text
 
 _CONFIG, _COMMON, _METADATA, _INTEGRITY = "metadata.json", "common.pt", ".metadata", "integrity.json"
@@ -111,12 +111,11 @@ def _holds(path: str) -> bool:
 
 def _check_config(path: str) -> None:
     # megatron/core/dist_checkpointing/core.py: CheckpointingConfig.
-    with open_regular(path) as file:
-        try:
-            content: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
-        except (ValueError, RecursionError) as error:
-            raise file.origin.corrupt("is not JSON", quote(str(error)), "a JSON object") from None
-        origin = file.origin
+    origin = Origin(path)
+    try:
+        content: Any = json.loads(read_start(path, _MAX_CONFIG_NBYTES))
+    except (ValueError, RecursionError) as error:
+        raise origin.corrupt("is not JSON", quote(str(error)), "a JSON object") from None
     if not isinstance(content, dict) or "sharded_backend" not in content:
         raise origin.corrupt("does not name the checkpoint's format", want='an object with "sharded_backend"')
     found = (
@@ -146,17 +145,14 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
     path = os.path.join(folder, _INTEGRITY)
     if not places.is_present(path):
         return (), []
-    with open_regular(path) as file:
-        origin = file.origin
-        if file.nbytes > _MAX_INTEGRITY_NBYTES:
-            raise origin.corrupt("is too large", f"{file.nbytes:,} bytes", f"at most {_MAX_INTEGRITY_NBYTES:,}")
-        try:
-            content = parse_json(file.read(0, file.nbytes))
-            algorithm, listed = content.get("algorithm", "sha256"), content["files"].items()
-            digests = {name: _HASH.fullmatch(text) for name, text in listed}
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            got = f"{type(error).__name__}: {quote(str(error))}"
-            raise origin.corrupt("is not a list of hashes", got, "algorithm, and files with hashes") from None
+    origin, text = Origin(path), read_small(path, _MAX_INTEGRITY_NBYTES)
+    try:
+        content = parse_json(text)
+        algorithm, listed = content.get("algorithm", "sha256"), content["files"].items()
+        digests = {name: _HASH.fullmatch(digest) for name, digest in listed}
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        got = f"{type(error).__name__}: {quote(str(error))}"
+        raise origin.corrupt("is not a list of hashes", got, "algorithm, and files with hashes") from None
     if algorithm != "sha256":
         raise origin.usage(
             "lists hashes of an algorithm that is not supported",
@@ -188,8 +184,8 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
         )
     notes = []
     if unlisted:
-        text = list_text([quote(name)[1:-1] for name in unlisted], 3)
-        notes.append(("unlisted-files", f"{_INTEGRITY} does not list {text}; no part of the model is read from there"))
+        names = list_text([quote(name)[1:-1] for name in unlisted], 3)
+        notes.append(("unlisted-files", f"{_INTEGRITY} does not list {names}; no part of the model is read from there"))
     hashes = [
         RecordedHash(os.path.join(folder, name), algorithm, bytes.fromhex(digest[0]), path)
         for name, digest in digests.items()

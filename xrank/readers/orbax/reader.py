@@ -32,7 +32,7 @@ from xrank.readers.orbax.stores import (
     open_store,
     read_array,
 )
-from xrank.readers.records import Subject
+from xrank.readers.records import Subject, find_step, read_small
 from xrank.storage import places
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, open_regular, quote
@@ -101,8 +101,8 @@ def choose_tree(path: str, part: str | None) -> ChosenTree:
     folder = places.absolute(path)
     if _is_tree(path):
         above = os.path.dirname(folder)
-        step = _read_step(above) if _is_step(above) else None
-        return ChosenTree(path, part, _read_step(folder) if step is None else step)
+        step = find_step(above, _STEP_NAME, levels=1) if _is_step(above) else None
+        return ChosenTree(path, part, find_step(folder, _STEP_NAME, levels=1) if step is None else step)
     items = _find_items(path)
     names = [name for name in items if len(items) == 1 or not is_left_out(name)]
     if part is not None and len(items) > 1:
@@ -118,7 +118,7 @@ def choose_tree(path: str, part: str | None) -> ChosenTree:
             f"choose one: {' or '.join(option('part', name) for name in [*items][:12])}",
         )
     others = tuple(name for name in items if name != names[0])
-    return ChosenTree(items[names[0]], part, _read_step(folder), others)
+    return ChosenTree(items[names[0]], part, find_step(folder, _STEP_NAME, levels=1), others)
 
 
 def _find_items(path: str) -> Mapping[str, str]:
@@ -131,12 +131,6 @@ def _find_items(path: str) -> Mapping[str, str]:
 
 def _is_step(path: str) -> bool:
     return places.is_file(os.path.join(path, _STEP))
-
-
-def _read_step(folder: str) -> int | None:
-    """Return the step in a folder's name: ``5``, ``00000005``, ``checkpoint_5``."""
-    found = _STEP_NAME.fullmatch(os.path.basename(folder))
-    return None if found is None else int(found[1])
 
 
 def _is_tree(path: str) -> bool:
@@ -166,11 +160,9 @@ def read_leaves(folder: str) -> Sequence[TreeLeaf]:
             f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
         )
     origin = Origin(path)
-    with open_regular(path) as file:
-        if file.nbytes > _MAX_NBYTES:
-            raise origin.corrupt("is too large", f"{file.nbytes:,} bytes", f"at most {_MAX_NBYTES:,}")
-        text = file.read(0, file.nbytes)
-    tree = Entry.parse(text, lambda fault: origin.corrupt("is not the metadata of a tree of Orbax", fault))
+    tree = Entry.parse(
+        read_small(path, _MAX_NBYTES), lambda fault: origin.corrupt("is not the metadata of a tree of Orbax", fault)
+    )
     leaves = [_read_leaf(entry) for _, entry in tree["tree_metadata"].items()]
     found = [leaf for leaf in leaves if leaf is not None]
     names = [leaf.name for leaf in found]
