@@ -313,7 +313,8 @@ def find_global_name(claim: Claim | None, name: str, held: HeldTensor) -> str | 
     try:
         table = _table(claim.pattern, claim.layout, claim.mesh, held.rank, claim.sizes)
         if table is None:
-            raise held.of(name).layout(*_left_out(held, claim))
+            problem, got, want = _left_out(held, claim)
+            raise LayoutError(problem, got=got, want=want)
         return table.global_name(name)
     except LayoutError as error:
         raise prefix_error(error, name, held) from None

@@ -82,7 +82,10 @@ class Subject(Struct, frozen=True):
         self, problem: str, got: str | None = None, want: str | None = None, next_step: str | None = None
     ) -> LayoutError:
         """Return the error for an unknown or contradictory layout."""
-        return self.make(LayoutError, problem, got, want, next_step)
+        error = self.make(LayoutError, problem, got, want, next_step)
+        if self.file is not None:
+            error.about(Origin(self.file, self.rank).name)
+        return error
 
 
 def outside_error(path: str, entry: str, what: str = "metadata", *, next_step: str | None = None) -> UnsafeError:

@@ -247,7 +247,7 @@ def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Reco
     if 0 not in files.models:
         path = os.path.join(files.folder, "mp_rank_00_model_states.pt")
         want = "the model states, which name the weights"
-        raise Origin(path).incomplete("is missing", None, want, "copy the file from rank 0's node")
+        raise Origin(path).incomplete("is missing from the checkpoint", None, want, "copy the file from rank 0's node")
     modules = read_whole_modules(files.models[0], records, agreement)
     if modules.state.is_stage:
         raise UNIVERSAL_STAGES.make_error(modules.state.origin)
