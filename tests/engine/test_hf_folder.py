@@ -32,12 +32,6 @@ def write(folder: Path, file: OutputFile) -> Path:
     return path
 
 
-def test_one_file() -> None:
-    files = lay_out([tensor("a", 1024), tensor("b", 3)], 10**9)
-    assert [f.name for f in files] == ["model.safetensors"]
-    assert index_text(files) is None
-
-
 def test_files_in_the_given_order_and_a_large_tensor_alone() -> None:
     names = [("a", 10), ("b", 10), ("large", 1000), ("c", 10), ("d", 11)]
     files = lay_out([tensor(name, n) for name, n in names], 80)
@@ -77,12 +71,6 @@ def test_blocks_first_then_by_width() -> None:
     assert all(t.offset % 4096 == 0 for t in file.tensors[:3])
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_no_limit_at_all(limit: int) -> None:
-    with pytest.raises(UsageError):
-        lay_out([tensor("a", 1)], limit)
-
-
 def test_nothing_to_write() -> None:
     with pytest.raises(UsageError, match="no tensor"):
         lay_out([], 10)
@@ -101,12 +89,6 @@ def test_split_before_the_header_is_too_large(monkeypatch: pytest.MonkeyPatch) -
     assert len(files) > 3
     assert all(len(f.header) <= 20_000 for f in files)
     assert [t.name for f in files for t in f.tensors] == [t.name for t in tensors]
-
-
-def test_the_limit_is_safetensors_own() -> None:
-    from xrank.formats.safetensors_header import MAX_HEADER_NBYTES
-
-    assert hf_folder._MAX_HEADER_NBYTES == MAX_HEADER_NBYTES
 
 
 @settings(max_examples=count_of(60), deadline=None)

@@ -62,13 +62,6 @@ def test_layouts_that_keras_cannot_say_are_refused(text, message):
     assert text in info.value.message
 
 
-def test_a_shape_shows_that_ceil_chunks_are_even():
-    layout = TensorLayout.parse("[f, h/~model]")
-    assert to_keras_axes(layout, MESH, (3, 8)) == (None, "model")
-    with pytest.raises(LayoutError, match="cut evenly only"):
-        to_keras_axes(layout, MESH, (3, 6))
-
-
 @pytest.mark.parametrize("as_array", [False, True])
 def test_meshes(as_array):
     devices = ["cpu:3", "cpu:1", "cpu:2", "cpu:0"]

@@ -97,15 +97,6 @@ def test_what_no_layout_says_is_refused(spec, ndim, message):
         from_partition_spec(spec, MESH, ndim)
 
 
-def test_uneven_dims_are_refused():
-    layout = TensorLayout.parse("[f/~model, h]", MESH)
-    with pytest.raises(LayoutError, match="PartitionSpecs cut evenly only"):
-        to_partition_spec(layout)
-    with pytest.raises(LayoutError, match="PartitionSpecs cut evenly only"):
-        to_partition_spec(layout, shape=(6, 1))
-    assert to_partition_spec(layout, shape=(8, 1)) == ("model", None)
-
-
 def test_addends():
     spec = Spec(None, unreduced=frozenset({"model", "data"}))
     layout = from_partition_spec(spec, MESH, 2)

@@ -139,23 +139,6 @@ def test_rules_of_no_parameter_can_be_passed_over():
     assert str(layouts["model.layers.0.up.weight"]) == "[d0, d1]"
 
 
-def test_an_unknown_axis_is_refused():
-    with pytest.raises(LayoutError, match="has no axis 'ep'"):
-        from_tp_plan({}, MESH, {}, axis="ep")
-
-
-def test_there_and_back():
-    shapes = llama(3, bias=True)
-    layouts = from_tp_plan(PLAN, MESH, shapes)
-    plan = to_tp_plan(layouts, shapes)
-    # The plain style of each cut, and no rule for whole parameters.
-    plain = {"embedding_rowwise": "colwise", "colwise_gather_output": "colwise"}
-    assert plan == {
-        rule: plain.get(style, style) for rule, style in PLAN.items() if style != "replicated_with_grad_allreduce"
-    }
-    assert texts(from_tp_plan(plan, MESH, shapes), shapes) == texts(layouts, shapes)
-
-
 @settings(deadline=None)
 @given(st.data())
 def test_any_plan_comes_back_with_the_same_cuts(data):
