@@ -148,10 +148,12 @@ class FileSource:
         with self._lock:
             fd = self._open.get(file)
             if fd is None:
-                fd = _open_checked(self._files[file])
-                self._open[file] = fd
-                # The new file is the last in the order, so it is not evicted before it has a user.
-                self._evict()
+                fd = self._open[file] = _open_checked(self._files[file])
+                # Least recently used first; the new file is the last. Files that a thread reads now stay open, so the
+                # limit may be exceeded for a moment.
+                for other in list(self._open)[: max(0, len(self._open) - self._max_open)]:
+                    if other != file and not self._users.get(other):
+                        system.close_read(self._open.pop(other))
             else:
                 self._open.move_to_end(file)
             self._users[file] = self._users.get(file, 0) + 1
@@ -160,12 +162,6 @@ class FileSource:
         finally:
             with self._lock:
                 self._users[file] -= 1
-
-    def _evict(self) -> None:
-        # Least recently used first; files that a thread reads now stay open, so the limit may be exceeded for a moment.
-        for file in list(self._open)[: max(0, len(self._open) - self._max_open)]:
-            if not self._users.get(file):
-                system.close_read(self._open.pop(file))
 
     def check_unchanged(self) -> None:
         """Compare size, inode and time of every file with those at the reading of its metadata."""

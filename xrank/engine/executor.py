@@ -189,33 +189,16 @@ class MergedTensor:
             return self._factors
 
 
-class MergedTensors:
-    """The tensors whose factors are in memory: each as long as a worker refers to it."""
-
-    def __init__(self) -> None:
-        self._alive: WeakValueDictionary[tuple[int, int], MergedTensor] = WeakValueDictionary()
-        self._lock = threading.Lock()
-
-    def get(self, file: int, tensor: int, plan: TensorPlan) -> MergedTensor:
-        """Return a tensor of a file; the same object for all callers while one of them refers to it."""
-        with self._lock:
-            found = self._alive.get((file, tensor))
-            if found is None:
-                assert plan.update is not None
-                found = self._alive[file, tensor] = MergedTensor(plan, plan.update)
-            return found
-
-
 def factors_nbytes(plan: Plan) -> int:
     """Return the peak bytes of the largest pair of factors, as stored and as multiplied."""
-    return max((_nbytes(tensor, tensor.update) for tensor in plan.tensors if tensor.update is not None), default=0)
-
-
-def _nbytes(tensor: TensorPlan, update: UpdatePlan) -> int:
-    width = dtypes.dtype(_kind(tensor)).nbytes
-    pair = (update.a.output, update.b.output)
-    # While a factor is transposed and made contiguous, memory contains it twice.
-    return sum(part.nbytes + 2 * part.num_elements * width for part in pair)
+    most = 0
+    for tensor in plan.tensors:
+        if tensor.update is not None:
+            width = dtypes.dtype(_kind(tensor)).nbytes
+            pair = (tensor.update.a.output, tensor.update.b.output)
+            # While a factor is transposed and made contiguous, memory contains it twice.
+            most = max(most, sum(part.nbytes + 2 * part.num_elements * width for part in pair))
+    return most
 
 
 def _kind(plan: TensorPlan) -> str:
@@ -251,7 +234,11 @@ class Worker:
         file, windows = job.file, job.windows
         first, last = file.span(windows)
         nbytes = last - first
-        self._window = self._find_memory(job, first, nbytes)
+        self._window = self._own_windows
+        if job.is_placed:
+            assert self._shared.placing is not None
+            self._window = self._shared.placing.place(file.index, first, nbytes)
+            assert len(self._window) == nbytes, "a run of windows is longer than a piece of the target's memory"
         if self._shared.straight is not None:
             self._shared.straight.read_all(job.early, self._window)
         header = file.plan.output.header[first:last]
@@ -265,7 +252,7 @@ class Worker:
             self._clear(done, portion.stop if tensor.plan.output.is_padded else portion.start)
             done = portion.stop
             if tensor.plan.update is not None:
-                self._merge(self._shared.merging.get(file.index, portion.tensor, tensor.plan), portion, part)
+                self._merge(self._shared.find_merged(file.index, portion.tensor, tensor.plan), portion, part)
             else:
                 there = {read.place - portion.start for read in job.early if read.place is not None}
                 straight = self._bring(tensor, portion.low, portion.high, part, there)
@@ -292,14 +279,6 @@ class Worker:
             if file.is_whole:
                 read_rest(self._shared.checksums, self._shared.source, file.records, self._staging)
             self._shared.file_done(file)
-
-    def _find_memory(self, job: Job, first: int, nbytes: int) -> memoryview:
-        if not job.is_placed:
-            return self._own_windows
-        assert self._shared.placing is not None
-        memory = self._shared.placing.place(job.file.index, first, nbytes)
-        assert len(memory) == nbytes, "a run of windows is longer than a piece of the target's memory"
-        return memory
 
     def _clear(self, start: int, stop: int) -> None:
         """Zero bytes of an earlier window that this one does not fill."""
@@ -385,8 +364,13 @@ class Worker:
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.replicas.cut(low, high):
-            tiles = self._tiles(record, nest, width)
-            different = sum(_count(plan, record, tile, data, part) for tile, data in tiles)
+            different = 0
+            for tile, data in self._tiles(record, nest, width):
+                if plan.source_dtype == plan.output.dtype and record not in plan.changed:
+                    different += count_different(data, part, tile.target, tile.loops, width)
+                else:
+                    values, dtype = _values(plan, record, data)
+                    different += count_cast_different(values, dtype, part, plan.output.dtype, tile.target, tile.loops)
             # --replicas pick chooses among ranks, not among tensors: a tied tensor that differs is an error.
             if different and (self._shared.replicas == "verify" or record in plan.tied):
                 raise difference_error(self._shared.plan, plan, row, self._shared.source)
@@ -407,15 +391,6 @@ def _values(plan: TensorPlan, record: int, data: memoryview) -> tuple[memoryview
     if record not in plan.changed:
         return data, plan.source_dtype
     return change_elements(data, plan.source_dtype, *plan.changed[record])
-
-
-def _count(plan: TensorPlan, record: int, tile: Tile, data: memoryview, part: memoryview) -> int:
-    """Return how many elements of a replica's tile differ from those in `part`."""
-    if plan.source_dtype == plan.output.dtype and record not in plan.changed:
-        width = dtypes.dtype(plan.source_dtype).nbytes
-        return count_different(data, part, tile.target, tile.loops, width)
-    values, dtype = _values(plan, record, data)
-    return count_cast_different(values, dtype, part, plan.output.dtype, tile.target, tile.loops)
 
 
 _SIGNAL_LOOK_SECONDS = 0.2
@@ -561,7 +536,8 @@ class _Execution:
         self.failure: BaseException | None = None
         self.extents = SharedExtents(source, target)
         self.checksums = RecordChecksums(plan.source.records, partial(raise_mismatch, plan))
-        self.merging = MergedTensors()
+        self._merged: WeakValueDictionary[tuple[int, int], MergedTensor] = WeakValueDictionary()
+        """Tensors whose factors are in memory, by file and number: each as long as a worker refers to it."""
         self.file_hashes: FileHashes | None = None
         self._ahead: deque[Job] = deque()
         """Windows that come next; the source has begun to fetch the first `_num_announced`."""
@@ -599,6 +575,15 @@ class _Execution:
         else:
             for window in windows:
                 yield from self._make_jobs(file, range(window, window + 1), straight, is_placed=is_placed)
+
+    def find_merged(self, file: int, tensor: int, plan: TensorPlan) -> MergedTensor:
+        """Return a tensor with an update; the same object for all callers while one of them refers to it."""
+        with self._lock:
+            found = self._merged.get((file, tensor))
+            if found is None:
+                assert plan.update is not None
+                found = self._merged[file, tensor] = MergedTensor(plan, plan.update)
+            return found
 
     def next_job(self) -> Job | None:
         """Return the next run of windows; None when none is left or a worker failed."""

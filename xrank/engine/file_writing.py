@@ -135,15 +135,7 @@ def _as_bytes(tensor: OutputTensor, record: int) -> StoredShard:
 
 def digests_of(plan: Plan, outcome: Outcome) -> list[FileDigests]:
     """Return the digests of all files of an executed plan."""
-    return [
-        FileDigests(
-            file.output.name,
-            file.output.nbytes,
-            outcome.files[index].digest,
-            dict(zip([t.name for t in file.output.tensors], outcome.files[index].tensor_digests, strict=True)),
-        )
-        for index, file in enumerate(plan.files)
-    ]
+    return [_digests_of(plan, outcome.files[index]) for index in range(len(plan.files))]
 
 
 @contextmanager

@@ -73,12 +73,8 @@ def lay_out(
         seen.add(tensor.name)
     groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)
     count = len(groups)
-    return tuple(_place(_file_name(i, count, stem), group) for i, group in enumerate(groups, start=1))
-
-
-def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """Return one safetensors file with all these tensors, each at its place."""
-    return _place(name, tensors)
+    names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return tuple(map(lay_out_file, names if count > 1 else [f"{stem}.safetensors"], groups))
 
 
 def index_name(files: Sequence[OutputFile]) -> str:
@@ -123,11 +119,8 @@ def _entry_nbytes(tensor: OutputTensor) -> int:
     return len(json.dumps(tensor.name)) + len(tensor.dtype) + digits + frame
 
 
-def _file_name(number: int, count: int, stem: str) -> str:
-    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _place(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    """Return one safetensors file with all these tensors, each at its place."""
     blocks = [t for t in tensors if t.nbytes % _ALIGNMENT == 0]
     others = sorted((t for t in tensors if t.nbytes % _ALIGNMENT), key=lambda t: -dtypes.dtype(t.dtype).nbytes)
     entries = []

@@ -154,18 +154,22 @@ def make_plan(
 
     def plan_tensor(output: OutputTensor) -> TensorPlan:
         shard = shards[output.name]
-        _check_factor(shard)
-        _check_cast(shard.dtype, output)
+        ties = [shards[name] for name in (tied or {}).get(output.name, ())]
+        _check_types(shard, output)
         if output.name not in whole:
-            whole[output.name] = _divide_with_ties(
-                shard, [shards[name] for name in (tied or {}).get(output.name, ())], source
-            )
+            copies, replicas = divide_replicas(shard, source)
+            others: dict[int, str] = {}
+            for other in ties:
+                replicas = _join_copies(replicas, _collect_tied_copies(shard, other, source))
+                others.update((record, other.name) for record in other.record.tolist())
+            for record in shard.record.tolist():
+                others.pop(record, None)  # one storage under both names cannot differ
+            whole[output.name] = copies, replicas, others
         copies, replicas, others = whole[output.name]
         if output.part is not None:
             copies, replicas = _part_of(copies, output.part.nests), _part_of(replicas, output.part.compared)
             _check_part(output, copies)
         update = (updates or {}).get(output.name)
-        parts = [shard, *(shards[name] for name in (tied or {}).get(output.name, ()))]
         return TensorPlan(
             output,
             shard.dtype,
@@ -175,7 +179,7 @@ def make_plan(
             None if update is None else plan_update(update),
             {
                 record: (part.factor, part.added)
-                for part in reversed(parts)
+                for part in reversed([shard, *ties])
                 if (part.factor, part.added) != (1.0, 0)
                 for record in part.record.tolist()
             },
@@ -194,20 +198,6 @@ def select_tensors(plan: Plan, tensors: Iterable[TensorPlan]) -> Plan:
     """Return a plan of some tensors of another plan, each as a bare file of its own."""
     files = ((OutputFile.bare(tensor.output), tensor) for tensor in tensors)
     return Plan(plan.source, tuple(FilePlan(f, (replace(tensor, output=f.tensors[0]),)) for f, tensor in files))
-
-
-def _divide_with_ties(
-    shard: StoredShard, tied: Sequence[StoredShard], source: StoredModel
-) -> tuple[Copies, Copies, dict[int, str]]:
-    """Return a whole tensor's copies and replicas, and record -> name for replicas of tied tensors."""
-    copies, replicas = divide_replicas(shard, source)
-    others: dict[int, str] = {}
-    for other in tied:
-        replicas = _join_copies(replicas, _collect_tied_copies(shard, other, source))
-        others.update((record, other.name) for record in other.record.tolist())
-    for record in shard.record.tolist():
-        others.pop(record, None)  # one storage under both names cannot differ
-    return copies, replicas, others
 
 
 def _part_of(copies: Copies, part: tuple[Nest, ...]) -> Copies:
@@ -315,28 +305,18 @@ def _collect_tied_copies(shard: StoredShard, other: StoredShard, source: StoredM
     return _join_copies(copies, replicas)
 
 
-def _check_factor(shard: StoredShard) -> None:
-    if shard.factor != 1.0 and not dtypes.dtype(shard.dtype).is_float:
-        raise UsageError(
-            f"{shard.name}: the recipe multiplies this tensor, which is not floating-point",
-            tensor=shard.name,
-            got=shard.dtype,
-            want="a floating-point type",
-            next_step=f"keep the names with {option('recipe', 'none')}, or save the weights unquantised",
-        )
-
-
-def _check_cast(source_dtype: str, output: OutputTensor) -> None:
-    if source_dtype != output.dtype and not (
-        dtypes.dtype(source_dtype).is_float and dtypes.dtype(output.dtype).is_float
-    ):
-        raise UsageError(
-            f"{output.name}: no cast from {source_dtype} to {output.dtype}",
-            tensor=output.name,
-            got=source_dtype,
-            want="a floating-point type on both sides",
-            next_step=f"use {option('dtype', 'keep')}",
-        )
+def _check_types(shard: StoredShard, output: OutputTensor) -> None:
+    """Refuse to multiply or cast other elements than floating-point ones."""
+    is_float = dtypes.dtype(shard.dtype).is_float
+    if shard.factor != 1.0 and not is_float:
+        what, want = "the recipe multiplies this tensor, which is not floating-point", "a floating-point type"
+        next_step = f"keep the names with {option('recipe', 'none')}, or save the weights unquantized"
+    elif shard.dtype != output.dtype and not (is_float and dtypes.dtype(output.dtype).is_float):
+        what, want = f"no cast from {shard.dtype} to {output.dtype}", "a floating-point type on both sides"
+        next_step = f"use {option('dtype', 'keep')}"
+    else:
+        return
+    raise UsageError(f"{output.name}: {what}", tensor=output.name, got=shard.dtype, want=want, next_step=next_step)
 
 
 _CHECK_LAYOUT = f"check the layout that the ranks recorded, or the one given by {option('layouts')}"

@@ -122,10 +122,12 @@ class RecordChecksums:
             # Another thread may have finished the record since.
             if record in self._checked:
                 return
-            part = self._part(record)
+            part = self._parts.get(record)
+            if part is None:
+                part = self._parts[record] = JoinedCrc32(int(self._nbytes[record]))
             part.add(start, end, crc)  # an overlapping part is left out, and `missing` returns its bytes
-            value = None if self._is_open(record) else part.value
-            if value is None:
+            value = part.value
+            if value is None or (self._left_open is not None and self._left_open[record]):
                 return
             del self._parts[record]
             self._checked.add(record)
@@ -133,20 +135,15 @@ class RecordChecksums:
             if value != self._expected[record]:
                 self._mismatch(record, value)
 
-    def _is_open(self, record: int) -> bool:
-        return self._left_open is not None and bool(self._left_open[record])
-
-    def _part(self, record: int) -> JoinedCrc32:
-        part = self._parts.get(record)
-        if part is None:
-            part = self._parts[record] = JoinedCrc32(int(self._nbytes[record]))
-        return part
-
     def missing(self, records: Iterable[int]) -> list[tuple[int, int, int]]:
         """Return (record, start, end) of all bytes of these records that were not added yet; open records excluded."""
         with self._lock:
-            wanted = [record for record in records if self.wants(record) and not self._is_open(record)]
-            return [(record, *gap) for record in wanted for gap in self._part(record).gaps()]
+            found = []
+            for record in records:
+                if self.wants(record) and (self._left_open is None or not self._left_open[record]):
+                    part = self._parts.get(record) or JoinedCrc32(int(self._nbytes[record]))
+                    found += [(record, *gap) for gap in part.gaps()]
+            return found
 
     def take_parts(self, records: Iterable[int]) -> list[tuple[int, int, int, int]]:
         """Remove and return (record, start, end, CRC) of all parts of these records that were not compared."""

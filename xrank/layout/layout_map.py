@@ -126,26 +126,18 @@ def read_layout_file(file: str) -> LayoutFile:
             content = stream.read(MAX_FILE_NBYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = (isinstance(error, OSError) and error.strerror) or error
-        raise UsageError(
-            f"the layout file {file} cannot be read: {reason}",
-            file=file,
-            next_step="name a layout file that can be read; xrank layout show PATH --toml prints one to start from",
-        ) from error
+        next_step = "name a layout file that can be read; xrank layout show PATH --toml prints one to start from"
+        raise UsageError(f"the layout file {file} cannot be read: {reason}", file=file, next_step=next_step) from error
     if len(content) > MAX_FILE_NBYTES:
         raise LayoutError(f"{file} is too large for a layout file", file=file, want=f"at most {MAX_FILE_NBYTES} bytes")
     try:
         tables = parse_toml(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise LayoutError(
-            f"the layout file {file} is not text", file=file, got=f"{error.reason} at byte {error.start}", want="UTF-8"
-        ) from error
+        got = f"{error.reason} at byte {error.start}"
+        raise LayoutError(f"the layout file {file} is not text", file=file, got=got, want="UTF-8") from error
     except ValueError as error:
-        raise LayoutError(
-            f"the layout file {file} is not TOML: {error}",
-            file=file,
-            want="TOML",
-            next_step=f"correct the file, then {AGAIN}",
-        ) from error
+        what, next_step = f"the layout file {file} is not TOML: {error}", f"correct the file, then {AGAIN}"
+        raise LayoutError(what, file=file, want="TOML", next_step=next_step) from error
     return parse_tables(tables, file)
 
 
@@ -154,43 +146,37 @@ def parse_tables(tables: dict[str, Any], file: str) -> LayoutFile:
     _refuse_unknown(tables, {"mesh", "sizes", "tensors", "alias"}, "table", file)
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise LayoutError(f"{file}: {name!r} is not a table", file=file, got=repr(table)[:80], want=f"[{name}]")
+            raise _wrong(file, f"{name!r} is not a table", table, f"[{name}]")
     mesh, views = _meshes(tables["mesh"], file) if "mesh" in tables else (None, {})
     sizes = _sizes(tables.get("sizes", {}), [m for m in (mesh, *views.values()) if m is not None], file)
     for pattern, text in tables.get("tensors", {}).items():
         if not isinstance(text, str) or not text.lstrip().startswith(("[", "flat(", "scale(", "packed(")):
-            raise LayoutError(
-                f"{file}: the rule {pattern!r} has no layout's text",
-                file=file,
-                got=repr(text)[:80],
-                want='"pattern" = "[f/tp, h]", the pattern in quotes',
-            )
+            want = '"pattern" = "[f/tp, h]", the pattern in quotes'
+            raise _wrong(file, f"the rule {pattern!r} has no layout's text", text, want)
     return LayoutFile(mesh, views, sizes, tables.get("tensors", {}), _aliases(tables.get("alias", {}), file))
 
 
 def _aliases(table: dict[str, Any], file: str) -> dict[str, str]:
     for name, target in table.items():
         if not isinstance(target, str) or name == target:
-            raise LayoutError(
-                f"{file}: the alias {name!r} names no other tensor", file=file, got=repr(target)[:80], want="a name"
-            )
+            raise _wrong(file, f"the alias {name!r} names no other tensor", target, "a name")
         if target in table:
-            raise LayoutError(
-                f"{file}: the alias {name!r} stands for {target!r}, an alias itself",
-                file=file,
-                want="the name of a tensor with a layout",
-            )
+            problem = f"the alias {name!r} stands for {target!r}, an alias itself"
+            raise _wrong(file, problem, want="the name of a tensor with a layout")
     return table
+
+
+def _wrong(file: str, problem: str, got: object = None, want: str | None = None) -> LayoutError:
+    """Return the error for a layout file with this problem."""
+    return LayoutError(f"{file}: {problem}", file=file, got=None if got is None else repr(got)[:80], want=want)
 
 
 def _sizes(table: dict[str, Any], meshes: list[DeviceMesh], file: str) -> dict[str, int]:
     for name in table:
         if not is_name(name):
-            raise LayoutError(f"{file}: {name!r} is not a name of a size", file=file, got=repr(name), want=NAME_RULE)
+            raise _wrong(file, f"{name!r} is not a name of a size", name, NAME_RULE)
         if any(name in mesh.axis_names for mesh in meshes):
-            raise LayoutError(
-                f"{file}: {name!r} is both a size and an axis", file=file, want="another name for the size"
-            )
+            raise _wrong(file, f"{name!r} is both a size and an axis", want="another name for the size")
     try:
         return check_sizes(table)
     except LayoutError as error:
@@ -203,26 +189,14 @@ def _meshes(table: dict[str, Any], file: str) -> tuple[DeviceMesh, dict[str, Dev
     if not isinstance(grid, str):
         raise LayoutError(f"{file}: [mesh] has no grid", file=file, got=repr(grid)[:80], want='grid = "dp=2 tp=2"')
     if order is not None and not isinstance(order, str):
-        raise LayoutError(
-            f"{file}: the order of [mesh] is not a text", file=file, got=repr(order)[:80], want='order = "tp-dp-pp"'
-        )
+        raise _wrong(file, "the order of [mesh] is not a text", order, 'order = "tp-dp-pp"')
     if ranks is not None and (not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks)):
-        raise LayoutError(
-            f"{file}: ranks of [mesh] is not a list of integers",
-            file=file,
-            got=repr(ranks)[:80],
-            want="[0, 1, 2, 3]",
-        )
+        raise _wrong(file, "ranks of [mesh] is not a list of integers", ranks, "[0, 1, 2, 3]")
     views = {} if views is None else views
     if not isinstance(views, dict) or any(
         not isinstance(text, str) or not is_name(name) for name, text in views.items()
     ):
-        raise LayoutError(
-            f"{file}: a view of [mesh] is not a grid with a name",
-            file=file,
-            got=repr(views)[:80],
-            want='view.expert = "pp=2 ep=4"',
-        )
+        raise _wrong(file, "a view of [mesh] is not a grid with a name", views, 'view.expert = "pp=2 ep=4"')
     try:
         mesh = DeviceMesh.parse_grid(grid, None if order is not None else ranks)
         if order is not None:
@@ -235,9 +209,7 @@ def _meshes(table: dict[str, Any], file: str) -> tuple[DeviceMesh, dict[str, Dev
 def _refuse_unknown(table: dict[str, Any], known: set[str], kind: str, file: str) -> None:
     unknown = [name for name in table if name not in known]
     if unknown:
-        raise LayoutError(
-            f"{file}: {unknown[0]!r} is not a {kind}", file=file, got=repr(unknown[0]), want=f"one of {sorted(known)}"
-        )
+        raise _wrong(file, f"{unknown[0]!r} is not a {kind}", unknown[0], f"one of {sorted(known)}")
 
 
 def name_file(error: LayoutError, where: str, file: str) -> LayoutError:
@@ -277,17 +249,14 @@ def write_text(text: str, file: str) -> None:
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise LayoutError(
-            "a name in the LayoutMap cannot be written as UTF-8", file=file, got=ascii(error.object[error.start])
-        ) from error
+        what, got = "a name in the LayoutMap cannot be written as UTF-8", ascii(error.object[error.start])
+        raise LayoutError(what, file=file, got=got) from error
     try:
         write_whole(content, file)  # an incomplete layout file would be read as one with fewer rules
     except OSError as error:
-        raise UsageError(
-            f"the layout file {file} cannot be written: {error.strerror}",
-            file=file,
-            next_step="write the file into a folder that exists and may be written to",
-        ) from error
+        what = f"the layout file {file} cannot be written: {error.strerror}"
+        next_step = "write the file into a folder that exists and may be written to"
+        raise UsageError(what, file=file, next_step=next_step) from error
 
 
 def _quote(text: str) -> str:
@@ -450,23 +419,18 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             return name
         rules = [rule for rule in self._layouts if self._expression(rule).fullmatch(name)]
         if len(rules) > 1:
-            raise LayoutError(
-                f"Path '{name}' matches multiple layout specification keys: {rules}. Please make sure each "
-                "tensor/variable path only matches at most one layout specification key in the LayoutMap.",
-                tensor=name,
-                got=str(rules),
-                want="one key that matches the whole name, or a key that equals it",
-            )
+            # Keras' words (keras/src/distribution).
+            what = f"Path '{name}' matches multiple layout specification keys: {rules}. Please make sure each "
+            what += "tensor/variable path only matches at most one layout specification key in the LayoutMap."
+            want = "one key that matches the whole name, or a key that equals it"
+            raise LayoutError(what, tensor=name, got=str(rules), want=want)
         return rules[0] if rules else None
 
     def __setitem__(self, key: str, layout: TensorLayout | tuple[str | None, ...] | str | None) -> None:
         if key in self._layouts:
-            raise LayoutError(
-                f"{key} already exist in the LayoutMap with value {self._layouts[key]}. "
-                "Please make sure to not use duplicated keys.",
-                tensor=key,
-                next_step="take the key out first",
-            )
+            what = f"{key} already exist in the LayoutMap with value {self._layouts[key]}. "
+            what += "Please make sure to not use duplicated keys."
+            raise LayoutError(what, tensor=key, next_step="take the key out first")
         if not isinstance(key, str):
             raise LayoutError(f"the key {key!r} of a LayoutMap is not text", got=type(key).__name__, want="a pattern")
         # Unlike Keras, accept a layout's text. Other strings are refused as in Keras.
@@ -475,12 +439,9 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         elif isinstance(layout, str) and layout.startswith(("[", "flat(")):
             layout = TensorLayout.parse(layout)
         if not isinstance(layout, TensorLayout):
-            raise LayoutError(
-                f"{layout} should be a TensorLayout type, got {type(layout)}",
-                tensor=key,
-                got=repr(layout)[:200],
-                want='a TensorLayout, a tuple such as (None, "model"), or text such as "[f/tp, h]"',
-            )
+            what = f"{layout} should be a TensorLayout type, got {type(layout)}"
+            want = 'a TensorLayout, a tuple such as (None, "model"), or text such as "[f/tp, h]"'
+            raise LayoutError(what, tensor=key, got=repr(layout)[:200], want=want)
         if layout.device_mesh is None and self._device_mesh is not None:
             layout = layout.with_mesh(self._device_mesh, self.views)
         if has_groups(key):
@@ -583,13 +544,9 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         """Return the map as the content of a layout file."""
         for pattern, layout in self._layouts.items():
             if layout.device_mesh != self.device_mesh:
-                mesh = self.device_mesh
-                raise LayoutError(
-                    f"the layout of {pattern!r} has a mesh that is not the LayoutMap's, which a file cannot express",
-                    tensor=pattern,
-                    got=repr(layout),
-                    want=f"the mesh {None if mesh is None else mesh.grid!r}",
-                )
+                grid = None if self.device_mesh is None else self.device_mesh.grid
+                what = f"the layout of {pattern!r} has a mesh that is not the LayoutMap's, which a file cannot express"
+                raise LayoutError(what, tensor=pattern, got=repr(layout), want=f"the mesh {grid!r}")
         rules = {pattern: str(value) for pattern, value in (*self._layouts.items(), *self.companions.items())}
         return LayoutFile(self.device_mesh, self.views, self.sizes, rules, self.aliases)
 
@@ -601,12 +558,10 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             except LayoutError:
                 raise
             except ValueError as error:
-                raise LayoutError(
-                    f"the pattern {rule!r} is not a regular expression: {error}",
-                    got=repr(rule),
-                    want="a tensor's name, or a regular expression for whole names",
-                    next_step="escape literal characters with a backslash",
-                ) from error.__cause__
+                what = f"the pattern {rule!r} is not a regular expression: {error}"
+                want = "a tensor's name, or a regular expression for whole names"
+                next_step = "escape literal characters with a backslash"
+                raise LayoutError(what, got=repr(rule), want=want, next_step=next_step) from error.__cause__
             self._expressions[rule] = compiled
         return compiled
 
@@ -630,12 +585,8 @@ def _from_file(content: LayoutFile, file: str, kind: type[LayoutMap] = LayoutMap
     # After all rules, because a companion may stand before its base.
     for pattern, companion in layout_map.companions.items():
         if companion.of is not None and companion.of not in layout_map._layouts:
-            raise LayoutError(
-                f"{file}: rule {pattern!r}: there is no rule {companion.of!r}",
-                file=file,
-                got=str(companion),
-                want="a rule of [tensors], as it is written there",
-            )
+            what, want = f"there is no rule {companion.of!r}", "a rule of [tensors], as it is written there"
+            raise LayoutError(f"{file}: rule {pattern!r}: {what}", file=file, got=str(companion), want=want)
     return layout_map
 
 
@@ -695,11 +646,8 @@ def base_of_shape(
             if companion_shape(companion, base) == shape:
                 found.add(base)
     if len(found) != 1:
-        raise LayoutError(
-            f"{name}: no single shape of its base follows from {companion}",
-            tensor=name,
-            got=f"{list(shape)}; bases {sorted(map(list, found))[:4]}",
-            want="one tensor, or several of one shape, that it belongs to",
-            next_step="give the base's rule for these tensors alone",
-        )
+        what = f"{name}: no single shape of its base follows from {companion}"
+        got = f"{list(shape)}; bases {sorted(map(list, found))[:4]}"
+        want, next_step = "one tensor, or several of one shape", "give the base's rule for these tensors alone"
+        raise LayoutError(what, tensor=name, got=got, want=f"{want}, that it belongs to", next_step=next_step)
     return found.pop()

@@ -255,7 +255,10 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
         case Pad(of, multiple):
             return _pad(_compile(of, sizes, places), multiple, sizes)
         case Split(of, axis):
-            inner = _inner_part(of, sizes, places)
+            if isinstance(of, Size):
+                inner = _compile(of, sizes, places)
+            else:  # the cache shares it between all places along the split's own axis
+                inner = compile_dim(of, tuple(sizes.items()), tuple((each, *places[each]) for each in _axes_of(of)))
             low, high = cut_bounds(node, inner.local_size, *places[axis], sizes)
             kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
             nests = tuple(Nest(x - low, y, loops) for x, y, loops in kept)
@@ -263,14 +266,6 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
         case Flat(members, multiple):
             whole = _end_to_end(product_of(_compile(dim, sizes, places) for dim in member.dims) for member in members)
             return whole if multiple is None else _pad(whole, multiple, sizes)
-
-
-def _inner_part(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[int, int]]) -> DimPart:
-    """Compile the operand of a split; the cache shares it between all places along the split's own axis."""
-    if isinstance(node, Size):
-        return _compile(node, sizes, places)
-    own = tuple((axis, *places[axis]) for axis in _axes_of(node))
-    return compile_dim(node, tuple(sizes.items()), own)
 
 
 _axes_of = lru_cache(maxsize=4096)(axes_of)
@@ -469,8 +464,7 @@ def local_part(
         return None
     known = _relevant(layout.tree, check_sizes(sizes)) if sizes else ()
     # Axes in "where" and "sum" do not change the part: without them in the key, ranks along them share a cache entry.
-    others = _uncut_axes(layout.tree)
-    cutting = tuple(place for place in places if place[0] not in others) if others else places
+    cutting = places[: sum(map(len, layout.cut_axes))]
     return _layout_part(layout.tree, check_shape(shape), cutting, known, _count_lengths(layout.tree, lengths))
 
 
@@ -515,12 +509,13 @@ def places_of(
             want=f"a layout with the view {layout.tree.view!r}",
             next_step="attach the mesh and its views by TensorLayout.with_mesh",
         )
-    lengths = _lengths(mesh, layout.view_mesh)
+    lengths = axis_lengths(mesh, layout.view_mesh)
     if layout.view_mesh is not None:
         # For an axis in both meshes the view's place counts, as its length does in `axis_lengths`.
         coordinate = {**coordinate, **layout.view_mesh.coordinate(mesh.rank_at(coordinate))}
     places: list[tuple[str, int, int]] = []
-    for axis in (*(axis for axes in layout.cut_axes for axis in axes), *_uncut_axes(layout.tree)):
+    uncut = (*(where.axis for where in layout.tree.where), *layout.tree.sums)
+    for axis in (*(axis for axes in layout.cut_axes for axis in axes), *uncut):
         if axis not in lengths:
             # Raises the error with the mesh's own axes.
             mesh.axis_length(axis)
@@ -550,26 +545,6 @@ def _check_sound_on(tree: LayoutTree, lengths: Sizes) -> None:
     check_sound(tree, dict(lengths))
 
 
-@lru_cache(maxsize=64)
-def _lengths_of(
-    shape: tuple[int, ...], names: tuple[str, ...], view_shape: tuple[int, ...], view_names: tuple[str, ...]
-) -> Mapping[str, int]:
-    return {**dict(zip(names, shape, strict=True)), **dict(zip(view_names, view_shape, strict=True))}
-
-
-def _lengths(mesh: DeviceMesh, view: DeviceMesh | None) -> Mapping[str, int]:
-    if view is None:
-        return _lengths_of(mesh.shape, mesh.axis_names, (), ())
-    return _lengths_of(mesh.shape, mesh.axis_names, view.shape, view.axis_names)
-
-
-def _uncut_axes(tree: LayoutTree) -> tuple[str, ...]:
-    """Return the axes in a layout's "where" and "sum" clauses."""
-    if not tree.where and not tree.sums:
-        return ()
-    return (*(where.axis for where in tree.where), *tree.sums)
-
-
 def _relevant(tree: LayoutTree, sizes: Mapping[str, int]) -> Sizes:
     names = dict.fromkeys(name for dim in tree.dims for name in (*names_of_dim(dim), *count_names_of_dim(dim)))
     return tuple((name, sizes[name]) for name in names if name in sizes)
@@ -577,12 +552,7 @@ def _relevant(tree: LayoutTree, sizes: Mapping[str, int]) -> Sizes:
 
 def _count_lengths(tree: LayoutTree, lengths: Mapping[str, int]) -> Sizes:
     """Return the axes in counts with their lengths."""
-    return tuple((name, lengths[name]) for name in _names_in_counts(tree) if name in lengths)
-
-
-@lru_cache(maxsize=4096)
-def _names_in_counts(tree: LayoutTree) -> tuple[str, ...]:
-    return tuple(name for dim in tree.dims for name in count_names_of_dim(dim))
+    return tuple((name, lengths[name]) for dim in tree.dims for name in count_names_of_dim(dim) if name in lengths)
 
 
 @lru_cache(maxsize=16_384)
@@ -590,10 +560,7 @@ def _layout_part(
     tree: LayoutTree, shape: tuple[int, ...], places: Places, sizes: Sizes, count_lengths: Sizes
 ) -> LocalPart:
     """Compile a whole layout as the product of its dims."""
-    parts = [
-        compile_dim(dim, own, tuple(place for place in places if place[0] in axes))
-        for dim, axes, own in _bind_dims(tree, shape, sizes, count_lengths)
-    ]
+    parts = _compile_dims(_bind_dims(tree, shape, sizes, count_lengths), places)
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, tree.sums)
 
 
@@ -617,7 +584,10 @@ def dim_parts(
     layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], places: Places, sizes: Mapping[str, int]
 ) -> list[DimPart]:
     """Return the compiled dims of a layout at a rank's places, as from `places_of`."""
-    bound = bind_dims(layout, shape, lengths, sizes)
+    return _compile_dims(bind_dims(layout, shape, lengths, sizes), places)
+
+
+def _compile_dims(bound: Iterable[tuple[Node, frozenset[str], Sizes]], places: Places) -> list[DimPart]:
     return [compile_dim(dim, known, tuple(p for p in places if p[0] in axes)) for dim, axes, known in bound]
 
 

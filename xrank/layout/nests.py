@@ -11,7 +11,6 @@ Every box, split, part, product and permutation is nested after `canonical`, as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -34,11 +33,6 @@ class Nest(NamedTuple):
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return torch's strides of a contiguous tensor, in elements; an empty dim counts as 1."""
-    return _row_major(tuple(shape))
-
-
-@lru_cache(maxsize=4096)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
