@@ -64,6 +64,8 @@ class Differences:
         return found + by_nan
 
 
+COPY = "copy the file again from where it was written, or take another checkpoint"
+"""The next step for a file with damaged bytes."""
 _CHUNK_NBYTES = 1 << 20
 
 
@@ -85,22 +87,11 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     owner = find_owner(plan.source, record) if used else None
     if owner is None:
         return CorruptError(
-            f"checksum of {path} at byte {offset:,} is wrong",
-            file=path,
-            got=got,
-            want=want,
-            next_step="copy the file again from where it was written, or take another checkpoint",
+            f"checksum of {path} at byte {offset:,} is wrong", file=path, got=got, want=want, next_step=COPY
         )
-    return CorruptError(
-        f"{owner.name}, {owner.where}: checksum of rank {owner.rank}'s {path} at byte {offset:,} is wrong",
-        tensor=owner.name,
-        rank=owner.rank,
-        file=path,
-        index_range=owner.where,
-        got=got,
-        want=want,
-        next_step=f"let rank {owner.rank} write again, or copy the file again, then {AGAIN}",
-    )
+    what = f"{owner.subject}: checksum of rank {owner.rank}'s {path} at byte {offset:,} is wrong"
+    next_step = f"let rank {owner.rank} write again, or copy the file again, then {AGAIN}"
+    return CorruptError(what, file=path, got=got, want=want, next_step=next_step, **owner.facts)
 
 
 class Owner(NamedTuple):
@@ -110,6 +101,16 @@ class Owner(NamedTuple):
     where: str
     """Elements of the piece, in words."""
     rank: int
+
+    @property
+    def subject(self) -> str:
+        """The piece, at the beginning of a message."""
+        return f"{self.name}, {self.where}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The parts of an error about the piece."""
+        return {"tensor": self.name, "rank": self.rank, "index_range": self.where}
 
 
 def find_owner(model: StoredModel, record: int) -> Owner | None:
@@ -125,18 +126,12 @@ def find_owner(model: StoredModel, record: int) -> Owner | None:
 
 def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
     """Return the error for a finite value that the requested cast would make infinite."""
-    return UsageError(
-        f"{plan.output.name}: {value:g} does not fit {plan.output.dtype}",
-        tensor=plan.output.name,
-        rank=rank,
-        got=f"{value:g} in {plan.source_dtype} on rank {rank}",
-        want=f"a value that is finite in {plan.output.dtype}",
-        next_step=either(
-            f"use {option('dtype', 'bf16')}",
-            f"use {option('dtype', 'keep')}",
-            f"give {option('keep_fp32')} this tensor's name",
-        ),
-    )
+    name, dtype = plan.output.name, plan.output.dtype
+    keep = f"give {option('keep_fp32')} this tensor's name"
+    next_step = either(f"use {option('dtype', 'bf16')}", f"use {option('dtype', 'keep')}", keep)
+    got, want = f"{value:g} in {plan.source_dtype} on rank {rank}", f"a value that is finite in {dtype}"
+    what = f"{name}: {value:g} does not fit {dtype}"
+    return UsageError(what, tensor=name, rank=rank, got=got, want=want, next_step=next_step)
 
 
 def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -> XrankError:

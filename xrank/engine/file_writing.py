@@ -22,6 +22,7 @@ from msgspec import Struct
 from xrank.engine.buffers import FileTarget, NullTarget
 from xrank.engine.companions import CompanionFile
 from xrank.engine.executor import Budget, Outcome, execute
+from xrank.engine.faults import COPY
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import FileFacts
 from xrank.engine.rounds import LocalOutputs, Work
@@ -184,13 +185,9 @@ def keep_if_hashed(stage: Stage, finish_hashes: Callable[[], None]) -> None:
 def _compare(one: RecordedHash, stop: threading.Event) -> None:
     digest = hash_stretch(one.path, 0, None, one.hash_name, stop=stop)
     if digest != one.digest:
-        raise CorruptError(
-            f"{one.path}: its bytes do not have the hash that {one.listed_in} records",
-            file=one.path,
-            got=f"{one.hash_name} {digest.hex()}",
-            want=f"{one.hash_name} {one.digest.hex()}",
-            next_step="copy the file again from where it was written, or take another checkpoint",
-        )
+        what = f"{one.path}: its bytes do not have the hash that {one.listed_in} records"
+        got, want = (f"{one.hash_name} {each.hex()}" for each in (digest, one.digest))
+        raise CorruptError(what, file=one.path, got=got, want=want, next_step=COPY)
 
 
 def hash_stretch(

@@ -452,38 +452,24 @@ def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict
     """
     shapes: dict[str, tuple[int, ...]] = {}
     unknown: dict[str, str] = {}
-    for rule, layout in layouts.items():
-        assert layout is not None
+    for rule, stated in (*layouts.items(), *layouts.companions.items()):
+        assert stated is not None
         try:
-            shapes.update(_shapes_of(rule, layout, layouts))
+            if isinstance(stated, Companion):
+                for name in _companion_names(rule, stated, layouts):
+                    shapes[name] = companion_shape(stated, _base_shape(name, stated, layouts, shapes))
+            else:
+                shapes.update(_shapes_of(rule, stated, layouts))
         # `global_size` looks names up; the key is the missing size.
         except KeyError as error:
             unknown[rule] = f"the size {error.args[0]!r} is not known"
         except LayoutError as error:
             if is_strict:
-                raise _name_rule(error, rule) from error
-            unknown[rule] = error.message
-    for rule, companion in layouts.companions.items():
-        try:
-            for name in _companion_names(rule, companion, layouts):
-                shapes[name] = companion_shape(companion, _base_shape(name, companion, layouts, shapes))
-        except KeyError as error:
-            unknown[rule] = f"the size {error.args[0]!r} is not known"
-        except LayoutError as error:
-            if is_strict:
-                raise _name_rule(error, rule) from error
+                what = f"the rule {rule!r} fits no tensor: {error.message}"
+                next_step = error.next_step or "correct the sizes or the cuts of the rule, or the mesh"
+                raise LayoutError(what, tensor=rule, got=error.got, want=error.want, next_step=next_step) from error
             unknown[rule] = error.message
     return shapes, unknown
-
-
-def _name_rule(error: LayoutError, rule: str) -> LayoutError:
-    return LayoutError(
-        f"the rule {rule!r} fits no tensor: {error.message}",
-        tensor=rule,
-        got=error.got,
-        want=error.want,
-        next_step=error.next_step or "correct the sizes or the cuts of the rule, or the mesh",
-    )
 
 
 def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[str, tuple[int, ...]]:

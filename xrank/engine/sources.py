@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from xrank.engine.buffers import FileSource, OpenSource, make_change_error
-from xrank.engine.faults import find_owner
+from xrank.engine.faults import COPY, find_owner
 from xrank.engine.windows import Read
 from xrank.environment import environ, scratch_folder
 from xrank.errors import AGAIN, CorruptError, NoSpaceError, XrankError
@@ -546,17 +546,11 @@ class DecodedSource:
         records = self._model.records
         path, offset = self._model.files[int(records.file[record])].path, int(records.offset[record])
         owner = find_owner(self._model, record)
-        subject = "" if owner is None else f"{owner.name}, {owner.where}: "
-        return CorruptError(
-            f"{subject}{path} holds no sound chunk at byte {offset:,}",
-            tensor=None if owner is None else owner.name,
-            rank=None if owner is None else owner.rank,
-            file=path,
-            index_range=None if owner is None else owner.where,
-            got=got,
-            want=f"a frame of zstd with {int(self._nbytes[record]):,} bytes",
-            next_step="copy the file again from where it was written, or take another checkpoint",
-        )
+        what = f"{path} holds no sound chunk at byte {offset:,}"
+        want = f"a frame of zstd with {int(self._nbytes[record]):,} bytes"
+        if owner is None:
+            return CorruptError(what, file=path, got=got, want=want, next_step=COPY)
+        return CorruptError(f"{owner.subject}: {what}", file=path, got=got, want=want, next_step=COPY, **owner.facts)
 
 
 class _Frame:

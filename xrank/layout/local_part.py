@@ -63,7 +63,7 @@ def bind(
     for dim in dims:
         for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
             if name not in bound:
-                raise unknown_size_error(tree, name)
+                raise unknown_size_error(f"the layout {render(tree)}", name)
     # A dim without an unknown name has not been compared with the shape yet.
     for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         held = global_size(dim, bound)
@@ -170,14 +170,12 @@ def global_size(node: Node, sizes: Mapping[str, int]) -> int:
             return sum(prod(global_size(dim, sizes) for dim in member.dims) for member in members)
 
 
-def unknown_size_error(tree: LayoutTree, name: str) -> LayoutError:
-    """Return the error that a name is unknown."""
-    return LayoutError(
-        f"the size {name!r} of the layout {render(tree)} is not known",
-        got=f"no size {name!r}, and no dim that leaves {name!r} alone to be found",
-        want=f"the number that {name!r} stands for",
-        next_step=f"give it in sizes={{{name!r}: ...}}, or in the [sizes] table of a layout file",
-    )
+def unknown_size_error(of: str, name: str, *, has_shape: bool = True) -> LayoutError:
+    """Return the error that a name's size is unknown, and does not follow from a shape if there is one."""
+    what, want = f"the size {name!r} of {of} is not known", f"the number that {name!r} stands for"
+    got = f"no size {name!r}" + (f", and no dim that leaves {name!r} alone to be found" if has_shape else "")
+    next_step = f"give it in sizes={{{name!r}: ...}}, or in the [sizes] table of a layout file"
+    return LayoutError(what, got=got, want=want, next_step=next_step)
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -527,12 +525,7 @@ def places_of(
                 want=f"{axis}=0 to {axis}={length - 1}",
             )
         place = operator.index(coordinate[axis])
-        if not 0 <= place < length:
-            raise LayoutError(
-                f"the mesh {mesh.grid!r} has no place {place} along {axis!r}",
-                got=f"{axis}={place}",
-                want=f"0 to {length - 1}",
-            )
+        mesh.check_place(axis, place, length)
         places.append((axis, length, place))
     # A layout with a mesh was checked when the mesh was attached.
     if layout.device_mesh is None:
@@ -610,6 +603,8 @@ def bind_dims(
 
 
 _Place = tuple[int, ...]
+_CORRECT = "correct the layout, or the mesh's order of ranks"
+_GIVE_ALL = "give the local shapes of all ranks"
 
 
 def infer_shape(
@@ -638,39 +633,23 @@ def infer_shape(
     at = {rank: _places_by_axis(layout, mesh, rank) for rank in shapes}
     for rank, shape in shapes.items():
         if len(shape) != len(layout.dims):
-            raise LayoutError(
-                f"rank {rank}'s local shape {shape} does not have the dims of the layout {layout}",
-                rank=rank,
-                got=f"{len(shape)} dims",
-                want=f"{len(layout.dims)} dims",
-            )
+            what = f"rank {rank}'s local shape {shape} does not have the dims of the layout {layout}"
+            raise LayoutError(what, rank=rank, got=f"{len(shape)} dims", want=f"{len(layout.dims)} dims")
         if at[rank] is None:
-            raise LayoutError(
-                f"rank {rank} has a part, but holds none by the layout {layout}",
-                rank=rank,
-                got=str(shape),
-                want="no part",
-                next_step="correct the layout's \"where\", or the mesh's order of ranks",
-            )
+            what = f"rank {rank} has a part, but holds none by the layout {layout}"
+            next_step = "correct the layout's \"where\", or the mesh's order of ranks"
+            raise LayoutError(what, rank=rank, got=str(shape), want="no part", next_step=next_step)
     if not shapes:
-        raise IncompleteError(
-            f"no rank's local shape is given for the layout {layout}",
-            want="one rank or more",
-            next_step="give the local shapes of all ranks",
-        )
+        what = f"no rank's local shape is given for the layout {layout}"
+        raise IncompleteError(what, want="one rank or more", next_step=_GIVE_ALL)
     holders = {rank: places for rank, places in at.items() if places is not None}
     inferred = _Inference(layout, mesh, shapes, holders, check_sizes(sizes)).shape()
     for rank, shape in shapes.items():
         # The sizes came from sums over ranks and loose rules, which a wrong layout may also satisfy.
         expected = local_part(layout, mesh, mesh.coordinate(rank), inferred, sizes=sizes)
         if expected is not None and shape != expected.shape:
-            raise LayoutError(
-                f"rank {rank}'s local shape is not the one that the layout {layout} gives for {inferred}",
-                rank=rank,
-                got=str(shape),
-                want=str(expected.shape),
-                next_step="correct the layout, or the mesh's order of ranks",
-            )
+            what = f"rank {rank}'s local shape is not the one that the layout {layout} gives for {inferred}"
+            raise LayoutError(what, rank=rank, got=str(shape), want=str(expected.shape), next_step=_CORRECT)
     return inferred
 
 
@@ -710,10 +689,10 @@ class _Inference:
         for i in waiting:
             unknown = self._unknown(dims[i])
             if len(unknown) > 1:
-                raise unknown_size_error(self._layout.tree, unknown[0])
+                raise unknown_size_error(f"the layout {self._layout}", unknown[0])
             for name in count_names_of_dim(dims[i]):
                 if name not in self._bound:
-                    raise unknown_size_error(self._layout.tree, name)
+                    raise unknown_size_error(f"the layout {self._layout}", name)
             for name in unknown:
                 self._bound[name] = self._solve_name(i, name, observed[i])
             found[i] = global_size(dims[i], self._bound)
@@ -730,23 +709,15 @@ class _Inference:
             place = tuple(self._holders[rank][axis] for axis in axes)
             first = first_at.setdefault(place, rank)
             if self._shapes[first][dim] != shape[dim]:
-                raise LayoutError(
-                    f"ranks {first} and {rank} hold the same part of dim {dim} of the layout {self._layout}, "
-                    "with different sizes",
-                    rank=rank,
-                    got=f"rank {first}: {self._shapes[first]}, rank {rank}: {shape}",
-                    want="equal sizes of that dim",
-                    next_step="correct the layout, or the mesh's order of ranks",
-                )
+                what = f"ranks {first} and {rank} hold the same part of dim {dim} of the layout {self._layout}"
+                got, want = f"rank {first}: {self._shapes[first]}, rank {rank}: {shape}", "equal sizes of that dim"
+                raise LayoutError(f"{what}, with different sizes", rank=rank, got=got, want=want, next_step=_CORRECT)
         for place in self._places(axes):
             if place not in first_at:
                 where = ", ".join(f"{axis}={at}" for axis, at in zip(axes, place, strict=True))
-                raise IncompleteError(
-                    f"no rank's local shape is given at {where}, which dim {dim} of the layout {self._layout} needs",
-                    got=f"ranks {sorted(self._shapes)[:16]}",
-                    want=f"a rank at {where}",
-                    next_step="give the local shapes of all ranks",
-                )
+                what = f"no rank's local shape is given at {where}, which dim {dim} of the layout {self._layout} needs"
+                got = f"ranks {sorted(self._shapes)[:16]}"
+                raise IncompleteError(what, got=got, want=f"a rank at {where}", next_step=_GIVE_ALL)
         return {place: self._shapes[rank][dim] for place, rank in first_at.items()}
 
     def _places(self, axes: Sequence[str]) -> Iterator[_Place]:
@@ -775,12 +746,9 @@ class _Inference:
         # Each position of the dim is on some rank, so no size exceeds the sum of the local sizes.
         least = find_least(total, target, target)
         if least is None or total(least) != target:
-            raise LayoutError(
-                f"no size {name!r} gives the ranks dim {i} of the layout {self._layout}, {render_dim(dim)}",
-                got=f"local sizes {sorted(set(observed.values()))[:8]}",
-                want="sizes that the layout gives",
-                next_step="correct the layout, or the mesh's order of ranks",
-            )
+            what = f"no size {name!r} gives the ranks dim {i} of the layout {self._layout}, {render_dim(dim)}"
+            got = f"local sizes {sorted(set(observed.values()))[:8]}"
+            raise LayoutError(what, got=got, want="sizes that the layout gives", next_step=_CORRECT)
         # A pad rounds several sizes up to the same one; guessing among them would add or lose elements.
         over = find_least(total, target + 1, 2 * target + 1)
         most = target if over is None else over - 1

@@ -147,12 +147,11 @@ class DeviceMesh:
         """Return a rank's place along each axis, outermost axis first."""
         position = self._positions.get(rank)
         if position is None:
-            raise LayoutError(
-                f"rank {rank} is not in the mesh {self.grid!r}",
-                rank=rank,
-                got=f"rank {rank}",
-                want=f"one of its {self.size} ranks, {min(self.ranks)} to {max(self.ranks)}",
+            what, want = (
+                f"rank {rank} is not in",
+                f"one of its {self.size} ranks, {min(self.ranks)} to {max(self.ranks)}",
             )
+            raise LayoutError(f"{what} the mesh {self.grid!r}", rank=rank, got=f"rank {rank}", want=want)
         places: list[int] = []
         for length in reversed(self.shape):
             position, place = divmod(position, length)
@@ -162,20 +161,12 @@ class DeviceMesh:
     def rank_at(self, coordinate: Mapping[str, int]) -> int:
         """Return the rank at a coordinate, which must name exactly the axes of the mesh."""
         if coordinate.keys() != set(self.axis_names):
-            raise LayoutError(
-                f"a coordinate does not name the axes of the mesh {self.grid!r}",
-                got=str(list(coordinate)),
-                want=str(list(self.axis_names)),
-            )
+            what = f"a coordinate does not name the axes of the mesh {self.grid!r}"
+            raise LayoutError(what, got=str(list(coordinate)), want=str(list(self.axis_names)))
         position = 0
         for name, length in zip(self.axis_names, self.shape, strict=True):
             place = coordinate[name]
-            if not 0 <= place < length:
-                raise LayoutError(
-                    f"the mesh {self.grid!r} has no place {place} along {name!r}",
-                    got=f"{name}={place}",
-                    want=f"0 to {length - 1}",
-                )
+            self.check_place(name, place, length)
             position = position * length + place
         return self.ranks[position]
 
@@ -203,11 +194,8 @@ class DeviceMesh:
         """Return the mesh with its axes in another order; every rank keeps its coordinate."""
         self.check_axes(axes)
         if len(axes) != len(self.axis_names):
-            raise LayoutError(
-                f"an order of the mesh {self.grid!r} names all of its axes",
-                got=str(list(axes)),
-                want=str(list(self.axis_names)),
-            )
+            what = f"an order of the mesh {self.grid!r} names all of its axes"
+            raise LayoutError(what, got=str(list(axes)), want=str(list(self.axis_names)))
         lengths = [self.axis_length(name) for name in axes]
         ranks = [self.rank_at(dict(zip(axes, at, strict=True))) for at in product(*map(range, lengths))]
         return DeviceMesh(lengths, axes, self._devices_of(ranks))
@@ -215,6 +203,12 @@ class DeviceMesh:
     def view(self, grid: str) -> DeviceMesh:
         """Return a second factoring of the same ranks, in the same order: ``mesh.view("pp=2 edp=1 ep=4")``."""
         return DeviceMesh.parse_grid(grid, self._devices_of())
+
+    def check_place(self, axis: str, place: int, length: int) -> None:
+        """Refuse a place that an axis of the mesh or of its view, which is that long, does not have."""
+        if not 0 <= place < length:
+            what, want = f"the mesh {self.grid!r} has no place {place} along {axis!r}", f"0 to {length - 1}"
+            raise LayoutError(what, got=f"{axis}={place}", want=want)
 
     def check_axes(self, axes: Iterable[str]) -> None:
         """Refuse names that are not axes of the mesh, or that occur twice."""

@@ -9,7 +9,15 @@ from itertools import product
 from msgspec import Struct
 
 from xrank.errors import LayoutError
-from xrank.layout.local_part import check_sizes, collect_known_names, compile_dim, global_size, holds, places_of
+from xrank.layout.local_part import (
+    check_sizes,
+    collect_known_names,
+    compile_dim,
+    global_size,
+    holds,
+    places_of,
+    unknown_size_error,
+)
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
 from xrank.layout.notation import (
@@ -203,12 +211,7 @@ def name_table(
         names = (*size_names_of(dim), *count_names_of(dim))
         for size in names:
             if size not in bound:
-                raise LayoutError(
-                    f"the size {size!r} of the name {name} is not known",
-                    got=f"no size {size!r}",
-                    want=f"the number that {size!r} stands for",
-                    next_step=f"give it in sizes={{{size!r}: ...}}, or in the [sizes] table of a layout file",
-                )
+                raise unknown_size_error(f"the name {name}", size, has_shape=False)
         total *= global_size(dim, bound)
         # Before compiling: the table has an entry for each index, and a mistyped size could fill the memory.
         if total > MAX_NAMES:

@@ -9,7 +9,7 @@ from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
-from xrank.layout.terms.tensors import chain_cuts, even_axes_of
+from xrank.layout.terms.tensors import beyond_dialect, chain_cuts, even_axes_of
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
 """The entry of one dim in a PartitionSpec."""
@@ -39,20 +39,14 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
         raise LayoutError(f"the PartitionSpec {spec!r} is one text", want="a tuple, such as (None, 'model')")
     reduced = getattr(spec, "reduced", None)
     if reduced:
-        raise LayoutError(
-            f"a PartitionSpec has gradients unreduced along {sorted(reduced)}, which a layout cannot express",
-            got=repr(spec),
-            want="axes that cut dims or hold addends, and no others",
-        )
+        what = f"a PartitionSpec has gradients unreduced along {sorted(reduced)}, which a layout cannot express"
+        raise LayoutError(what, got=repr(spec), want="axes that cut dims or hold addends, and no others")
     unreduced = getattr(spec, "unreduced", None) or ()
     entries = tuple(spec)
     count = len(entries) if ndim is None else ndim
     if len(entries) > count:
-        raise LayoutError(
-            f"the PartitionSpec {entries!r} has more entries than the tensor has dims",
-            got=f"{len(entries)} entries",
-            want=f"at most {count}",
-        )
+        what = f"the PartitionSpec {entries!r} has more entries than the tensor has dims"
+        raise LayoutError(what, got=f"{len(entries)} entries", want=f"at most {count}")
     cuts = [_axes_of(entry, entries) for entry in entries] + [()] * (count - len(entries))
     names = free_size_names(count, mesh.axis_names)
     dims = tuple(chain_cuts(name, axes, "/") for name, axes in zip(names, cuts, strict=True))
@@ -80,13 +74,11 @@ def to_partition_spec(
         (None, ('dp', 'tp'))
     """
     if layout.tree.sums:
-        raise LayoutError(
-            f"the entries of a PartitionSpec cannot express the sums of the layout {layout}",
-            got=" ".join(f"sum({axis})" for axis in layout.tree.sums),
-            want="a layout without sums",
-            next_step="PartitionSpec(*entries, unreduced={...}) has them: take the entries of "
-            "TensorLayout.from_dims(layout.dims), and add layout.tree.sums",
-        )
+        got = " ".join(f"sum({axis})" for axis in layout.tree.sums)
+        next_step = "PartitionSpec(*entries, unreduced={...}) has them: take the entries of "
+        next_step += "TensorLayout.from_dims(layout.dims), and add layout.tree.sums"
+        what = f"the sums of the layout {layout}"
+        raise beyond_dialect("the entries of a PartitionSpec", what, got, "a layout without sums", next_step)
     axes = even_axes_of(layout, "PartitionSpecs", mesh, shape)
     return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes)
 
@@ -99,14 +91,10 @@ def _axes_of(entry: Any, entries: tuple[Any, ...]) -> tuple[str, ...]:
         return (entry,)
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry)
-    raise LayoutError(
-        f"a layout cannot express an entry of the PartitionSpec {entries!r}",
-        got=repr(entry),
-        want="None, an axis, or a tuple of axes",
-        next_step="take the spec of the array's own sharding, where the compiler has chosen"
-        if "UNCONSTRAINED" in repr(entry).upper()
-        else None,
-    )
+    is_free = "UNCONSTRAINED" in repr(entry).upper()
+    next_step = "take the spec of the array's own sharding, where the compiler has chosen" if is_free else None
+    what, want = f"an entry of the PartitionSpec {entries!r}", "None, an axis, or a tuple of axes"
+    raise beyond_dialect("a layout", what, repr(entry), want, next_step)
 
 
 def describe_keras_mesh(device_mesh: Any) -> DeviceMesh:
@@ -174,10 +162,7 @@ def to_keras_axes(
     every = even_axes_of(layout, "Keras' axes", mesh, shape)
     for i, axes in enumerate(every):
         if len(axes) > 1:
-            raise LayoutError(
-                f"Keras' axes cannot express dim {i} of the layout {layout}: they have one axis per dim",
-                got=str(list(axes)),
-                want="one axis",
-                next_step="replace these axes of the mesh by one of that length",
-            )
+            what, next_step = "they have one axis per dim", "replace these axes of the mesh by one of that length"
+            what = f"dim {i} of the layout {layout}: {what}"
+            raise beyond_dialect("Keras' axes", what, str(list(axes)), "one axis", next_step)
     return tuple(axes[0] if axes else None for axes in every)

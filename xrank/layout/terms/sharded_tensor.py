@@ -33,6 +33,8 @@ from xrank.layout.terms.tensors import (
     volume,
 )
 
+_GIVE_MAIN = "give replica_id 0 to one replica of each part"
+
 
 class ShardedTensorData(Struct, frozen=True):
     """The metadata of a ShardedTensor, under the same names."""
@@ -265,27 +267,20 @@ def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequen
     for rank, shard in every:
         for name in names:
             if getattr(shard, name) != getattr(first, name):
-                raise _disagreement(first.key, name, (first_rank, getattr(first, name)), (rank, getattr(shard, name)))
+                what = f"ranks {first_rank} and {rank} have shards of another {name}"
+                got = f"rank {first_rank}: {getattr(first, name)}, rank {rank}: {getattr(shard, name)}"
+                want, next_step = f"one {name} for all shards of a tensor", "let all ranks write the tensor again"
+                raise _contradiction(first.key, rank, what, got, want, f"{next_step} from one state")
     dtypes = {str(shard.dtype) for shard in raw if hasattr(shard, "dtype")}
     if len(dtypes) > 1:
-        raise ContradictionError(
-            f"{first.key}: its shards have several dtypes",
-            tensor=first.key,
-            got=str(sorted(dtypes)),
-            want="one dtype",
-            next_step="let all ranks write the tensor again with one dtype",
+        next_step = "let all ranks write the tensor again with one dtype"
+        raise _contradiction(
+            first.key, None, "its shards have several dtypes", str(sorted(dtypes)), "one dtype", next_step
         )
 
 
-def _disagreement(key: str, name: str, first: tuple[int, object], other: tuple[int, object]) -> ContradictionError:
-    return ContradictionError(
-        f"{key}: ranks {first[0]} and {other[0]} have shards of another {name}",
-        tensor=key,
-        rank=other[0],
-        got=f"rank {first[0]}: {first[1]}, rank {other[0]}: {other[1]}",
-        want=f"one {name} for all shards of a tensor",
-        next_step="let all ranks write the tensor again from one state",
-    )
+def _contradiction(key: str, rank: int | None, what: str, got: str, want: str, next_step: str) -> ContradictionError:
+    return ContradictionError(f"{key}: {what}", tensor=key, rank=rank, got=got, want=want, next_step=next_step)
 
 
 def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
@@ -297,14 +292,9 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
         reaching = [(other, holder) for other, holder in reaching if not box or other[0][1] > box[0][0]]
         for other, holder in reaching:
             if boxes_overlap(box, other):
-                raise ContradictionError(
-                    f"{key}: main replicas of ranks {holder} and {rank} overlap",
-                    tensor=key,
-                    rank=rank,
-                    got=f"rank {holder}: {box_text(other)}, rank {rank}: {box_text(box)}",
-                    want="replica_id 0 on one rank for each part",
-                    next_step="give replica_id 0 to one replica of each part",
-                )
+                what = f"main replicas of ranks {holder} and {rank} overlap"
+                got = f"rank {holder}: {box_text(other)}, rank {rank}: {box_text(box)}"
+                raise _contradiction(key, rank, what, got, "replica_id 0 on one rank for each part", _GIVE_MAIN)
         reaching.append((box, rank))
     covered = sum(volume(box) for box, _ in boxes)
     if covered != prod(shape):
@@ -318,14 +308,9 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
     mains = {box for box, _ in boxes}
     for rank, shard in every:
         if volume(shard.box) and shard.box not in mains:
-            raise ContradictionError(
-                f"{key}: rank {rank}'s replica equals no main replica",
-                tensor=key,
-                rank=rank,
-                got=f"{box_text(shard.box)}, replica_id {shard.replica_id}",
-                want="the box of a shard with replica_id 0",
-                next_step="give replica_id 0 to one replica of each part, and the shards of all ranks",
-            )
+            what, got = f"rank {rank}'s replica equals no main", f"{box_text(shard.box)}, replica_id {shard.replica_id}"
+            want, next_step = "the box of a shard with replica_id 0", f"{_GIVE_MAIN}, and the shards of all ranks"
+            raise _contradiction(key, rank, f"{what} replica", got, want, next_step)
 
 
 def _part(shard: ShardedTensorData) -> LocalPart:

@@ -69,24 +69,22 @@ def cuts_of(
     tree = layout.tree
     beyond = _clauses(LayoutTree((), tree.view, () if where else tree.where, () if sums else tree.sums))
     if beyond:
-        raise LayoutError(
-            f"{dialect} cannot express {beyond!r} of the layout {layout}",
-            got=beyond,
-            want="a layout without it",
-        )
+        raise beyond_dialect(dialect, f"{beyond!r} of the layout {layout}", beyond, "a layout without it")
     passed = _clauses(LayoutTree((), None, tree.where, tree.sums))
     text = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]" + (passed and f" {passed}")
     if str(layout) != text:
-        raise LayoutError(
-            f"{dialect} cannot express the layout {layout}: it is more than its dims",
-            got=str(layout),
-            want=f"dims alone, such as {text}",
-        )
+        what = f"the layout {layout}: it is more than its dims"
+        raise beyond_dialect(dialect, what, str(layout), f"dims alone, such as {text}")
     every: list[Cuts] = []
     for i, dim in enumerate(layout.dims):
         pieces, piece = _pieces_of(dim) if packed else (1, dim)
         every.append(replace(_cuts_of_dim(piece, i, layout, dialect), pieces=pieces))
     return tuple(every)
+
+
+def beyond_dialect(dialect: str, what: str, got: str, want: str, next_step: str | None = None) -> LayoutError:
+    """Return the error for a part of a layout that a dialect (in the plural) cannot express."""
+    return LayoutError(f"{dialect} cannot express {what}", got=got, want=want, next_step=next_step)
 
 
 def _clauses(tree: LayoutTree) -> str:
@@ -106,25 +104,19 @@ def _pieces_of(dim: Node) -> tuple[int, Node]:
 
 def _cuts_of_dim(dim: Node, number: int, layout: TensorLayout, dialect: str) -> Cuts:
     node: Node = dim
+    of = f"dim {number} of the layout {layout}"
     splits: list[tuple[str, SplitKind]] = []
     while isinstance(node, Split) and isinstance(node.of, Split | Size):
         before = render_dim(node.of)
         # Compare the text, too: a later notation may give splits more fields, which must not be lost.
         if node.kind not in ("/", "/~") or render_dim(node) != f"{before}{node.kind}{node.axis}":
-            raise LayoutError(
-                f"{dialect} cannot express dim {number} of the layout {layout}: {dialect} have no such split",
-                got=render_dim(node).removeprefix(before),
-                want='"/", an even split, or "/~", ceil chunks',
-            )
+            what, got = f"{of}: {dialect} have no such split", render_dim(node).removeprefix(before)
+            raise beyond_dialect(dialect, what, got, '"/", an even split, or "/~", ceil chunks')
         splits.append((node.axis, node.kind))
         node = node.of
     if not isinstance(node, Size):
-        raise LayoutError(
-            f"{dialect} cannot express dim {number} of the layout {layout}: {render_dim(node)} is not one size "
-            "that axes cut",
-            got=f"{type(node).__name__} {render_dim(node)}",
-            want="one size, cut by axes",
-        )
+        what = f"{of}: {render_dim(node)} is not one size that axes cut"
+        raise beyond_dialect(dialect, what, f"{type(node).__name__} {render_dim(node)}", "one size, cut by axes")
     return Cuts(node.value, tuple(reversed(splits)))
 
 
@@ -155,21 +147,15 @@ def even_axes_of(
     if shape is not None and len(shape) != len(every):
         raise LayoutError(f"the layout {layout} does not fit the shape {tuple(shape)}", want=f"{len(every)} dims")
     for i, cuts in enumerate(every):
+        what = f"dim {i} of the layout {layout}: {dialect} cut evenly only"
         if shape is not None and cuts.splits:
             lengths = resolve_mesh(layout, mesh)
             if not is_even_split(cuts, shape[i], lengths):
-                raise LayoutError(
-                    f"{dialect} cannot express dim {i} of the layout {layout}: {dialect} cut evenly only",
-                    got=f"{shape[i]} positions over {prod(lengths.axis_length(axis) for axis in cuts.axes)} parts",
-                    want="a size that divides",
-                )
+                got = f"{shape[i]} positions over {prod(lengths.axis_length(axis) for axis in cuts.axes)} parts"
+                raise beyond_dialect(dialect, what, got, "a size that divides")
         elif any(kind == "/~" for _, kind in cuts.splits):
-            raise LayoutError(
-                f"{dialect} cannot express dim {i} of the layout {layout}: {dialect} cut evenly only",
-                got=render_dim(layout.dims[i]),
-                want='even splits, "/"',
-                next_step="also give the tensor's shape: where it divides, ceil chunks are even",
-            )
+            next_step = "also give the tensor's shape: where it divides, ceil chunks are even"
+            raise beyond_dialect(dialect, what, render_dim(layout.dims[i]), 'even splits, "/"', next_step)
     return tuple(cuts.axes for cuts in every)
 
 
@@ -448,11 +434,8 @@ def from_placements(
         '[d0/~tp, d1]'
     """
     if len(placements) != len(mesh.shape):
-        raise LayoutError(
-            "the placements are not one for each axis of the mesh",
-            got=f"{len(placements)} placements {list(placements)}",
-            want=f"{len(mesh.shape)}, for the mesh {mesh.grid!r}",
-        )
+        got, want = f"{len(placements)} placements {list(placements)}", f"{len(mesh.shape)}, for the mesh {mesh.grid!r}"
+        raise LayoutError("the placements are not one for each axis of the mesh", got=got, want=want)
     cuts: list[list[str]] = [[] for _ in range(ndim)]
     pieces: dict[int, int] = {}
     strided: set[int] = set()
@@ -476,11 +459,8 @@ def from_placements(
             _check_sum(placement, axis)
             sums.insert(0, axis)
         elif not placement.is_replicate():
-            raise LayoutError(
-                f"a layout cannot express the placement along {axis!r}",
-                got=repr(placement),
-                want="Shard, Replicate, _StridedShard or Partial",
-            )
+            want = "Shard, Replicate, _StridedShard or Partial"
+            raise beyond_dialect("a layout", f"the placement along {axis!r}", repr(placement), want)
     for entry in shard_order or ():
         # The factors of a strided dim's placements have shown its order already.
         if entry.tensor_dim not in strided:
@@ -567,12 +547,10 @@ def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, sha
                 next_step="also give the tensor's shape",
             )
     elif not is_even_split(cuts, shape[dim], mesh) and not _cut_alike(cuts, shape[dim], mesh):
-        raise LayoutError(
-            f"placements cannot express dim {dim} of the layout {layout}: it is uneven, cut in another order than the "
-            "mesh's, and torch's own cut gives the ranks other elements",
-            got=f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}",
-            want="a size that divides, or the mesh's order of cuts",
-        )
+        what = f"dim {dim} of the layout {layout}: it is uneven, cut in another order than the mesh's, "
+        got = f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}"
+        what, want = f"{what}and torch's own cut gives the ranks other elements", "a size that divides"
+        raise beyond_dialect("placements", what, got, f"{want}, or the mesh's order of cuts")
 
 
 def _check_sum(placement: Any, axis: str) -> None:
@@ -656,11 +634,8 @@ def _check_rising(mesh: DeviceMesh, axis: str) -> None:
 def _dim(placement: Any, ndim: int, axis: str) -> int:
     dim = operator.index(placement.dim)
     if not -ndim <= dim < ndim:
-        raise LayoutError(
-            f"the placement along {axis!r} cuts a dim that the tensor does not have",
-            got=repr(placement),
-            want=f"a dim of {ndim}",
-        )
+        what = f"the placement along {axis!r} cuts a dim that the tensor does not have"
+        raise LayoutError(what, got=repr(placement), want=f"a dim of {ndim}")
     return dim % ndim
 
 

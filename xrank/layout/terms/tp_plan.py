@@ -125,12 +125,8 @@ def from_tp_plan(
     mesh.axis_length(axis)  # refuses an unknown axis also where nothing is cut
     for rule, style in plan.items():
         if style not in STYLES:
-            raise LayoutError(
-                f"the style {style!r} of {rule!r} is unknown, so its cut is, too",
-                tensor=rule,
-                got=repr(style),
-                want=f"one of {sorted(STYLES)}",
-            )
+            what, want = f"the style {style!r} of {rule!r} is unknown, so its cut is, too", f"one of {sorted(STYLES)}"
+            raise LayoutError(what, tensor=rule, got=repr(style), want=want)
     used = {rule for name in shapes for rule in plan if f"{_generic(name)}.".startswith(f"{rule}.")}
     unused = [rule for rule in plan if rule not in used]
     if unused and strict:
@@ -189,12 +185,8 @@ def to_tp_plan(layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, axis:
         module, _, parameter = _generic(name).rpartition(".")
         known = modules.setdefault(module, {}).setdefault(parameter, cut)
         if known != cut:
-            raise LayoutError(
-                f"{name} is cut differently than in earlier layers, and a plan has one rule for all layers",
-                tensor=name,
-                got=str(layout),
-                want="the same dims and cuts in every layer",
-            )
+            what = f"{name} is cut differently than in earlier layers, and a plan has one rule for all layers"
+            raise LayoutError(what, tensor=name, got=str(layout), want="the same dims and cuts in every layer")
     plan: dict[str, str] = {}
     for module, parameters in modules.items():
         if all(cut is None for _, cut in parameters.values()):
@@ -262,19 +254,11 @@ def _cut_of(layout: TensorLayout, ndim: int, axis: str, name: str) -> Cut | None
         if not cuts.axes:
             continue
         if cuts.axes != (axis,):
-            raise LayoutError(
-                f"{name}: dim {dim} of the layout {layout} is cut by more than {axis!r}, the axis of the plan",
-                tensor=name,
-                got=str(list(cuts.axes)),
-                want=f"{axis!r} alone",
-            )
+            what = f"{name}: dim {dim} of the layout {layout} is cut by more than {axis!r}, the axis of the plan"
+            raise LayoutError(what, tensor=name, got=str(list(cuts.axes)), want=f"{axis!r} alone")
         if cuts.pieces > 2:
-            raise LayoutError(
-                f"{name}: dim {dim} of the layout {layout} has {cuts.pieces} pieces, and styles pack two",
-                tensor=name,
-                got=f"{cuts.pieces} pieces",
-                want="halves",
-            )
+            what = f"{name}: dim {dim} of the layout {layout} has {cuts.pieces} pieces, and styles pack two"
+            raise LayoutError(what, tensor=name, got=f"{cuts.pieces} pieces", want="halves")
         cut = Cut(dim, is_packed=cuts.pieces == 2)
     return cut
 
