@@ -94,7 +94,7 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     return CorruptError(what, file=path, got=got, want=want, next_step=next_step, **owner.facts)
 
 
-class Owner(NamedTuple):
+class RecordOwner(NamedTuple):
     """The tensor with a piece in a record, for errors."""
 
     name: str
@@ -113,14 +113,14 @@ class Owner(NamedTuple):
         return {"tensor": self.name, "rank": self.rank, "index_range": self.where}
 
 
-def find_owner(model: StoredModel, record: int) -> Owner | None:
+def find_owner(model: StoredModel, record: int) -> RecordOwner | None:
     """Return the first tensor with a piece in a record; None if none has one."""
     for shard in model.shards:
         rows = np.flatnonzero(shard.record == record)
         if len(rows):
             nest = swap(shard.nests[int(rows[0])])
             where = range_text(shard.shape, nest.x, nest.x + span(nest.loops) - 1)
-            return Owner(shard.name, where, int(shard.rank[rows[0]]))
+            return RecordOwner(shard.name, where, int(shard.rank[rows[0]]))
     return None
 
 

@@ -456,7 +456,10 @@ def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict
         assert stated is not None
         try:
             if isinstance(stated, Companion):
-                for name in _companion_names(rule, stated, layouts):
+                base = base_layout(stated, layouts)
+                mesh, pattern = base.device_mesh or layouts.device_mesh, layouts.name_of(rule)
+                names = [rule] if pattern is None or mesh is None else _names(pattern, base, mesh, layouts)
+                for name in names:
                     shapes[name] = companion_shape(stated, _base_shape(name, stated, layouts, shapes))
             else:
                 shapes.update(_shapes_of(rule, stated, layouts))
@@ -482,12 +485,6 @@ def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[s
     if name is None or mesh is None:
         return {rule: shape}
     return dict.fromkeys(_names(name, layout, mesh, layouts), shape)
-
-
-def _companion_names(rule: str, companion: Companion, layouts: LayoutMap) -> list[str]:
-    name, layout = layouts.name_of(rule), base_layout(companion, layouts)
-    mesh = layout.device_mesh or layouts.device_mesh
-    return [rule] if name is None or mesh is None else _names(name, layout, mesh, layouts)
 
 
 def _base_shape(

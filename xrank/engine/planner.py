@@ -66,6 +66,10 @@ class Copies(Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.rank)
 
+    def take(self, rows: IntArray) -> Copies:
+        """Return these rows."""
+        return Copies(self.rank[rows], self.record[rows], self.nests.take(rows))
+
 
 class TensorPlan(Struct, frozen=True, eq=False):
     """How one output tensor is made."""

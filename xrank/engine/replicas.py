@@ -54,8 +54,7 @@ def _prefer_own_copies(tensor: TensorPlan, holder: IntArray, rank: int) -> Tenso
     ]
     copies = tensor.copies if not pairs else _pick_rows(rows)
     rest = np.flatnonzero(twin < 0)
-    left = Copies(tensor.replicas.rank[rest], tensor.replicas.record[rest], tensor.replicas.nests.take(rest))
-    return replace(tensor, copies=copies, replicas=left)
+    return replace(tensor, copies=copies, replicas=tensor.replicas.take(rest))
 
 
 def spread_copies(plan: Plan, number: int) -> Plan:
@@ -86,8 +85,7 @@ def _spread_copies(tensor: TensorPlan, number: int) -> TensorPlan:
         if twin >= 0:
             choices[twin].append((tensor.replicas, row))
     copies = _pick_rows([its[number % len(its)] for its in choices.values()])
-    none = np.zeros(0, np.int64)
-    return replace(tensor, copies=copies, replicas=Copies(none, none, tensor.replicas.nests.take(none)))
+    return replace(tensor, copies=copies, replicas=tensor.replicas.take(np.zeros(0, np.int64)))
 
 
 def _pick_rows(rows: Sequence[tuple[Copies, int]]) -> Copies:

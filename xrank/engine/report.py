@@ -279,7 +279,8 @@ def report_rows(report: Report) -> list[Row]:
     rows += [("note", str(message)) for _, message in report.notes]
     if report.fault is not None:
         rows.append((type(report.fault).__name__, str(report.fault)))
-        rows += [(label, str(text)) for label, text in _remedies(report) if text]
+        remedies = (("got", report.fault.got), ("want", report.fault.want), ("try", report.fault.next_step))
+        rows += [(label, text) for label, text in remedies if text]
     return rows
 
 
@@ -316,11 +317,6 @@ def _made_rows(report: Report) -> list[Row]:
         f"{plural(made.num_tensors, 'tensor')}, {made.num_parameters:,} parameters, {size_text(made.nbytes)}{files}"
     )
     return [(label, counts)]
-
-
-def _remedies(report: Report) -> list[tuple[str, object]]:
-    fault = report.fault
-    return [] if fault is None else [("got", fault.got), ("want", fault.want), ("try", fault.next_step)]
 
 
 def align_rows(rows: Sequence[Row]) -> str:

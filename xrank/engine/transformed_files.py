@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct, field
@@ -238,25 +238,10 @@ def _collect(
     """Return on the first rank the findings of all ranks, and nothing on the others."""
     if team.size == 1:
         return [(parts, odd)]
-    import torch
-
-    told: dict[str, Any] = {
-        "parts": PartialResults(parts, (), 0, {}).to_message(),
-        "odd": torch.tensor([(file, offset, len(data)) for file, offset, data in odd], dtype=torch.int64).view(-1, 3),
-        **describe_share(outputs),
-        "bytes": torch.frombuffer(bytearray(b"".join(data for _, _, data in odd)) or bytearray(1), dtype=torch.uint8),
-    }
+    told = {**PartialResults(parts, (), 0, {}, odd=odd).to_message(), **describe_share(outputs)}
     with team.collect(key, told) as messages:
         accept_shares(outputs, messages)
-        return [_read_message(message) for message in messages]
-
-
-def _read_message(message: dict[str, Any]) -> _Found:
-    data, odd, position = message["bytes"].numpy().tobytes(), [], 0
-    for file, offset, nbytes in message["odd"].tolist():
-        odd.append((file, offset, data[position : position + nbytes]))
-        position += nbytes
-    return PartialResults.from_message(message["parts"]).parts, odd
+        return [(one.parts, one.odd) for one in map(PartialResults.from_message, messages)]
 
 
 def _finish(

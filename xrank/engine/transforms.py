@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from xrank import dtypes
 from xrank.engine.hf_folder import lay_out
-from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
+from xrank.engine.planner import FilePlan, Plan, TensorPlan, make_plan
 from xrank.errors import UsageError
 from xrank.layout.output_files import OutputFile, OutputTensor, Selection
 from xrank.layout.stored_model import StoredModel
@@ -284,14 +284,9 @@ def _file_plan(file: OutputFile, made_of: Mapping[str, TransformedTensor], sourc
         source = sources.files[tensor.number].tensors[0]
         # The comparison of replicas counts once, however many outputs a source tensor has.
         is_first = output.name == tensor.outputs[0].name
-        replicas = source.replicas if is_first else _make_empty(source.replicas)
+        replicas = source.replicas if is_first else source.replicas.take(np.empty(0, np.int64))
         tensors.append(TensorPlan(output, source.source_dtype, source.copies, replicas, source.tied))
     return FilePlan(file, tuple(tensors))
-
-
-def _make_empty(copies: Copies) -> Copies:
-    none = np.empty(0, np.int64)
-    return Copies(none, none, copies.nests.take(none))
 
 
 def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ...]]) -> None:
@@ -301,7 +296,6 @@ def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ..
     for source, outputs in told.items():
         for output in outputs:
             if output.name in owners:
-                other = owners[output.name] or "a tensor that is copied"
                 other = owners[output.name] or "a tensor that is copied"
                 problem = f"{output.name}: two tensors would have this name"
                 got = f"the output of transform for {source}, and {other}"

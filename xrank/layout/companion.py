@@ -146,13 +146,7 @@ def companion_part(
 ) -> LocalPart | None:
     """Return the part of a companion that the rank at a coordinate holds; None if it holds nothing of the base.
 
-    Args:
-        companion: the relation of the tensor to its base.
-        layout: the base's layout.
-        mesh: the mesh, which defines the lengths of the axes.
-        coordinate: the rank's place along the mesh's axes.
-        shape: the base's global shape, in unpacked elements.
-        sizes: sizes by name.
+    Layout and global shape are the base's, in unpacked elements; other arguments are as in `local_part`.
 
     Raises:
         LayoutError: as `local_part`, or a rank's part of the base begins or ends within a block; the error has both

@@ -25,7 +25,6 @@ from xrank.layout.notation import (
     Product,
     Size,
     Split,
-    Where,
     axes_of,
     children,
     count_names_of,
@@ -183,9 +182,8 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
-        raise LayoutError(
-            "a shape is not a sequence of integers", got=repr(shape)[:200], want="such as (4, 8)"
-        ) from None
+        what = "a shape is not a sequence of integers"
+        raise LayoutError(what, got=repr(shape)[:200], want="such as (4, 8)") from None
     if any(size < 0 for size in sizes):
         raise LayoutError(f"the shape {sizes} has a negative size", got=str(sizes), want="sizes of 0 or more")
     return sizes
@@ -199,11 +197,8 @@ def check_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
         if number is None and not isinstance(size, bool) and hasattr(size, "__index__"):
             number = operator.index(size)
         if number is None or not 0 <= number <= MAX_SIZE:
-            raise LayoutError(
-                f"the size {name!r} is not a number of elements",
-                got=repr(size)[:80],
-                want=f"an integer, 0 to {MAX_SIZE}",
-            )
+            what = f"the size {name!r} is not a number of elements"
+            raise LayoutError(what, got=repr(size)[:80], want=f"an integer, 0 to {MAX_SIZE}")
         checked[name] = number
     return checked
 
@@ -312,9 +307,8 @@ def evaluate_count(count: Count, sizes: Mapping[str, int], least: int = 1) -> in
     """Return the number of a count; refuse numbers below `least`."""
     number = prod(factor if isinstance(factor, int) else sizes[factor] for factor in count)
     if number < least:
-        raise LayoutError(
-            f"the count {render_count(count)} is {number}", got=str(number), want=f"a number of {least} or more"
-        )
+        what = f"the count {render_count(count)} is {number}"
+        raise LayoutError(what, got=str(number), want=f"a number of {least} or more")
     return number
 
 
@@ -368,11 +362,8 @@ def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapp
     text = render_dim(split)
     listed = [evaluate_count(count, sizes, least=0) for count in split.sizes]
     if len(listed) != length:
-        raise LayoutError(
-            f"{text}: {len(listed)} sizes are listed for {length} ranks along {split.axis!r}",
-            got=f"{len(listed)} sizes",
-            want=f"{length}, the length of {split.axis!r}",
-        )
+        what = f"{text}: {len(listed)} sizes are listed for {length} ranks along {split.axis!r}"
+        raise LayoutError(what, got=f"{len(listed)} sizes", want=f"{length}, the length of {split.axis!r}")
     if sum(listed) != size:
         raise LayoutError(
             f"{text}: the listed sizes make {sum(listed)} positions of {size}",
@@ -383,11 +374,11 @@ def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapp
     for low, high in pairwise(bounds):
         # The end of the dim is no cut, so it may lie within a unit.
         if high % unit and high != size:
-            raise LayoutError(
+            what, got = (
                 f"{text}: a cut at {high} is not at a multiple of {unit}",
-                got=f"{high - low} positions from {low} on",
-                want=f"cuts at multiples of {unit}",
+                f"{high - low} positions from {low} on",
             )
+            raise LayoutError(what, got=got, want=f"cuts at multiples of {unit}")
     return bounds
 
 
@@ -399,21 +390,18 @@ def _check(part: DimPart) -> DimPart:
 def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
     """Refuse a dim with more elements than addresses, or more nests than `MAX_NESTS`."""
     if max(global_size, local_size) > MAX_SIZE:
-        raise LayoutError(
+        what, got = (
             "a layout gives a tensor more elements than addresses can count",
-            got=f"{max(global_size, local_size):,}",
-            want=f"at most {MAX_SIZE:,}",
+            f"{max(global_size, local_size):,}",
         )
+        raise LayoutError(what, got=got, want=f"at most {MAX_SIZE:,}")
     if num_nests > MAX_NESTS:
         raise _limit_error(num_nests)
 
 
 def _limit_error(num_nests: int) -> LayoutError:
-    return LayoutError(
-        "a layout cuts one rank's part of a tensor into too many pieces",
-        got=f"{num_nests:,} pieces",
-        want=f"at most {MAX_NESTS:,}",
-    )
+    what = "a layout cuts one rank's part of a tensor into too many pieces"
+    return LayoutError(what, got=f"{num_nests:,} pieces", want=f"at most {MAX_NESTS:,}")
 
 
 class LocalPart(Struct, frozen=True):
@@ -475,13 +463,12 @@ def _is_held(tree: LayoutTree, lengths: Mapping[str, int], places: Places) -> bo
     if not tree.where:
         return True
     at = {axis: place for axis, _, place in places}
-    return all(_includes(where, at[where.axis], lengths[where.axis]) for where in tree.where)
-
-
-def _includes(where: Where, place: int, length: int) -> bool:
-    first = length - 1 if where.first is None else where.first
-    last = length - 1 if where.last is None else where.last
-    return first <= place <= last
+    for where in tree.where:
+        end = lengths[where.axis] - 1
+        first, last = (end if bound is None else bound for bound in (where.first, where.last))
+        if not first <= at[where.axis] <= last:
+            return False
+    return True
 
 
 def places_of(
@@ -588,12 +575,6 @@ def bind_dims(
     layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
     """Return each dim with the axes that cut it and the numbers of its names.
-
-    Args:
-        layout: the tensor's layout.
-        shape: its global shape.
-        lengths: lengths of the axes that the layout may use, as from `places_of`.
-        sizes: sizes by name.
 
     Raises:
         LayoutError: the layout does not fit the shape, or a size is unknown.

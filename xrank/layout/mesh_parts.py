@@ -253,13 +253,7 @@ def mesh_parts(
 ) -> MeshParts:
     """Return the parts of a tensor on all ranks of a mesh, equal to `local_part` for each rank.
 
-    Each dim is compiled once for each distinct place along the axes that cut it.
-
-    Args:
-        layout: the tensor's layout.
-        mesh: the mesh, which defines the lengths of the axes.
-        shape: the tensor's global shape, as in `local_part`.
-        sizes: sizes by name.
+    Each dim is compiled once for each distinct place along the axes that cut it. Arguments are as in `local_part`.
 
     Raises:
         LayoutError: as `local_part`, for at least one rank.
@@ -389,12 +383,7 @@ def flat_part(
 ) -> FlatPart | None:
     """Return the part of a flat buffer that the rank at a coordinate holds; None if the layout excludes the rank.
 
-    Args:
-        layout: a flat layout.
-        mesh: the mesh, which defines the lengths of the axes.
-        coordinate: the rank's place along the mesh's axes.
-        shapes: member -> its global shape.
-        sizes: sizes by name.
+    `shapes` has the global shape of each member; other arguments are as in `local_part`.
 
     Raises:
         LayoutError: the layout is not flat, a member has no shape, or as `local_part`.
@@ -451,12 +440,11 @@ def _members(
     total = 0
     for member in flat.members:
         if member.name not in shapes:
-            raise LayoutError(
+            what, got = (
                 f"the shape of {member.name} is not given, which is in {layout}",
-                tensor=member.name,
-                got=f"shapes of {sorted(shapes)[:16]}",
-                want=f"a shape for {member.name}",
+                f"shapes of {sorted(shapes)[:16]}",
             )
+            raise LayoutError(what, tensor=member.name, got=got, want=f"a shape for {member.name}")
         shape = check_shape(shapes[member.name])
         bound = bind(LayoutTree(member.dims), shape, lengths, known)
         # A name has one size in all members, even if only one member defines it.

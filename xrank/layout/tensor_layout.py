@@ -45,22 +45,16 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
     if lengths is not None:
         unknown = [axis for axis in (*cutting, *others) if axis not in lengths]
         if unknown:
-            raise LayoutError(
-                "Invalid axis names for Layout. "
-                f"Valid axis names: {list(lengths)}, Got {[*cutting, *others]} in {text}",
-                got=str(unknown),
-                want=f"one of the mesh's axes {list(lengths)}",
-            )
+            what = f"Valid axis names: {list(lengths)}, Got {[*cutting, *others]} in {text}"
+            what, want = f"Invalid axis names for Layout. {what}", f"one of the mesh's axes {list(lengths)}"
+            raise LayoutError(what, got=str(unknown), want=want)
     twice = _find_repeated(cutting) or next(filter(None, map(_cut_twice, dims)), None)
     if twice is not None:
         raise LayoutError(f"the layout {text} is cut twice by {twice!r}", got=text, want="each axis once")
     twice = _find_repeated([*others, *cutting])
     if twice is not None:
-        raise LayoutError(
-            f"the axis {twice!r} has two roles in the layout {text}",
-            got=text,
-            want='each axis in a cut, "where" or "sum"',
-        )
+        what, want = f"the axis {twice!r} has two roles in the layout {text}", 'each axis in a cut, "where" or "sum"'
+        raise LayoutError(what, got=text, want=want)
     sizes = {name for dim in dims for name in size_names_of(dim)}
     both = sorted(sizes & {*cutting, *others, *(lengths or ())})
     if both:
@@ -70,11 +64,8 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
     for where in tree.where:
         length = None if lengths is None else lengths[where.axis]
         if length is not None and where.last is not None and where.last >= length:
-            raise LayoutError(
-                f"the layout {text} names a place that the axis {where.axis!r} does not have",
-                got=f"{where.axis}={where.last}",
-                want=f"0 to {length - 1}",
-            )
+            what = f"the layout {text} names a place that the axis {where.axis!r} does not have"
+            raise LayoutError(what, got=f"{where.axis}={where.last}", want=f"0 to {length - 1}")
 
 
 def _cut_twice(node: Node) -> str | None:
@@ -196,10 +187,8 @@ class TensorLayout:
         if self.device_mesh == device_mesh:
             return self
         if self.device_mesh is not None:
-            raise LayoutError(
-                "Cannot override device mesh value. Existing value is "
-                f"{self.device_mesh.grid!r}, the new one {device_mesh.grid!r}"
-            )
+            what = f"Existing value is {self.device_mesh.grid!r}, the new one {device_mesh.grid!r}"
+            raise LayoutError(f"Cannot override device mesh value. {what}")
         view_mesh = None
         if self.tree.view is not None:
             view_mesh = (views or {}).get(self.tree.view)

@@ -183,12 +183,8 @@ def name_table(
 ) -> NameTable | None:
     """Return the tensors that the rank at a coordinate holds under a name with dims; None if the layout excludes it.
 
-    Args:
-        name: the name.
-        layout: the layout of these tensors; its view and its "where" also apply to the name.
-        mesh: the mesh, which defines the lengths of the axes.
-        coordinate: the rank's place along the mesh's axes.
-        sizes: sizes by name.
+    The layout is that of these tensors; its view and its "where" also apply to the name. Other arguments are as in
+    `local_part`.
 
     Raises:
         LayoutError: a size is unknown, a cut does not fit, an axis is used in both the name and the layout, or there
