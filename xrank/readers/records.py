@@ -59,7 +59,10 @@ class Subject(Struct, frozen=True):
     ) -> _Error:
         """Return an error of any kind."""
         facts = {"tensor": self.tensor, "rank": self.rank, "file": self.file, "got": got, "want": want}
-        return kind(f"{self.tensor}: {problem}", **facts, next_step=next_step)  # type: ignore[arg-type]
+        error = kind(f"{self.tensor}: {problem}", **facts, next_step=next_step)  # type: ignore[arg-type]
+        if self.file is not None:
+            error.about(Origin(self.file, self.rank).name)
+        return error
 
     def contradiction(
         self, problem: str, got: str | None = None, want: str | None = None, next_step: str = ONE_RUN
@@ -82,10 +85,7 @@ class Subject(Struct, frozen=True):
         self, problem: str, got: str | None = None, want: str | None = None, next_step: str | None = None
     ) -> LayoutError:
         """Return the error for an unknown or contradictory layout."""
-        error = self.make(LayoutError, problem, got, want, next_step)
-        if self.file is not None:
-            error.about(Origin(self.file, self.rank).name)
-        return error
+        return self.make(LayoutError, problem, got, want, next_step)
 
 
 def outside_error(path: str, entry: str, what: str = "metadata", *, next_step: str | None = None) -> UnsafeError:
