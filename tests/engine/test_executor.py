@@ -29,7 +29,7 @@ from xrank.engine.sources import ObjectSource
 from xrank.engine.windows import digest_of_file
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.layout.nests import Nest
-from xrank.storage.uploads import Part, PartPool, PartsTarget, UploadedFile
+from xrank.storage.uploads import PartPool, PartsTarget, UploadedFile, UploadedPart
 
 pytestmark = pytest.mark.quick
 
@@ -60,7 +60,7 @@ class KeptParts:
     def put_part(self, key, upload_id, number, data):
         assert (key, number) not in self.parts, "a part was sent twice"
         self.parts[key, number] = bytes(data)
-        return Part(number, len(data), "", 0)
+        return UploadedPart(number, len(data), "", 0)
 
 
 def random_model(rng: random.Random) -> MadeModel:

@@ -20,8 +20,9 @@ from tests.storage.small_azure import SmallAzure
 from tests.storage.small_google import TOKEN, SmallGoogle
 from tests.storage.written import check_kinds_of_outputs, leave_states
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
-from xrank.storage.client import ABSENT, Store, StoreSettings, open_store
+from xrank.storage.client import ABSENT, ObjectStore, StoreSettings
 from xrank.storage.google import GoogleBackend
+from xrank.storage.stores import open_store
 from xrank.storage.uploads import Uploads
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 
@@ -299,9 +300,9 @@ def test_google_refuses_without_permission(
         open_store(bucket.url)
 
 
-def open_google(bucket: GoogleBucket, *, allow_http: bool) -> Store:
+def open_google(bucket: GoogleBucket, *, allow_http: bool) -> ObjectStore:
     settings = StoreSettings(allow_http=allow_http, timeout_seconds=3)
-    return Store(bucket.url, GoogleBackend(bucket.client(), bucket.url, settings), settings)
+    return ObjectStore(bucket.url, GoogleBackend(bucket.client(), bucket.url, settings), settings)
 
 
 def test_takes_tokens_of_google_auth(bucket: GoogleBucket, monkeypatch: pytest.MonkeyPatch) -> None:

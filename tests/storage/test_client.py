@@ -10,11 +10,11 @@ from xrank.storage.client import (
     FaultKind,
     Folder,
     ObjectStatus,
-    Store,
+    ObjectStore,
     StoreSettings,
-    open_store,
     traffic,
 )
+from xrank.storage.stores import open_store
 
 
 @pytest.fixture(params=["a key", "a session token"])
@@ -101,7 +101,7 @@ def test_passing_failures_and_short_bodies_are_repeated():
         FaultError(FaultKind.PASSING, "500"), b"12", b"12345", FaultError(FaultKind.THROTTLED, "503 SlowDown")
     )
     before = traffic()
-    assert Store("s3://b", backend, StoreSettings()).read("k", 0, 4) == bytes(4)
+    assert ObjectStore("s3://b", backend, StoreSettings()).read("k", 0, 4) == bytes(4)
     assert traffic().since(before).retries == 4
 
 
@@ -112,14 +112,14 @@ def test_passing_failures_and_short_bodies_are_repeated():
 def test_other_failures_are_final(kind, error):
     before = traffic()
     with pytest.raises(error, match="s3://b/k"):
-        Store("s3://b", Failing(FaultError(kind, "no")), StoreSettings()).read("k", 0, 4)
+        ObjectStore("s3://b", Failing(FaultError(kind, "no")), StoreSettings()).read("k", 0, 4)
     assert traffic().since(before).requests == 1
 
 
 def test_the_deadline_ends_the_repetitions_and_the_error_names_object_and_range():
     backend = Failing(*[FaultError(FaultKind.PASSING, "500 Internal Server Error")] * 99)
     with pytest.raises(XrankError) as failure:
-        Store("s3://b", backend, StoreSettings(timeout_seconds=0.5)).read("k", 7, 4)
+        ObjectStore("s3://b", backend, StoreSettings(timeout_seconds=0.5)).read("k", 7, 4)
     assert failure.value.exit_code == 1
     assert "s3://b/k could not be read at bytes 7 to 10, tried" in failure.value.message
     assert failure.value.got == "500 Internal Server Error"

@@ -10,8 +10,8 @@ import pytest
 from tests.storage.fault_proxy import FaultKind, choose_at
 from tests.storage.servers import SECRET, Bucket, make_bucket, open_proxy
 from xrank.errors import OutputExistsError, UsageError, XrankError
-from xrank.storage.client import open_store
-from xrank.storage.uploads import Part, PartPool, Uploads, part_nbytes_for
+from xrank.storage.stores import open_store
+from xrank.storage.uploads import PartPool, UploadedPart, Uploads, part_nbytes_for
 
 MIB = 1 << 20
 
@@ -121,10 +121,10 @@ def test_parts_suffice() -> None:
 def test_more_memory_sends_more_parts_at_once(room_nbytes: int, num_sent: int) -> None:
     pool, started, end = PartPool(room_nbytes), threading.Semaphore(0), threading.Event()
 
-    def send() -> Part:
+    def send() -> UploadedPart:
         started.release()
         assert end.wait(30)
-        return Part(1, 1, "", 0)
+        return UploadedPart(1, 1, "", 0)
 
     sent = [pool.send(pool.take(MIB), send) for _ in range(num_sent + 1)]
     for _ in range(num_sent):

@@ -35,7 +35,7 @@ from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
-from xrank.storage.client import Traffic, traffic
+from xrank.storage.client import StoreTraffic, traffic
 from xrank.storage.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text, plural, size_text
@@ -331,13 +331,13 @@ def counts_requests(call: Callable[Parameters, Report]) -> Callable[Parameters, 
     return counted
 
 
-def begin_counting() -> Traffic:
+def begin_counting() -> StoreTraffic:
     """Return the counts of this process before a command, for `with_traffic`."""
     take_traffic()  # what came before is not for another rank's report
     return traffic()
 
 
-def with_traffic(report: Report, before: Traffic) -> Report:
+def with_traffic(report: Report, before: StoreTraffic) -> Report:
     """Return a report with the requests that this process, and other ranks of its team, have sent since then."""
     counts = traffic().since(before)
     if not counts.requests:

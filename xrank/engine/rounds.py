@@ -353,9 +353,9 @@ def take_traffic() -> list[int]:
 def add_traffic(counts: Sequence[int]) -> None:
     """Add the requests and bytes of another rank to this process's."""
     if any(counts):
-        from xrank.storage.client import Traffic, add_traffic
+        from xrank.storage.client import StoreTraffic, add_traffic
 
-        add_traffic(Traffic(*counts))
+        add_traffic(StoreTraffic(*counts))
 
 
 _logger = logging.getLogger(__name__)

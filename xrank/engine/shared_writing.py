@@ -32,7 +32,7 @@ from xrank.storage.commit import Stage
 from xrank.storage.disk import explain_errors, is_in_memory
 from xrank.storage.folder_stage import FolderStage, SharedParts
 from xrank.storage.output_place import OutputPlace
-from xrank.storage.uploads import Part, PartPool, PartsTarget, UploadedFile, Uploads
+from xrank.storage.uploads import PartPool, PartsTarget, UploadedFile, UploadedPart, Uploads
 from xrank.storage.url import is_url
 from xrank.system import write_at
 
@@ -280,7 +280,7 @@ class _SharedUploads(PartsTarget):
         self._rank, self._plan, self._place, self._begun = team.rank, plan, place, uploads
         self._sent: dict[int, list[list[Any]]] = {}
         self._kept_nbytes = 0
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: dict[int, list[UploadedPart]] = {}
         self._lock = threading.Lock()
 
     def unit_nbytes(self, index: int) -> int:
@@ -342,9 +342,9 @@ class _SharedUploads(PartsTarget):
             content = json.loads(receipt)
             self.kept_nbytes += content["kept"]
             for index, parts in content["parts"].items():
-                self._parts.setdefault(int(index), []).extend(Part(*one) for one in parts)
+                self._parts.setdefault(int(index), []).extend(UploadedPart(*one) for one in parts)
 
-    def take_parts(self, index: int) -> list[Part]:
+    def take_parts(self, index: int) -> list[UploadedPart]:
         """Return the parts of a file that all ranks have sent, in order."""
         return sorted(self._parts.pop(index, ()), key=lambda part: part.number)
 

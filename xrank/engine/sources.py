@@ -32,7 +32,8 @@ from xrank.environment import environ, scratch_folder
 from xrank.errors import AGAIN, CorruptError, NoSpaceError, XrankError
 from xrank.formats.zarr_array import import_zstandard, open_frame
 from xrank.layout.stored_model import PLAIN, StoredModel
-from xrank.storage.client import Store, copy_bytes, open_store
+from xrank.storage.client import ObjectStore, copy_bytes
+from xrank.storage.stores import open_store
 from xrank.storage.url import can_list
 from xrank.system import read_at, write_at
 
@@ -133,7 +134,7 @@ class ObjectSource:
         self._local = FileSource(model)
         self._records = list(zip(model.records.file.tolist(), model.records.offset.tolist(), strict=True))
         self._is_local = [file.in_store is None for file in model.files]
-        self._stores: list[tuple[Store, str] | None] = [
+        self._stores: list[tuple[ObjectStore, str] | None] = [
             None if file.in_store is None else open_store(file.path) for file in model.files
         ]
         self.connections = max(store.settings.connections for store, _ in filter(None, self._stores))

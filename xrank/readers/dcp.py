@@ -31,7 +31,7 @@ from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.names import ModelPart, SavedTree, is_of_lightning, part_details, part_notes, select_model
+from xrank.readers.names import ChosenPart, SavedTree, is_of_lightning, part_details, part_notes, select_model
 from xrank.readers.records import Subject, find_step, note_bare_files, note_foreign_names, outside_error, read_start
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, RegularFile, open_regular, quote
@@ -517,7 +517,7 @@ def _step(path: str) -> int | None:
 
 
 def _notes(
-    path: str, metadata: DcpMetadata, part: ModelPart, pieces: DcpPieces, unused: Sequence[str]
+    path: str, metadata: DcpMetadata, part: ChosenPart, pieces: DcpPieces, unused: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
     notes = file_notes(path, metadata, unused)
     notes += part_notes(part)

@@ -248,7 +248,7 @@ class TopPart(Struct, frozen=True):
     is_model: bool
 
 
-class ModelPart(Struct, frozen=True, eq=False):
+class ChosenPart(Struct, frozen=True, eq=False):
     """The model's tensors, and summaries of the other parts."""
 
     tensors: Mapping[str, str]
@@ -305,7 +305,7 @@ class _Branch(Struct, frozen=True, eq=False):
         return {".".join(map(str, self.paths[name][len(self.keys) :])): name for name in names}
 
 
-def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
+def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
     """Return the model's tensors, named without the keys that lead to them.
 
     The search starts at the top, or at the wanted part, and leaves out branches of optimizers and trainers. If a branch
@@ -346,15 +346,15 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
     tensors = here.strip_keys(own)
     values = here.strip_keys(name for name in here.values if name not in of_optimizers)
     model = _summarise(tree, here.keys, list(tensors.values()), is_model=True)
-    return ModelPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))
+    return ChosenPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))
 
 
-def part_details(part: ModelPart) -> dict[str, Any]:
+def part_details(part: ChosenPart) -> dict[str, Any]:
     """Return the parts as facts for `inspect`."""
     return {"parts": {each.key or "(all)": _describe(each) for each in part.parts}, "prefix": ".".join(part.prefix)}
 
 
-def part_notes(part: ModelPart) -> list[tuple[str, str]]:
+def part_notes(part: ChosenPart) -> list[tuple[str, str]]:
     """Return the note about parts that are left out, if there are any."""
     left = [f"{other.key} ({other.num_tensors:,})" for other in part.parts if not other.is_model]
     return [("left-out", f"tensors that are not the model's were left out: {list_text(left, _MAX_SHOWN)}")] * bool(left)

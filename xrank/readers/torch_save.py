@@ -30,7 +30,7 @@ from xrank.readers.hugging_face.folder import (
     stale_index_notes,
 )
 from xrank.readers.names import (
-    ModelPart,
+    ChosenPart,
     SavedTree,
     is_of_lightning,
     leads_to_model,
@@ -55,7 +55,7 @@ class WholeState(Struct, frozen=True, eq=False):
     """By the names in its state dict."""
     others: tuple[str, ...]
     """Names of the values in its state dict that are not tensors."""
-    part: ModelPart | None
+    part: ChosenPart | None
     """The model among the parts of a nested dict; None where the whole file is one state dict."""
 
     @property
@@ -98,7 +98,7 @@ def select_state(archive: TorchArchive, wanted: str | None) -> WholeState:
 
 def _select_part(
     archive: TorchArchive, leaves: Mapping[_Path, object], paths: Mapping[str, _Path], wanted: str | None
-) -> ModelPart:
+) -> ChosenPart:
     """Return the model in a nested dict; `paths` are the keys to each leaf by their text."""
     if len(paths) < len(leaves):
         raise Origin(archive.path).usage(

@@ -126,7 +126,7 @@ def _is_within(kind: TensorKind, word: str) -> bool:
     return any(re.search(expression, module) for module in kind.pattern.split(".")[:-1])
 
 
-class Place(Struct, frozen=True):
+class LengthPlace(Struct, frozen=True):
     """Where tensors have a length."""
 
     tensor: str
@@ -134,7 +134,7 @@ class Place(Struct, frozen=True):
     """``in dim 0 of model.norm.weight``, or ``layers under model.layers``."""
 
 
-class Claim(Struct, frozen=True):
+class ConfigClaim(Struct, frozen=True):
     """A number that follows from config.json, and the lengths that the tensors have for it."""
 
     kind: str
@@ -143,7 +143,7 @@ class Claim(Struct, frozen=True):
     """The keys that give the number."""
     numbers: tuple[int, ...]
     """The number, and others that are as good."""
-    found: Mapping[int, Place]
+    found: Mapping[int, LengthPlace]
     """Lengths; empty where no tensor shows the number."""
 
     @property
@@ -189,7 +189,7 @@ _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "expert_dim", "shared_intermediate_size")
 
 
-def make_claims(section: Section) -> Iterator[Claim]:
+def make_claims(section: Section) -> Iterator[ConfigClaim]:
     """Yield the claims of an object in config.json; those that no tensor can show are left out or have no lengths."""
     for keys, places in _DIMS:
         if "hidden_size" in keys and section.size("embed_dim") is not None:
@@ -208,13 +208,13 @@ def make_claims(section: Section) -> Iterator[Claim]:
     yield from _claim_outputs(section)
 
 
-def _lengths(section: Section, *witnesses: tuple[str, tuple[int, ...]]) -> dict[int, Place]:
+def _lengths(section: Section, *witnesses: tuple[str, tuple[int, ...]]) -> dict[int, LengthPlace]:
     """Return the lengths of dims of tensors, each with its first place; of gate_up_proj the halves.
 
     Where either dim of a matrix may have the size, as in the two layers of an MLP, the other one has the hidden size:
     a dim of that length counts only if both have it.
     """
-    found: dict[int, Place] = {}
+    found: dict[int, LengthPlace] = {}
     hidden = section.size("embed_dim", "hidden_size", "d_model", "n_embd")
     for expression, dims in witnesses:
         for kind in section.kinds:
@@ -225,19 +225,23 @@ def _lengths(section: Section, *witnesses: tuple[str, tuple[int, ...]]) -> dict[
                 del own[first.index(hidden)]
             for dim in own:
                 length = kind.shape[dim] // 2 if "gate_up_proj" in kind.pattern else kind.shape[dim]
-                found.setdefault(length, Place(kind.names[0], f"in dim {dim % len(kind.shape)} of {kind.names[0]}"))
+                found.setdefault(
+                    length, LengthPlace(kind.names[0], f"in dim {dim % len(kind.shape)} of {kind.names[0]}")
+                )
     return found
 
 
-def _claim(section: Section, keys: Sequence[str], found: Mapping[int, Place], *offsets: int) -> Iterator[Claim]:
+def _claim(
+    section: Section, keys: Sequence[str], found: Mapping[int, LengthPlace], *offsets: int
+) -> Iterator[ConfigClaim]:
     """Yield the claim of each key that has a size."""
     for key in keys:
         size = section.size(key)
         if size is not None:
-            yield Claim(keys[0], (key,), (size, *(size + offset for offset in offsets)), found)
+            yield ConfigClaim(keys[0], (key,), (size, *(size + offset for offset in offsets)), found)
 
 
-def _claim_layers(section: Section) -> Iterator[Claim]:
+def _claim_layers(section: Section) -> Iterator[ConfigClaim]:
     lists: dict[str, set[int]] = {}
     first: dict[str, str] = {}
     for kind in section.kinds:
@@ -246,7 +250,7 @@ def _claim_layers(section: Section) -> Iterator[Claim]:
             at = len(place[1]) + 1
             lists.setdefault(place[1], set()).update(int(name[at:].partition(".")[0]) for name in kind.names)
             first.setdefault(place[1], kind.names[0])
-    found = {path: (len(indices), Place(first[path], f"layers under {path}")) for path, indices in lists.items()}
+    found = {path: (len(indices), LengthPlace(first[path], f"layers under {path}")) for path, indices in lists.items()}
     parts = {
         "encoder": ("encoder_layers", "num_encoder_layers"),
         "decoder": ("decoder_layers", "num_decoder_layers"),
@@ -263,7 +267,7 @@ def _claim_layers(section: Section) -> Iterator[Claim]:
     yield from _claim(section, of_all, dict(found.values()), section.size("num_nextn_predict_layers") or 0)
 
 
-def _claim_heads(section: Section) -> Iterator[Claim]:
+def _claim_heads(section: Section) -> Iterator[ConfigClaim]:
     heads = section.find_size("num_attention_heads", "n_head", "n_heads", "num_heads")
     width = section.find_size("head_dim", "d_kv", "kv_channels", "attention_head_dim")
     if heads is None:
@@ -275,7 +279,9 @@ def _claim_heads(section: Section) -> Iterator[Claim]:
             ("qk_rope_head_dim", r"(?:.*\.)?(?:self_attn|attention)\.q(?:_b)?_proj\.weight"),
         ):
             number = heads[1] * ((section.size(_LATENT[0]) or 0) + (section.size(other) or 0))
-            yield Claim(_LATENT[0], (heads[0], _LATENT[0], other), (number,), _lengths(section, (expression, (0,))))
+            yield ConfigClaim(
+                _LATENT[0], (heads[0], _LATENT[0], other), (number,), _lengths(section, (expression, (0,)))
+            )
         return
     hidden = section.find_size("embed_dim", "hidden_size", "d_model", "n_embd")
     if width is None:
@@ -288,36 +294,36 @@ def _claim_heads(section: Section) -> Iterator[Claim]:
         (_ATTENTION + r"(?:q_proj|query|q_lin|q)\.weight", (0,)),
         (_ATTENTION + r"(?:o_proj|out_proj|out_lin|o)\.weight", (1,)),
     )
-    yield Claim("num_attention_heads", named, (heads[1] * width[1],), inner)
+    yield ConfigClaim("num_attention_heads", named, (heads[1] * width[1],), inner)
     norms = _lengths(section, (_ATTENTION + r"(?:q_norm|q_layernorm|query_layernorm)\.weight", (-1,)))
-    yield Claim("head_dim", named, (width[1], heads[1] * width[1]), norms)
+    yield ConfigClaim("head_dim", named, (width[1], heads[1] * width[1]), norms)
     groups = section.find_size("num_key_value_heads")
     if groups is not None:
         lengths = _lengths(section, (_ATTENTION + r"(?:k_proj|key|k_lin|k)\.weight", (0,)))
-        yield Claim("num_key_value_heads", (groups[0], *named[1:]), (groups[1] * width[1],), lengths)
+        yield ConfigClaim("num_key_value_heads", (groups[0], *named[1:]), (groups[1] * width[1],), lengths)
     fused = _lengths(section, (_ATTENTION + r"(?:qkv_proj|qkv|Wqkv|query_key_value|c_attn)\.weight", (0, 1)))
     rows = (heads[1] + 2 * (heads if groups is None else groups)[1]) * width[1]
-    yield Claim("fused heads", (*named, *(() if groups is None else groups[:1])), (rows,), fused)
+    yield ConfigClaim("fused heads", (*named, *(() if groups is None else groups[:1])), (rows,), fused)
 
 
-def _claim_experts(section: Section) -> Iterator[Claim]:
-    found: dict[int, Place] = {}
+def _claim_experts(section: Section) -> Iterator[ConfigClaim]:
+    found: dict[int, LengthPlace] = {}
     for kind in section.kinds:
         if ".experts.*." in f".{kind.pattern}":
             at = re.compile(r"(?:^|\.)experts\.(\d+)\.")
             indices = {match[1] for name in kind.names if (match := at.search(name)) is not None}
-            found.setdefault(len(indices), Place(kind.names[0], f"experts of {kind.pattern}"))
+            found.setdefault(len(indices), LengthPlace(kind.names[0], f"experts of {kind.pattern}"))
         elif len(kind.shape) == 3 and re.fullmatch(r"(?:.*\.)?experts\." + _MLP, kind.pattern):
-            found.setdefault(kind.shape[0], Place(kind.names[0], f"in dim 0 of {kind.names[0]}"))
+            found.setdefault(kind.shape[0], LengthPlace(kind.names[0], f"in dim 0 of {kind.names[0]}"))
     yield from _claim(section, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), found)
     shared = section.find_size("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     width = section.find_size("moe_intermediate_size")
     if shared and width and not section.size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
         numbers = (shared[1] * width[1],)
-        yield Claim("n_shared_experts", (shared[0], width[0]), numbers, _lengths(section, (_SHARED, (0, 1))))
+        yield ConfigClaim("n_shared_experts", (shared[0], width[0]), numbers, _lengths(section, (_SHARED, (0, 1))))
 
 
-def _claim_positions(section: Section) -> Iterator[Claim]:
+def _claim_positions(section: Section) -> Iterator[ConfigClaim]:
     for keys, path in (
         (("max_position_embeddings", "n_positions"), r"(?:.*\.)?"),
         (("max_source_positions",), r"(?:.*\.)?encoder\."),
@@ -329,7 +335,7 @@ def _claim_positions(section: Section) -> Iterator[Claim]:
         yield from _claim(section, keys, rows, *((2,) if has_padding else ()))
 
 
-def _claim_patches(section: Section) -> Iterator[Claim]:
+def _claim_patches(section: Section) -> Iterator[ConfigClaim]:
     convolutions = Section(section.prefix, section.values, tuple(k for k in section.kinds if len(k.shape) > 3), ())
     yield from _claim(section, ("patch_size",), _lengths(convolutions, (_PATCHES, (-1,))))
     yield from _claim(section, ("num_channels", "in_channels"), _lengths(convolutions, (_PATCHES, (1,))))
@@ -337,28 +343,28 @@ def _claim_patches(section: Section) -> Iterator[Claim]:
     if image and patch:
         rows = _lengths(section, (r"(?:.*\.)?embeddings\.position_embedding\.weight", (0,)))
         number = (image // patch) ** 2
-        yield Claim("image_size", ("image_size", "patch_size"), (number, number + 1), rows)
+        yield ConfigClaim("image_size", ("image_size", "patch_size"), (number, number + 1), rows)
 
 
-def _claim_outputs(section: Section) -> Iterator[Claim]:
+def _claim_outputs(section: Section) -> Iterator[ConfigClaim]:
     name = section.architecture
     if name.endswith(_CLASSIFIERS):
         labels = section.values.get("id2label")
         stated = section.size("num_labels", "_num_labels")
         number = len(labels) if isinstance(labels, Mapping) else stated or _DEFAULT_NUM_LABELS
         rows = _lengths(section, (r"(?:score|classifier|classifier\.out_proj)\.weight", (0,)))
-        yield Claim("num_labels", ("id2label",), (number, stated or number), rows)
+        yield ConfigClaim("num_labels", ("id2label",), (number, stated or number), rows)
     words = section.size("vocab_size")
     is_generating = name.endswith(("ForCausalLM", "ForConditionalGeneration"))
     if is_generating and section.values.get("tie_word_embeddings") is False:
         embedding = next((kind for kind in section.kinds if re.fullmatch(_WORDS, kind.pattern)), None)
         wide = [kind for kind in section.kinds if len(kind.shape) == 2 and words in kind.shape]
         if embedding is not None and wide == [embedding]:
-            found = {1: Place(embedding.names[0], f"tensor with {words} rows, {embedding.names[0]}")}
-            yield Claim("tie_word_embeddings", ("tie_word_embeddings",), (2,), found)
+            found = {1: LengthPlace(embedding.names[0], f"tensor with {words} rows, {embedding.names[0]}")}
+            yield ConfigClaim("tie_word_embeddings", ("tie_word_embeddings",), (2,), found)
 
 
-Lengths = Mapping[str, tuple[int, Place]]
+Lengths = Mapping[str, tuple[int, LengthPlace]]
 """Left side of an equation -> the length that the tensors have."""
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
@@ -404,7 +410,7 @@ def parse_equation(text: str) -> Equation:
     return Equation(length, factor, exponents, int(offset or 0))
 
 
-def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -> Iterator[tuple[Section, Claim]]:
+def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -> Iterator[tuple[Section, ConfigClaim]]:
     """Yield the claims of a config.json that are known of its model type alone, each with its values.
 
     An equation counts only if config.json has all its keys, and the tensors its length.
@@ -421,7 +427,10 @@ def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -
         number = equation.compute(sizes)  # type: ignore[arg-type]
         if number.denominator == 1:  # transformers refuses other numbers, or rounds them
             numbers = (number.numerator,)
-            yield Section("", sizes, (), ()), Claim(next(iter(sizes)), tuple(sizes), numbers, {found[0]: found[1]})
+            yield (
+                Section("", sizes, (), ()),
+                ConfigClaim(next(iter(sizes)), tuple(sizes), numbers, {found[0]: found[1]}),
+            )
 
 
 def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths:
@@ -433,12 +442,12 @@ def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths
 
     Names in the outermost modules `inner`, which hold inner models, count whole alone.
     """
-    found: dict[str, tuple[int, Place] | None] = {}
-    short: dict[str, tuple[int, Place] | None] = {}
+    found: dict[str, tuple[int, LengthPlace] | None] = {}
+    short: dict[str, tuple[int, LengthPlace] | None] = {}
     lists: dict[str, tuple[set[str], str]] = {}
     for kind in kinds:
         for dim, length in enumerate(kind.shape):
-            each = length, Place(kind.names[0], f"in dim {dim} of {kind.names[0]}")
+            each = length, LengthPlace(kind.names[0], f"in dim {dim} of {kind.names[0]}")
             for name in {kind.pattern, *kind.names} if len(kind.names) == 1 else [kind.pattern]:
                 _add(found, f"{name}[{dim}]", each)
                 if name.count(".") > 1 and name.partition(".")[0] not in inner:
@@ -448,14 +457,14 @@ def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths
                 path = _NUMBER.sub(".*", name[: match.start()])
                 lists.setdefault(path, (set(), name))[0].add(match[1])
     for path, (indices, name) in lists.items():
-        place = Place(name, f"modules under {path}")
+        place = LengthPlace(name, f"modules under {path}")
         _add(found, path, (len(indices), place))
         if "." in path and path.partition(".")[0] not in inner:
             _add(short, path.partition(".")[2], (len(indices), place))
     return {key: each for key, each in {**short, **found}.items() if each is not None}
 
 
-def _add(found: dict[str, tuple[int, Place] | None], key: str, each: tuple[int, Place]) -> None:
+def _add(found: dict[str, tuple[int, LengthPlace] | None], key: str, each: tuple[int, LengthPlace]) -> None:
     """Add a length, or mark the key where it has another one already."""
     known = found.setdefault(key, each)
     if known is not None and known[0] != each[0]:
@@ -610,7 +619,7 @@ def _advise(found: FoundSource, base: BaseModel | None) -> str:
     return "correct the config of the model, or what overrides it"
 
 
-def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, Claim] | None:
+def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, ConfigClaim] | None:
     """Return the first claim of a config.json that the tensors contradict, with the object in it; None: all hold."""
     if config.get("model_type") == "dpt" and isinstance(config.get("backbone_config"), Mapping):
         # The backbone stands in the place of DPT's own layers, whose sizes remain in the config.

@@ -68,7 +68,7 @@ _Choice: TypeAlias = tuple[int | None, str]
 """A layer, and a choice between kinds of blocks."""
 
 
-class Outcome(Struct, frozen=True):
+class RecipeOutput(Struct, frozen=True):
     """A tensor that a recipe may produce."""
 
     rules: tuple[Rule, ...]
@@ -78,10 +78,10 @@ class Outcome(Struct, frozen=True):
     """Sort key in the output: embeddings, layer after layer, the rest."""
 
 
-def list_outcomes(matched: Match, sizes: Mapping[str, int]) -> dict[str, Outcome]:
+def list_outcomes(matched: Match, sizes: Mapping[str, int]) -> dict[str, RecipeOutput]:
     """Return every name that the recipe may produce."""
     check_counts(matched.recipe, sizes)
-    found: dict[str, Outcome] = {}
+    found: dict[str, RecipeOutput] = {}
     has_begun = False
     for number in active_rules(matched.recipe, matched.is_reversed):
         rule = matched.recipe.rules[number]
@@ -95,7 +95,7 @@ def list_outcomes(matched: Match, sizes: Mapping[str, int]) -> dict[str, Outcome
                 phase = 1 if at else (2 if has_begun else 0)
                 before = found.get(name)
                 if before is None:
-                    found[name] = Outcome((rule,), layer, (phase, layer or 0, number))
+                    found[name] = RecipeOutput((rule,), layer, (phase, layer or 0, number))
                 elif rule not in before.rules:
                     found[name] = replace(before, rules=(*before.rules, rule))
     return found
@@ -117,7 +117,7 @@ def _indices_of(name: TensorName, part: str, sizes: Mapping[str, int]) -> Iterat
 def check_whole(
     path: str,
     matched: Match,
-    outcomes: Mapping[str, Outcome],
+    outcomes: Mapping[str, RecipeOutput],
     made: Collection[str],
     flags: Mapping[str, bool],
     layers: _Layers,
@@ -168,7 +168,7 @@ def check_whole(
 
 
 def _find_groups(
-    path: str, outcomes: Mapping[str, Outcome], made: Iterable[str], layers: _Layers, apart: Collection[str]
+    path: str, outcomes: Mapping[str, RecipeOutput], made: Iterable[str], layers: _Layers, apart: Collection[str]
 ) -> dict[_Choice, str]:
     """Return the group of each layer's blocks, for each choice."""
     found: dict[_Choice, tuple[str, str]] = {}  # with a tensor of the group

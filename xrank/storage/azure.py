@@ -32,7 +32,7 @@ from xrank.storage.client import (
     or_none,
 )
 from xrank.storage.obstore_backend import PartsBackend
-from xrank.storage.uploads import PART_NAME, Body, KnownParts, Part, UploadedObject, part_name
+from xrank.storage.uploads import PART_NAME, Body, KnownParts, UploadedObject, UploadedPart, part_name
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -130,7 +130,7 @@ class AzureBackend(PartsBackend):
         with _faults():
             self._blob(key).delete_blob()
 
-    def put_part(self, key: str, upload_id: str, part: Part, data: Body) -> str:
+    def put_part(self, key: str, upload_id: str, part: UploadedPart, data: Body) -> str:
         """Upload a part; the store refuses it if its MD5 is another."""
         with _faults():
             self._blob(key).stage_block(part_name(upload_id, part), data, length=len(data), validate_content=True)
@@ -140,7 +140,9 @@ class AzureBackend(PartsBackend):
         """Return the parts that are in the store; None where none is."""
         return self._list_blocks(key).get(upload_id)
 
-    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str, condition: str | None) -> None:
+    def complete(
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart], mark: str, condition: str | None
+    ) -> None:
         """Make the object of the parts; the store forgets all other blocks of that name."""
         from azure.storage.blob import BlobBlock
 

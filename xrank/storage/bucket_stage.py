@@ -43,7 +43,7 @@ from xrank.errors import (
     XrankError,
     option,
 )
-from xrank.storage.client import ABSENT, Folder, Store, open_store
+from xrank.storage.client import ABSENT, Folder, ObjectStore
 from xrank.storage.commit import (
     Count,
     DescriptorTarget,
@@ -58,13 +58,14 @@ from xrank.storage.disk import open_companion
 from xrank.storage.manifest import MANIFEST_NAME, parse_manifest
 from xrank.storage.output_place import ATTESTATION_NAME, SIGNATURE_NAME, check_inner_name
 from xrank.storage.places import rank_of
+from xrank.storage.stores import open_store
 from xrank.storage.uploads import (
     WRITABLE,
     KnownParts,
-    Part,
     PartPool,
     PartsTarget,
     UploadedFile,
+    UploadedPart,
     Uploads,
     part_nbytes_for,
 )
@@ -91,7 +92,7 @@ _NUMBERED = re.compile(r"-(\d{5,}-of-\d{5,}\.safetensors)")
 class BucketPlace(Struct, frozen=True):
     """The place of an output in a bucket, and the objects that xrank keeps beside it while it writes."""
 
-    store: Store
+    store: ObjectStore
     key: str
     """Prefix of the output's objects, without a slash at its end."""
 
@@ -215,7 +216,7 @@ class FileRecord(Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
     tensors: tuple[str, ...]
     """Digests of its tensors, in hex, in the file's order."""
-    parts: tuple[Part, ...]
+    parts: tuple[UploadedPart, ...]
 
     def __post_init__(self) -> None:
         if not _DIGEST.fullmatch(self.digest) or not all(_HEX.fullmatch(one) for one in self.tensors):
@@ -358,7 +359,7 @@ def wait_for_owner(place: BucketPlace, journal: BucketJournal | None, version: s
     return False
 
 
-def _read(store: Store, key: str) -> tuple[bytes, str] | None:
+def _read(store: ObjectStore, key: str) -> tuple[bytes, str] | None:
     """Return an object's bytes and version; None if there is none."""
     for _ in range(5):
         try:
@@ -516,7 +517,7 @@ class BucketStage(Stage):
         return begun
 
     def finish_parts(
-        self, name: str, nbytes: int, parts: Sequence[Part], digest: str, tensors: Sequence[bytes]
+        self, name: str, nbytes: int, parts: Sequence[UploadedPart], digest: str, tensors: Sequence[bytes]
     ) -> None:
         """Record a file as finished whose parts several ranks have sent.
 
@@ -539,7 +540,13 @@ class BucketStage(Stage):
         self.kept_nbytes += file.kept_nbytes
 
     def _record(
-        self, name: str, upload_id: str, nbytes: int, digest: str, tensors: Sequence[bytes], parts: tuple[Part, ...]
+        self,
+        name: str,
+        upload_id: str,
+        nbytes: int,
+        digest: str,
+        tensors: Sequence[bytes],
+        parts: tuple[UploadedPart, ...],
     ) -> None:
         hexes = tuple(one.hex() for one in tensors)
         record = FileRecord(self._journal.content.stage, upload_id, nbytes, digest, hexes, parts)
@@ -694,7 +701,7 @@ class BucketStage(Stage):
                 raise CorruptError(what, file=url, got=got, want=f"{nbytes:,} bytes", next_step=next_step)
 
 
-def _is_listed(part: Part, listed: KnownParts) -> bool:
+def _is_listed(part: UploadedPart, listed: KnownParts) -> bool:
     nbytes, etag, crc32 = listed.get(part.number, (-1, "", None))
     return (nbytes, etag.strip('"')) == (part.nbytes, part.etag.strip('"')) and crc32 in (None, part.crc32)
 

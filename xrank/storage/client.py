@@ -1,6 +1,6 @@
 """Requests to stores: repeated with growing pauses up to a deadline, counted, and named in their errors.
 
-A backend sends one request of one kind of store and raises `FaultError` where it fails. `Store` repeats it, bounds its
+A backend sends one request of one kind of store and raises `FaultError` where it fails. `ObjectStore` repeats it, bounds its
 time and its bytes, and raises xrank's errors. Nothing here imports a client library before a URL is opened.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import io
 import logging
-import os
 import random
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import Any, Protocol, TypeVar, cast
 from msgspec import Struct, field
 from msgspec.structs import fields
 
-from xrank.environment import environ, setting
+from xrank.environment import setting
 from xrank.errors import (
     AGAIN,
     ContradictionError,
@@ -32,7 +31,6 @@ from xrank.errors import (
     either,
     option,
 )
-from xrank.storage.url import split_url
 
 CONNECTIONS = 16
 """Requests under way at once, at most: at 20 ms latency and 1 MiB each, they move 800 MB/s."""
@@ -318,7 +316,7 @@ def make_session(session: Any, connections: int) -> Any:
     return session
 
 
-class Traffic(Struct, frozen=True):
+class StoreTraffic(Struct, frozen=True):
     """Requests and bytes of this process since it started."""
 
     requests: int = 0
@@ -330,9 +328,9 @@ class Traffic(Struct, frozen=True):
     written_nbytes: int = 0
     """Bytes of objects in requests."""
 
-    def since(self, earlier: Traffic) -> Traffic:
+    def since(self, earlier: StoreTraffic) -> StoreTraffic:
         """Return the traffic after an earlier moment."""
-        return Traffic(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
+        return StoreTraffic(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
 class Clock:
@@ -347,19 +345,17 @@ class Clock:
         stop.wait(seconds)
 
 
-_total = _taken = Traffic()
+_total = _taken = StoreTraffic()
 _counting = threading.Lock()
 _clock = Clock()
-_stores: dict[tuple[object, ...], Store] = {}
-_opening = threading.Lock()
 
 
-def traffic() -> Traffic:
-    """Return the requests and bytes of this process up to now; `Traffic.since` gives those of one command."""
+def traffic() -> StoreTraffic:
+    """Return the requests and bytes of this process up to now; `StoreTraffic.since` gives those of one command."""
     return _total
 
 
-def take_traffic() -> Traffic:
+def take_traffic() -> StoreTraffic:
     """Return the requests and bytes since the last call, for the report of another rank."""
     global _taken
     with _counting:
@@ -367,11 +363,11 @@ def take_traffic() -> Traffic:
         return new
 
 
-def add_traffic(other: Traffic) -> None:
+def add_traffic(other: StoreTraffic) -> None:
     """Count the requests and bytes of another rank as this process's own."""
     global _total
     with _counting:
-        _total = Traffic(*(getattr(_total, one.name) + getattr(other, one.name) for one in fields(_total)))
+        _total = StoreTraffic(*(getattr(_total, one.name) + getattr(other, one.name) for one in fields(_total)))
 
 
 class _Buffer:
@@ -396,7 +392,7 @@ class _Buffer:
             self._is_closed = True
 
 
-class Store:
+class ObjectStore:
     """The objects of one bucket, container, host or repository; any thread may call it.
 
     Each method repeats a request whose failure may pass, until `StoreSettings.timeout_seconds` are over. A request that
@@ -444,7 +440,7 @@ class Store:
             nonlocal buffer
             mine = buffer = _Buffer(view)
             found = self.backend.read(key, offset, offset + nbytes, status, mine.take)
-            add_traffic(Traffic(read_nbytes=mine.nbytes))
+            add_traffic(StoreTraffic(read_nbytes=mine.nbytes))
             if status is not None and (found.nbytes, found.version) != (status.nbytes, status.version):
                 raise FaultError(
                     FaultKind.CHANGED, f"{found.nbytes:,} bytes, version {found.version}, not {status.version}"
@@ -505,7 +501,7 @@ class Store:
         stop = stop or threading.Event()
         while True:
             tries += 1
-            add_traffic(Traffic(1, int(tries > 1), written_nbytes=written_nbytes))
+            add_traffic(StoreTraffic(1, int(tries > 1), written_nbytes=written_nbytes))
             try:
                 with self._slots:
                     left = started + self.settings.timeout_seconds - self._clock.now()
@@ -553,12 +549,12 @@ def _send_within(send: Callable[[], _Result], seconds: float, stop: threading.Ev
         return cast("_Result", result)
 
 
-def read_ranges(store: Store, key: str, status: ObjectStatus, ranges: Iterable[tuple[int, memoryview]]) -> None:
+def read_ranges(store: ObjectStore, key: str, status: ObjectStatus, ranges: Iterable[tuple[int, memoryview]]) -> None:
     """Fill buffers with bytes of an object of that version: (offset, buffer), by rising offsets, many at once.
 
     Raises:
         ContradictionError: the object is not that version.
-        XrankError: as `Store.read`.
+        XrankError: as `ObjectStore.read`.
     """
     groups: list[list[tuple[int, memoryview]]] = []
     end = 0
@@ -585,46 +581,3 @@ def read_ranges(store: Store, key: str, status: ObjectStatus, ranges: Iterable[t
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def open_store(url: str) -> tuple[Store, str]:
-    """Return the store of a cleaned URL, and the key in it.
-
-    Stores are kept for the life of the process, one for each bucket and environment. A forked process opens its own:
-    threads and connections of a client do not survive a fork.
-
-    Raises:
-        UsageError: a package is missing, plain http is not allowed, or a setting is wrong.
-    """
-    place = split_url(url)
-    variables = environ()
-    known = (item for item in variables.items() if item[0].startswith(_PREFIXES))
-    identity = (os.getpid(), place.root, *known)
-    with _opening:
-        store = _stores.get(identity)
-        if store is None:
-            settings = StoreSettings.from_environment(variables)
-            try:
-                backend = _open_backend(place.scheme, place.root, settings)
-            except UsageError as error:
-                error.rename(place.root, url)  # the path that the user gave
-                raise
-            store = _stores[identity] = Store(place.root, backend, settings)
-    return store, place.key
-
-
-_PREFIXES = ("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "GCS_", "HF_", "XRANK_")
-
-
-def _open_backend(scheme: str, root: str, settings: StoreSettings) -> Backend:
-    if scheme == "s3":
-        from xrank.storage.s3 import open_s3
-
-        return open_s3(root, settings)
-    if scheme in ("gs", "az", "abfs", "http", "https"):
-        from xrank.storage.obstore_backend import open_obstore
-
-        return open_obstore(root, settings)
-    from xrank.storage.obstore_backend import open_fsspec
-
-    return open_fsspec(scheme, root, settings)

@@ -42,7 +42,7 @@ from xrank.storage.client import (
     or_none,
 )
 from xrank.storage.obstore_backend import PartsBackend
-from xrank.storage.uploads import PART_NAME, Body, KnownParts, Part, UploadedObject, part_name
+from xrank.storage.uploads import PART_NAME, Body, KnownParts, UploadedObject, UploadedPart, part_name
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -119,7 +119,7 @@ class GoogleBackend(PartsBackend):
             return None
         return UploadedObject(int(found.get("content-length", -1)), found.get("etag", ""), found.get(_MARK))
 
-    def put_part(self, key: str, upload_id: str, part: Part, data: Body) -> str:
+    def put_part(self, key: str, upload_id: str, part: UploadedPart, data: Body) -> str:
         """Upload a part; the store refuses it if its MD5 is another."""
         name = f"{PARTS}/{key}/{part_name(upload_id, part)}"
         try:
@@ -141,7 +141,9 @@ class GoogleBackend(PartsBackend):
                 found[int(match[2])] = source.nbytes, f'"{match[3]}"', None
         return found
 
-    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str, condition: str | None) -> None:
+    def complete(
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart], mark: str, condition: str | None
+    ) -> None:
         """Make the object of the parts, and remove them."""
         there = {(one.key, one.nbytes): one for one in self._list(f"{PARTS}/{key}/{upload_id}-")}
         names = [f"{PARTS}/{key}/{part_name(upload_id, part)}" for part in parts]

@@ -18,8 +18,9 @@ from itertools import islice
 from msgspec import Struct, field
 
 from xrank.storage import places
-from xrank.storage.client import ObjectStatus, Store, open_store
+from xrank.storage.client import ObjectStatus, ObjectStore
 from xrank.storage.regular_file import Origin, RegularFile
+from xrank.storage.stores import open_store
 from xrank.storage.url import can_list
 
 _END_NBYTES = 64 << 10
@@ -101,7 +102,7 @@ class ObjectFile(RegularFile, frozen=True):
     """An object as `RegularFile`; each read is of the version that was there when it was opened."""
 
     status: ObjectStatus
-    store: Store
+    store: ObjectStore
     key: str
 
     def read(self, offset: int, nbytes: int) -> bytes:

@@ -35,7 +35,7 @@ from xrank.storage.client import (
     or_none,
     receive,
 )
-from xrank.storage.uploads import Body, KnownParts, Part, UploadedObject
+from xrank.storage.uploads import Body, KnownParts, UploadedObject, UploadedPart
 
 MARK = "xrank-stage"
 """Name of the metadata that says which stage has written an object."""
@@ -217,7 +217,7 @@ class S3Backend:
         answer = self._ask("create_multipart_upload", Key=key, Metadata={MARK: mark}, ChecksumAlgorithm="CRC32")
         return str(answer["UploadId"])
 
-    def put_part(self, key: str, upload_id: str, part: Part, data: Body) -> str:
+    def put_part(self, key: str, upload_id: str, part: UploadedPart, data: Body) -> str:
         """Upload a part; return its etag when the store has confirmed its bytes by a checksum."""
         answer = self._ask(
             "upload_part",
@@ -244,7 +244,9 @@ class S3Backend:
 
         return or_none(ask)
 
-    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str, condition: str | None) -> None:
+    def complete(
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart], mark: str, condition: str | None
+    ) -> None:
         """Make the object of the parts."""
         rows = [
             {"PartNumber": part.number, "ETag": part.etag, "ChecksumCRC32": _crc32_text(part.crc32)} for part in parts

@@ -24,7 +24,7 @@ from isal import isal_zlib
 from msgspec import Struct, field
 
 from xrank.errors import XrankError
-from xrank.storage.client import ABSENT, Backend, FaultError, FaultKind, Store, copy_bytes
+from xrank.storage.client import ABSENT, Backend, FaultError, FaultKind, ObjectStore, copy_bytes
 from xrank.storage.commit import Count
 
 WRITABLE = ("s3", "gs", "az", "abfs")
@@ -44,7 +44,7 @@ KnownParts: TypeAlias = dict[int, tuple[int, str, int | None]]
 """Number of a part -> its bytes, its etag, and its CRC-32 where the store lists one."""
 
 
-class Part(Struct, frozen=True, forbid_unknown_fields=True):
+class UploadedPart(Struct, frozen=True, forbid_unknown_fields=True):
     """A part that the store has confirmed."""
 
     number: Count
@@ -65,7 +65,7 @@ class UploadedObject(Struct, frozen=True):
 
 
 class WritableBackend(Backend, Protocol):
-    """The requests of a store that takes uploads, without repetitions; a `condition` is as in `Store.put`."""
+    """The requests of a store that takes uploads, without repetitions; a `condition` is as in `ObjectStore.put`."""
 
     lists_only_own: bool
     """Whether the names of parts distinguish xrank's uploads from other programs' in `list_uploads`."""
@@ -85,13 +85,15 @@ class WritableBackend(Backend, Protocol):
     def create(self, key: str, mark: str) -> str:
         """Begin an upload and return its id."""
 
-    def put_part(self, key: str, upload_id: str, part: Part, data: Body) -> str:
+    def put_part(self, key: str, upload_id: str, part: UploadedPart, data: Body) -> str:
         """Upload a part, whose etag is its MD5; return its etag when the store has confirmed its bytes."""
 
     def list_parts(self, key: str, upload_id: str) -> KnownParts | None:
         """Return the parts that are in the store; None without such an upload."""
 
-    def complete(self, key: str, upload_id: str, parts: Sequence[Part], mark: str, condition: str | None) -> None:
+    def complete(
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart], mark: str, condition: str | None
+    ) -> None:
         """Make the object of the parts."""
 
     def abort(self, key: str, upload_id: str) -> None:
@@ -145,7 +147,7 @@ PART_NAME = re.compile(r"([0-9a-f]{10}[0-9a-f]{12})-(\d{5})-([0-9a-f]{32})")
 """Name of a part in such stores: upload, number, MD5. All names have one length."""
 
 
-def part_name(upload_id: str, part: Part) -> str:
+def part_name(upload_id: str, part: UploadedPart) -> str:
     """Return the name of a part in stores that do not number parts."""
     return f"{upload_id}-{part.number:05}-{part.etag.strip(chr(34))}"
 
@@ -169,17 +171,17 @@ def count_parts(nbytes: int) -> int:
 
 
 class Uploads:
-    """Uploads to one bucket or container; any thread may call it. Requests are repeated and counted as the `Store`'s.
+    """Uploads to one bucket or container; any thread may call it. Requests are repeated and counted as `ObjectStore`'s.
 
     Args:
         store: of one of the schemes of `WRITABLE`.
         url: the place to write, for errors.
 
-    Raises (from every method): as `Store`; when it is made:
+    Raises (from every method): as `ObjectStore`; when it is made:
         UsageError: there are no credentials, a package is missing, or the store ignores conditions.
     """
 
-    def __init__(self, store: Store, url: str | None = None) -> None:
+    def __init__(self, store: ObjectStore, url: str | None = None) -> None:
         self._store = store
         self._backend = cast("WritableBackend", store.backend)
         self._backend.check_writable(url or store.root)
@@ -189,14 +191,14 @@ class Uploads:
         """Begin an upload and return its id."""
         return self._store.repeat(key, "written", lambda: self._backend.create(key, mark))
 
-    def put_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> Part:
+    def put_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> UploadedPart:
         """Upload a part; return when the store has confirmed its bytes by a checksum."""
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        part = Part(number, len(data), f'"{md5}"', isal_zlib.crc32(data))
+        part = UploadedPart(number, len(data), f'"{md5}"', isal_zlib.crc32(data))
 
-        def send() -> Part:
+        def send() -> UploadedPart:
             etag = self._backend.put_part(key, upload_id, part, Body(data))
-            return Part(number, part.nbytes, etag, part.crc32)
+            return UploadedPart(number, part.nbytes, etag, part.crc32)
 
         return self._store.repeat(key, f"written (part {number})", send, written_nbytes=len(data))
 
@@ -208,7 +210,7 @@ class Uploads:
         self,
         key: str,
         upload_id: str,
-        parts: Sequence[Part],
+        parts: Sequence[UploadedPart],
         mark: str,
         *,
         replaces: bool = False,
@@ -303,10 +305,10 @@ def upload_object(
         XrankError: the store does not take the bytes; errors of `fill`.
     """
     part_nbytes = part_nbytes_for(nbytes + nbytes // 8)
-    buffer, upload_id, sent = bytearray(), "", list[Future[Part]]()
+    buffer, upload_id, sent = bytearray(), "", list[Future[UploadedPart]]()
     slots = threading.BoundedSemaphore(_STREAM_SENDERS)
 
-    def put(number: int, data: bytearray) -> Part:
+    def put(number: int, data: bytearray) -> UploadedPart:
         try:
             return uploads.put_part(key, upload_id, number, memoryview(data))
         finally:
@@ -390,12 +392,12 @@ class PartPool:
             self._num_buffers += 1
         return mmap(-1, nbytes)
 
-    def send(self, buffer: mmap, work: Callable[[], Part]) -> Future[Part]:
+    def send(self, buffer: mmap, work: Callable[[], UploadedPart]) -> Future[UploadedPart]:
         """Do the work, which reads the buffer, on a thread; then the buffer is free."""
         with self._changed:
             self._num_sending += 1
 
-        def run() -> Part:
+        def run() -> UploadedPart:
             try:
                 return work()
             finally:
@@ -433,8 +435,8 @@ class UploadedFile(Struct):
     kept_nbytes: int = 0
     """Bytes of parts that were not sent again."""
     _filling: dict[int, _Filling] = field(default_factory=dict)
-    _sent: list[Future[Part]] = field(default_factory=list)
-    _done: list[Part] = field(default_factory=list)
+    _sent: list[Future[UploadedPart]] = field(default_factory=list)
+    _done: list[UploadedPart] = field(default_factory=list)
     """Parts that the store has confirmed, or has had before."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _taking: threading.Lock = field(default_factory=threading.Lock)
@@ -488,13 +490,13 @@ class UploadedFile(Struct):
         if is_full:
             self._send(number + 1, part)
 
-    def finish(self) -> tuple[Part, ...]:
+    def finish(self) -> tuple[UploadedPart, ...]:
         """Return all parts after the store has confirmed the last of them."""
         parts = self.finish_parts()
         assert sum(part.nbytes for part in parts) == self.nbytes, "bytes of the file were never written"
         return parts
 
-    def finish_parts(self) -> tuple[Part, ...]:
+    def finish_parts(self) -> tuple[UploadedPart, ...]:
         """Return the parts that were written here, after the store has confirmed the last of them."""
         with self._lock:
             sent, done = list(self._sent), list(self._done)
@@ -526,7 +528,7 @@ class UploadedFile(Struct):
                 self.kept_nbytes += kept.nbytes
             return
 
-        def send() -> Part:
+        def send() -> UploadedPart:
             with view:
                 return self.uploads.put_part(self.key, self.upload_id, number, view)
 
@@ -534,7 +536,7 @@ class UploadedFile(Struct):
         with self._lock:
             self._sent.append(future)
 
-    def _find_known(self, number: int, view: memoryview) -> Part | None:
+    def _find_known(self, number: int, view: memoryview) -> UploadedPart | None:
         """Return the part that the store has, if its bytes are these."""
         nbytes, etag, crc32 = self.known.get(number, (-1, "", None))
         if nbytes != len(view):
@@ -543,7 +545,7 @@ class UploadedFile(Struct):
         # An etag that is no MD5, as of encrypted objects, only makes the part go again.
         if crc32 not in (None, here) or etag.strip('"') != hashlib.md5(view, usedforsecurity=False).hexdigest():
             return None
-        return Part(number, nbytes, etag, here)
+        return UploadedPart(number, nbytes, etag, here)
 
     def _check_sent(self) -> None:
         with self._lock:

@@ -349,7 +349,7 @@ def note_absent_layers(layers: Mapping[int, Layer]) -> tuple[tuple[str, str], ..
     return (("absent-layers", f"{text}. Functions and tied layers leave none; any other file must be copied, too"),)
 
 
-class Pipeline(Struct, frozen=True):
+class PipelineFiles(Struct, frozen=True):
     """The files of all stages, combined."""
 
     modules: Modules
@@ -363,7 +363,7 @@ class Pipeline(Struct, frozen=True):
     """A small tensor of each layer's file with fp32 weights elsewhere."""
 
 
-def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement) -> Pipeline:
+def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement) -> PipelineFiles:
     """Return the tensors of a pipeline."""
     states = _read_states(files, agreement)
     stages = [_read_partitions(files, stage, records) for stage in range(len(states))]
@@ -389,7 +389,7 @@ def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement
     names = dict.fromkeys((*held, *trained))
     whole_state = replace(states[0], buffer_names=tuple(dict.fromkeys(buffers)), frozen={}, shared={})
     modules = Modules(whole_state, shards, {}, tuple(dict.fromkeys(notes)), tuple(names))
-    return Pipeline(modules, trained, stages[0], len(states), roundings)
+    return PipelineFiles(modules, trained, stages[0], len(states), roundings)
 
 
 def _read_states(files: CheckpointFiles, agreement: Agreement) -> list[ModelState]:

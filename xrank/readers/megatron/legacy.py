@@ -37,8 +37,8 @@ from xrank.readers.megatron.layouts import (
 from xrank.readers.megatron.run import (
     FILE,
     Chunk,
+    GridPlace,
     ParallelSizes,
-    Place,
     check_agreement,
     check_grid,
     check_iteration,
@@ -138,7 +138,7 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
 
 
 def check_identities(
-    files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes, own: Mapping[Place, Sequence[ArchivedTensor]]
+    files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes, own: Mapping[GridPlace, Sequence[ArchivedTensor]]
 ) -> None:
     """Check that each file is its own rank's: by the rank in its args, else by its bytes.
 
@@ -167,7 +167,7 @@ def check_identities(
         copies.add(file.archive, tensors, sum(prod(tensor.shape) for tensor in tensors), file.origin)
 
 
-def _fits(rank: int, place: Place, sizes: ParallelSizes, args: Mapping[str, Any]) -> bool:
+def _fits(rank: int, place: GridPlace, sizes: ParallelSizes, args: Mapping[str, Any]) -> bool:
     """Return whether a rank of the run may be at that place (megatron/core/parallel_state.py: the order of ranks)."""
     if rank % sizes.tensor != place.tensor:
         return False
@@ -197,12 +197,12 @@ class TensorParts(Struct):
     held: list[HeldTensor] = field(default_factory=list)
     tensors: list[ArchivedTensor] = field(default_factory=list)
     """The same parts as in their files."""
-    places: list[Place] = field(default_factory=list)
+    places: list[GridPlace] = field(default_factory=list)
     """Places of the files."""
 
 
 def collect_parts(
-    files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes, starts: Mapping[Chunk, int], records: Records
+    files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes, starts: Mapping[Chunk, int], records: Records
 ) -> dict[str, TensorParts]:
     """Return each tensor's parts, by its name in the whole model, in the model's order."""
     found: dict[tuple[int, int], dict[str, TensorParts]] = {chunk: {} for chunk in sorted(starts)}
@@ -356,9 +356,9 @@ def _whole(num_dims: int) -> TensorLayout:
 
 def find_own_tensors(
     tensors: Mapping[str, TensorParts], layouts: Mapping[str, TensorLayout]
-) -> dict[Place, list[ArchivedTensor]]:
+) -> dict[GridPlace, list[ArchivedTensor]]:
     """Return for each file the tensors of which no other file has the same part."""
-    found: dict[Place, list[ArchivedTensor]] = {}
+    found: dict[GridPlace, list[ArchivedTensor]] = {}
     for name, parts in tensors.items():
         is_cut = any(layouts[name].cut_axes)
         by_expert = any("ep" in axes for axes in layouts[name].cut_axes)
@@ -405,7 +405,7 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
     return pieces_of(parts.name, parts.held, shape, nests)
 
 
-def _coordinate(place: Place, sizes: ParallelSizes, axes: Sequence[str]) -> dict[str, int]:
+def _coordinate(place: GridPlace, sizes: ParallelSizes, axes: Sequence[str]) -> dict[str, int]:
     at = {"tp": place.tensor, "ep": place.expert, "etp": place.tensor % sizes.expert_tensor}
     return {axis: at[axis] for axis in axes}
 
@@ -483,7 +483,7 @@ def _check_same_iteration(first: MegatronRankFile, file: MegatronRankFile) -> No
         raise file.origin.contradiction(f"belongs to another iteration than {first.origin.path}", got, want)
 
 
-def _layers(files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
+def _layers(files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
     """Return the number of layers in each chunk, after checking that all its ranks agree."""
     counts: dict[Chunk, int] = {}
     for place, file in files.items():
@@ -507,7 +507,7 @@ def _layers(files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes) -> di
     return counts
 
 
-def _check_alike(files: Mapping[Place, MegatronRankFile]) -> None:
+def _check_alike(files: Mapping[GridPlace, MegatronRankFile]) -> None:
     """Check that the ranks of a stage hold tensors of the same names; each rank counts its experts from 0."""
     first: dict[int, tuple[MegatronRankFile, list[set[str]]]] = {}
     for place, file in files.items():
@@ -532,7 +532,7 @@ def _find_ties(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> d
     return {head: embedding for head, embedding in pairs.items() if embedding in tensors}
 
 
-def _notes(files: Mapping[Place, MegatronRankFile], records: Records) -> tuple[tuple[str, str], ...]:
+def _notes(files: Mapping[GridPlace, MegatronRankFile], records: Records) -> tuple[tuple[str, str], ...]:
     notes = []
     num_extra = sum(file.num_extra for file in files.values())
     if num_extra:
@@ -544,7 +544,7 @@ def _details(
     folder: str,
     found: Sequence[str],
     sizes: ParallelSizes,
-    cells: Sequence[Place],
+    cells: Sequence[GridPlace],
     counts: Mapping[Chunk, int],
     starts: Mapping[Chunk, int],
     aliases: Mapping[str, str],

@@ -202,7 +202,7 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?", re.ASCI
 _MAX_RANKS = 1 << 20
 
 
-class Place(Struct, frozen=True, order=True):
+class GridPlace(Struct, frozen=True, order=True):
     """Place of a file's rank in the grid; places sort like the ranks of a run without data parallelism."""
 
     pipeline: int
@@ -230,7 +230,7 @@ def list_folders(folder: str) -> list[str]:
     )
 
 
-def places_of(sizes: ParallelSizes, folder: str) -> tuple[Place, ...]:
+def places_of(sizes: ParallelSizes, folder: str) -> tuple[GridPlace, ...]:
     """Return the places for which a run writes files."""
     if sizes.tensor * sizes.pipeline * sizes.expert > _MAX_RANKS:
         raise Origin(folder).usage(
@@ -250,7 +250,7 @@ def places_of(sizes: ParallelSizes, folder: str) -> tuple[Place, ...]:
                 "save with --ckpt-format torch_dist",
             )
         pairs = _list_writers(sizes, sizes.world // sizes.pipeline)
-    return tuple(sorted(Place(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
+    return tuple(sorted(GridPlace(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
 
 
 def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, int]]:
@@ -266,7 +266,7 @@ def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, 
             yield rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert
 
 
-def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: Sequence[Place]) -> None:
+def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: Sequence[GridPlace]) -> None:
     """Check that exactly the files of the run's ranks are present."""
     wanted = {place.folder(sizes): place for place in cells}
     missing = [name for name in wanted if not places.is_present(os.path.join(folder, name, FILE))]
@@ -291,10 +291,10 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, cells: S
         )
 
 
-def grid_text(found: Sequence[str], sizes: ParallelSizes, cells: Sequence[Place]) -> list[str]:
+def grid_text(found: Sequence[str], sizes: ParallelSizes, cells: Sequence[GridPlace]) -> list[str]:
     """Return, for display, the tensor-parallel ranks with and without files, by stage and expert rank."""
     there = set(found)
-    rows: dict[tuple[int, int], list[Place]] = {}
+    rows: dict[tuple[int, int], list[GridPlace]] = {}
     for place in cells:
         rows.setdefault((place.pipeline, place.expert), []).append(place)
     return [

@@ -20,7 +20,7 @@ from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.stored_model import NO_CHECKSUM, PLAIN, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.names import ModelPart, SavedTree, is_left_out, part_details, part_notes, select_model
+from xrank.readers.names import ChosenPart, SavedTree, is_left_out, part_details, part_notes, select_model
 from xrank.readers.orbax.stores import (
     ArrayStore,
     ChosenArray,
@@ -402,7 +402,7 @@ def _strip_variables(tensors: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _notes(part: ModelPart, chosen: ChosenTree) -> list[tuple[str, str]]:
+def _notes(part: ChosenPart, chosen: ChosenTree) -> list[tuple[str, str]]:
     notes = part_notes(part)
     if chosen.others:
         notes.append(("left-out", f"other items of the step were left out: {list_text(chosen.others)}"))
