@@ -89,7 +89,7 @@ def check_follows(rank: Rank, failed: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "files", "workers"),
-    sampled([(3, FILES, 2), (2, (), 1), (4, FILES, 1), (3, (), 2)], 2),
+    [(3, FILES, 2), (2, (), 1), (4, FILES, 1), (3, (), 2)],
 )
 def test_ranks_make_what_one_process_makes(
     ranks: ForkedRanks, source: Path, tmp_path: Path, num_ranks: int, files: tuple[str, ...], workers: int

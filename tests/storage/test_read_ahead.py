@@ -7,8 +7,7 @@ import pytest
 from tests.storage.servers import Bucket, open_proxy
 from xrank.errors import IncompleteError
 from xrank.storage import places
-from xrank.storage.object_file import open_object
-from xrank.storage.regular_file import Origin
+from xrank.storage.regular_file import Origin, open_object
 
 _NUM_FILES = 24
 _NBYTES = 300_000

@@ -27,7 +27,6 @@ from xrank.engine.report import (
     source_facts,
     timed_report,
 )
-from xrank.engine.rounds import take_traffic
 from xrank.engine.sources import count_requests, holds_objects
 from xrank.engine.windows import WINDOW_NBYTES, digest_text
 from xrank.errors import LayoutError
@@ -35,7 +34,7 @@ from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
-from xrank.storage.client import StoreTraffic, traffic
+from xrank.storage.client import StoreTraffic, take_traffic, traffic
 from xrank.storage.url import is_url
 from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text, plural, size_text

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,6 +43,7 @@ from xrank.engine.windows import (
 )
 from xrank.layout.nest_table import IntArray
 from xrank.ranks.team import Team
+from xrank.storage import client
 
 if TYPE_CHECKING:
     from xrank.engine.transforms import Transforms
@@ -343,21 +343,6 @@ class PartialResults(Struct, frozen=True):
         return msgspec.msgpack.decode(message["findings"].numpy().tobytes(), type=cls)
 
 
-def take_traffic() -> list[int]:
-    """Return the requests and bytes of this process since the last call, as numbers for a message."""
-    # A command without a URL never imports the client.
-    client: Any = sys.modules.get("xrank.storage.client")
-    return [] if client is None else [*astuple(client.take_traffic())]
-
-
-def add_traffic(counts: Sequence[int]) -> None:
-    """Add the requests and bytes of another rank to this process's."""
-    if any(counts):
-        from xrank.storage.client import StoreTraffic, add_traffic
-
-        add_traffic(StoreTraffic(*counts))
-
-
 _logger = logging.getLogger(__name__)
 
 Finish = Callable[[JoinedFile, int], FinishedFile]
@@ -500,7 +485,7 @@ def make_in_rounds(
 
 def describe_share(outputs: Outputs) -> dict[str, Any]:
     """Return the parts of a rank's message about its shares of a round."""
-    return {"receipt": outputs.take_receipt(), "traffic": take_traffic()}
+    return {"receipt": outputs.take_receipt(), "traffic": [*astuple(client.take_traffic())]}
 
 
 def accept_shares(outputs: Outputs, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -508,7 +493,7 @@ def accept_shares(outputs: Outputs, messages: Sequence[Mapping[str, Any]]) -> No
     for position, message in enumerate(messages):
         outputs.accept(message["receipt"])
         if position:
-            add_traffic(message["traffic"])
+            client.add_traffic(client.StoreTraffic(*message["traffic"]))
 
 
 class _Share:

@@ -1,7 +1,7 @@
 """Requests to stores: repeated with growing pauses up to a deadline, counted, and named in their errors.
 
-A backend sends one request of one kind of store and raises `FaultError` where it fails. `ObjectStore` repeats it, bounds its
-time and its bytes, and raises xrank's errors. Nothing here imports a client library before a URL is opened.
+A backend sends one request of one kind of store and raises `FaultError` where it fails. `ObjectStore` repeats it,
+bounds its time and its bytes, and raises xrank's errors. Nothing here imports a client library before a URL is opened.
 """
 
 from __future__ import annotations
