@@ -42,9 +42,8 @@ from benchmarks.fused_engine import FusedEngine, Sizes, whole_shapes
 from xrank.engine.executor import Budget
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.ranks.loans import MemoryOffer
-from xrank.ranks.peer_memory import PeerMemory
-from xrank.ranks.tensor_bytes import local_bytes
+from xrank.ranks.loans import MemoryOffer, PeerMemory
+from xrank.ranks.memory import local_bytes
 
 TRAINERS, ENGINES = 4, 2
 _RUN_NBYTES = 1 << 20

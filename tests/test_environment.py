@@ -8,7 +8,7 @@ import xrank
 from xrank import environment
 from xrank.environment import hub_cache, setting
 from xrank.errors import UsageError
-from xrank.ranks.launch import Launch, read_launch, read_run_id
+from xrank.ranks.store import Launch, read_launch, read_run_id
 
 TORCHRUN = {
     "RANK": "5",

@@ -140,13 +140,13 @@ def kill_at_request(when: str, moment: int) -> None:
 
 
 def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:
-    import xrank.ranks.processes
+    import xrank.ranks.waits
     from xrank.cli.main import main
     from xrank.engine import executor, rounds, windows
 
     os.environ.update(environ)
     if job.get("far"):
-        xrank.ranks.processes.process_space = lambda: f"host {rank}"
+        xrank.ranks.waits.process_space = lambda: f"host {rank}"
     for module in (windows, executor):
         module.WINDOW_NBYTES = job.get("window_nbytes", windows.WINDOW_NBYTES)  # type: ignore[attr-defined]
     rounds.ROUND_NBYTES = job.get("round_nbytes", rounds.ROUND_NBYTES)

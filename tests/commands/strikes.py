@@ -110,7 +110,7 @@ def _after(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     """Call `reach` each time the step is done."""
-    from xrank.ranks.shared_team import SharedTeam
+    from xrank.ranks.team import SharedTeam
     from xrank.storage import disk, folder_stage
     from xrank.storage.folder_stage import FolderStage
 
@@ -174,7 +174,7 @@ def _watch_progress(reach: Callable[[], None]) -> None:
 
 def _fail_to_read(number: int, *, only_lent: bool) -> None:
     """Let reads of this rank's own tensors fail from the N-th on, by whomever they are asked for or by others alone."""
-    from xrank.ranks.tensor_bytes import TensorBytes
+    from xrank.ranks.memory import TensorBytes
 
     class Broken(TensorBytes):
         calls = 0

@@ -3,9 +3,8 @@
 import pytest
 
 from xrank.errors import RankFailedError, UsageError
-from xrank.ranks import shared_team as module
-from xrank.ranks.shared_team import SharedTeam
-from xrank.ranks.team import find_launch
+from xrank.ranks import team as module
+from xrank.ranks.team import SharedTeam, find_launch
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}
@@ -53,7 +52,7 @@ def test_a_rank_that_works_asks_for_failures_now_and_then(monkeypatch):
             raise RankFailedError("rank 2 failed: gone", rank=2)
 
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    monkeypatch.setattr(module, "failure_check", lambda: fail)
+    monkeypatch.setattr("xrank.ranks.gathering.failure_check", lambda: fail)
     look = SharedTeam.make_failure_check(object.__new__(SharedTeam))
     for _ in range(40):
         assert not look()

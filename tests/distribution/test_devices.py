@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from tests.free_port import free_port
-from xrank.ranks.launch import KerasJobs, read_keras_jobs
+from xrank.ranks.store import KerasJobs, read_keras_jobs
 
 RANK = """
 import json

@@ -37,17 +37,16 @@ from xrank.errors import IncompleteError
 from xrank.formats import signature
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.formats.zarr_array import parse_array
+from xrank.ranks.byte_service import _Receipt
 from xrank.ranks.directory_messages import MessageReceipt
 from xrank.ranks.memory_messages import MemoryPlace
-from xrank.ranks.socket_messages import _Receipt
 from xrank.readers.base import Hints
 from xrank.readers.orbax import OrbaxReader
 from xrank.readers.orbax.reader import read_leaves
 from xrank.readers.torch_checkpointing import find_model_files
 from xrank.refit.directory import Address, find_trainer_ranks, read_trainer_model
-from xrank.refit.peers import STATUS_NBYTES, PeerRank, Phase, RankStatus
+from xrank.refit.peers import STATUS_NBYTES, EngineWatch, PeerRank, Phase, RankStatus
 from xrank.refit.relay import RelayedEngines
-from xrank.refit.trainer_ranks import EngineWatch
 from xrank.storage.bucket_stage import BucketPlace, BucketStage, read_journal, read_record
 from xrank.storage.commit import seal
 from xrank.storage.folder_stage import parse_journal

@@ -45,7 +45,7 @@ from xrank.layout.mesh import DeviceMesh, mesh_from_order
 from xrank.layout.notation import parse, render
 from xrank.layout.tensor_name import parse_name
 from xrank.ranks.directory_messages import MessageReceipt
-from xrank.ranks.launch import read_launch
+from xrank.ranks.store import read_launch
 from xrank.recipes.config_proof import find_misfit
 from xrank.recipes.missing_tensors import find_hole
 from xrank.recipes.options import parse_size

@@ -19,8 +19,8 @@ from xrank.gradients import GradientPlan, wire
 from xrank.gradients.wire import RankWatch, exchange_texts, make_wire
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import megatron_views
-from xrank.ranks.processes import Peer
 from xrank.ranks.store import LocalStore
+from xrank.ranks.waits import Peer
 
 
 def total(group, rank: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from tests.oracle.config_classes import NOT_MADE, REFUSED, is_same, make_model_configs, make_other_configs
 from xrank import get_configs_parallel
 from xrank.errors import RankFailedError, UsageError
-from xrank.ranks.values import pack
+from xrank.ranks.exchange import pack
 
 pytestmark = pytest.mark.timeout(600)  # both ranks import a thousand modules
 

@@ -98,7 +98,7 @@ def test_a_trainer_that_was_killed_is_named_and_the_next_one_serves(trainer):
 
 
 def test_bytes_that_a_stopped_process_sends_late_are_not_written(trainer):
-    from xrank.ranks.peer_memory import MooncakeEngine
+    from xrank.ranks.loans import MooncakeEngine
 
     process, orders, address = trainer(wire="mooncake")
     target = make_target()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.named_memory import named_memory
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.host_wire import Board
+from xrank.ranks.wire import Board
 
 
 @pytest.fixture

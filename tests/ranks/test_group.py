@@ -12,14 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from xrank.errors import RankFailedError, RankTimeoutError
-from xrank.ranks import store_wire
 from xrank.ranks.failure import Deadline, FailureRecord
 from xrank.ranks.group import RankGroup
-from xrank.ranks.host_wire import Bells, Board, HostWire, Link
-from xrank.ranks.processes import Peer
 from xrank.ranks.store import LocalStore
-from xrank.ranks.store_wire import StoreWire
-from xrank.ranks.wire import Message, Status
+from xrank.ranks.waits import Peer
+from xrank.ranks.wire import Bells, Board, HostWire, Link, Message, Status, StoreWire
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -57,7 +54,7 @@ def others(rank, peers):
 @pytest.fixture(params=["host", "store"])
 def meet(request, monkeypatch):
     """Return what makes circles; every rank of `lives` is the process that it gives, the others are this one."""
-    monkeypatch.setattr(store_wire, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr("xrank.ranks.wire._LOOK_SECONDS", 0)
     circles = []
 
     def meet(*ranks, lives=()):

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from xrank.ranks.processes import Heartbeat
 from xrank.ranks.store import LocalStore
+from xrank.ranks.waits import Heartbeat
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -134,7 +134,7 @@ def test_a_store_that_stood_still_is_nobodys_end(watch_over):
 
 PROGRAM = """
 import os, sys, time
-from xrank.ranks.processes import Heartbeat
+from xrank.ranks.waits import Heartbeat
 from xrank.ranks.store import LocalStore
 
 store = LocalStore()

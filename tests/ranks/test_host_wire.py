@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from xrank.ranks.host_wire import Bells, Board, HostWire, Link
-from xrank.ranks.processes import Peer
-from xrank.ranks.wire import Message, Sleep, Status
+from xrank.ranks.waits import Peer
+from xrank.ranks.wire import Bells, Board, HostWire, Link, Message, Sleep, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

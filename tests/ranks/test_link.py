@@ -9,9 +9,8 @@ import pytest
 
 from tests.open_files import open_files, opened_since
 from xrank.errors import CorruptError
-from xrank.ranks.host_wire import Link
-from xrank.ranks.processes import is_readable
-from xrank.ranks.wire import Message
+from xrank.ranks.waits import is_readable
+from xrank.ranks.wire import Link, Message
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from xrank.ranks import host_wire
-from xrank.ranks.host_wire import BOX_NBYTES, Board, Mailbox
+from xrank.ranks import wire
+from xrank.ranks.wire import BOX_NBYTES, Board, Mailbox
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def boards():
 @pytest.fixture
 def boxes(boards, monkeypatch):
     """A rank's box, as it and as the first rank sees it."""
-    monkeypatch.setattr(host_wire, "STORES_ARE_ORDERED", True)
+    monkeypatch.setattr(wire, "STORES_ARE_ORDERED", True)
     return Mailbox(boards[0], 1), Mailbox(boards[1], 1)
 
 
@@ -50,13 +50,13 @@ def test_what_does_not_fit_goes_another_way(boxes):
 
 
 def test_where_stores_may_be_seen_out_of_order_no_box_is_used(boards, monkeypatch):
-    monkeypatch.setattr(host_wire, "STORES_ARE_ORDERED", False)
+    monkeypatch.setattr(wire, "STORES_ARE_ORDERED", False)
     assert not put(Mailbox(boards[0], 1), 1, b"x")
 
 
 WRITER = """
 import os, sys
-from xrank.ranks.host_wire import Board, Mailbox
+from xrank.ranks.wire import Board, Mailbox
 box = Mailbox(Board(int(sys.argv[1]), 2), 1)
 for number in range(1, 20_001):
     content = number.to_bytes(4, "little") * (number % 97)
@@ -68,7 +68,7 @@ for number in range(1, 20_001):
 """
 
 
-@pytest.mark.skipif(not host_wire.STORES_ARE_ORDERED, reason="no box is used on these processors")
+@pytest.mark.skipif(not wire.STORES_ARE_ORDERED, reason="no box is used on these processors")
 def test_twenty_thousand_messages_of_another_process_come_whole_and_in_order():
     fd = Board.create(2)
     board = Board(fd, 2)

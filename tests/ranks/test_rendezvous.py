@@ -12,7 +12,7 @@ import pytest
 
 import xrank.ranks.meeting as rendezvous
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
-from xrank.ranks import processes
+from xrank.ranks import waits
 from xrank.ranks.failure import Deadline
 from xrank.ranks.meeting import Meeting, RanksApartError, meet, meet_across_hosts
 from xrank.ranks.store import LocalStore
@@ -138,7 +138,7 @@ def test_one_rank_of_another_host_ends_the_meeting_for_all_and_they_meet_through
         return getattr(spaces, "name", "near")
 
     monkeypatch.setattr(rendezvous, "process_space", find_space)
-    monkeypatch.setattr(processes, "process_space", find_space)
+    monkeypatch.setattr(waits, "process_space", find_space)
 
     def come(rank):
         if rank == 2:

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from tests.free_port import free_port
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
-from xrank.ranks.launch import Launch
-from xrank.ranks.store import GroupStore, LocalStore, connect_launched_ranks, find_store
+from xrank.ranks.store import GroupStore, Launch, LocalStore, connect_launched_ranks, find_store
 
 
 def tcp_server():

@@ -18,9 +18,8 @@ from msgspec.structs import replace
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.ranks.failure import Deadline, FailureRecord
 from xrank.ranks.meeting import Meeting, meet, meet_across_hosts
-from xrank.ranks.processes import Heartbeat, Peer
 from xrank.ranks.store import GroupStore, LocalStore
-from xrank.ranks.waits import Awaits, LongWait, Membership, Wait
+from xrank.ranks.waits import Awaits, Heartbeat, LongWait, Membership, Peer, Wait
 from xrank.ranks.wire import Message, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from xrank.errors import RankFailedError
-from xrank.ranks import store_wire
+from xrank.ranks import wire as wires_module
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.group import RankGroup
-from xrank.ranks.processes import Peer
 from xrank.ranks.store import GroupStore, LocalStore
-from xrank.ranks.store_wire import StoreWire
-from xrank.ranks.wire import Message, Status
+from xrank.ranks.waits import Peer
+from xrank.ranks.wire import Message, Status, StoreWire
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -85,7 +84,7 @@ class SlowHearer(LocalStore):
 
 
 def test_rank_0_stays_after_a_failure_until_the_others_have_heard_of_it(join, monkeypatch):
-    monkeypatch.setattr(store_wire, "_FAILURE_READ_SECONDS", 100)  # a busy machine may delay the third look
+    monkeypatch.setattr(wires_module, "_FAILURE_READ_SECONDS", 100)  # a busy machine may delay the third look
     store = SlowHearer()
     wires = join([0, 1], store)
     store.wire = wires[1]
@@ -114,7 +113,7 @@ def test_rank_0_stays_a_moment_at_most_and_not_at_all_after_a_good_end(join):
         wire.close()
         return clock.now - before
 
-    stay = store_wire._FAILURE_READ_SECONDS
+    stay = wires_module._FAILURE_READ_SECONDS
     assert leave() < 1 and leave(failed=0) > stay
     assert leave(failed=1) < 1, "rank 1 is dead, and will read nothing"
     assert leave(failed=0, refused=True) < 1, "rank 1 has left the meeting"
@@ -151,7 +150,7 @@ class Periods:
 
 @pytest.mark.parametrize("dying", [[0], [2], [1, 2], [3, 0], [0, 2], [0, 1, 2]], ids=str)
 def test_ranks_whose_beats_stop_are_known_to_all_that_live(join, monkeypatch, dying):
-    monkeypatch.setattr(store_wire, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(wires_module, "_LOOK_SECONDS", 0)
     store = LocalStore()
     periods = Periods(store)
     wires = join([0, 1, 2, 3], store, period_seconds=Periods.seconds, clock=periods)
@@ -183,7 +182,7 @@ def test_a_process_of_this_host_ends_when_the_kernel_says_so(join, monkeypatch):
     wires[0].watch({1: peer})
     for name in ("missed/1", "alarm"):  # another rank missed its beats, on a machine that is busy
         store.put(f"meeting/1/{name}", "1")
-    monkeypatch.setattr(store_wire, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(wires_module, "_LOOK_SECONDS", 0)
     wires[0].pump(0)
     wires[2].pump(0)
     assert (wires[0].ended, wires[2].ended) == (set(), {1})
@@ -227,7 +226,7 @@ def test_a_store_that_is_gone_is_named_by_its_process(join, rank_0_is_known):
 
 FORK = """
 import os, sys
-from xrank.ranks.store_wire import StoreWire
+from xrank.ranks.wire import StoreWire
 from xrank.ranks.wire import Message
 
 

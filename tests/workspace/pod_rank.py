@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from tests.workspace.forked_ranks import attempt, gather, kill_self
 from tests.workspace.pods import sent_nbytes
-from xrank.ranks.byte_service import TOKEN_NBYTES
-from xrank.ranks.socket_messages import SocketMessages
+from xrank.ranks.byte_service import TOKEN_NBYTES, SocketMessages
 from xrank.workspace.parallel import get_tensors_parallel
 
 NBYTES = 32 << 20

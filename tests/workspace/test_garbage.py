@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from xrank.ranks.values import pause_collection
+from xrank.ranks.exchange import pause_collection
 
 
 def test_nothing_is_searched_meanwhile_and_then_as_before():

@@ -25,7 +25,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 import torch.distributed.tensor  # what a rank imports late is not to be killed first
 torch.set_num_threads(1)
-import xrank.ranks.processes
+import xrank.ranks.waits
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.workspace.parallel import get_tensors_parallel
 
@@ -123,7 +123,7 @@ def gather_for_ever(
     # Sizes around the step from inline to arena, early exits, nested ones, and an order of ranks that changes.
     answer, i, begun = {}, 0, time.monotonic()
     if far:  # each rank on a host of its own, as far as it can tell
-        xrank.ranks.processes.process_space = lambda: f"host {rank}"
+        xrank.ranks.waits.process_space = lambda: f"host {rank}"
     gather = functools.partial(get_tensors_parallel, timeout_seconds=timeout_seconds, workspace_path=directory)
     try:
         try:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from xrank.errors import UsageError
-from xrank.ranks import tensor_bytes as module
-from xrank.ranks.tensor_bytes import local_bytes
+from xrank.ranks import memory as module
+from xrank.ranks.memory import local_bytes
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),

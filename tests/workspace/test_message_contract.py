@@ -1,6 +1,6 @@
 import pytest
 
-from xrank.ranks.socket_messages import SocketMessages
+from xrank.ranks.byte_service import SocketMessages
 from xrank.ranks.store import LocalStore
 from xrank.testing.workspace_contract import MessageWorkspaceContract
 from xrank.workspace.nfs import NFSWorkspace

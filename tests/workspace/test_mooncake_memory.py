@@ -12,9 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrank.errors import UsageError
-from xrank.ranks.loans import MemoryOffer, PeerOffer
-from xrank.ranks.peer_memory import MooncakeEngine, MooncakeMemory, UnreadableMemoryError, is_mooncake, pair_spans
-from xrank.ranks.tensor_bytes import local_bytes
+from xrank.ranks.loans import (
+    MemoryOffer,
+    MooncakeEngine,
+    MooncakeMemory,
+    PeerOffer,
+    UnreadableMemoryError,
+    is_mooncake,
+    pair_spans,
+)
+from xrank.ranks.memory import local_bytes
 
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 

@@ -18,11 +18,10 @@ import torch
 from tests.open_files import open_files, opened_since
 from tests.workspace.lender import CONTENT, NBYTES, Row, assert_right, lender, source, views
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
-from xrank.ranks import byte_service, loans, peer_memory
+from xrank.ranks import byte_service, loans
 from xrank.ranks.byte_service import AnswerKind, PeerConnection, PeerGoneError, PeerRefusalError, connect
-from xrank.ranks.loans import MemoryOffer, PeerSource
-from xrank.ranks.peer_memory import LendingSign
-from xrank.ranks.tensor_bytes import local_bytes
+from xrank.ranks.loans import LendingSign, MemoryOffer, PeerSource
+from xrank.ranks.memory import local_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -129,12 +128,12 @@ def test_a_process_number_that_is_anothers_is_not_read():
 
 def test_a_read_that_the_close_overtakes_gives_nothing(monkeypatch):
     sign = LendingSign()
-    memory = peer_memory.PeerMemory(os.getpid(), sign.address, sign.content)
+    memory = loans.PeerMemory(os.getpid(), sign.address, sign.content)
     data = Row(b"x" * 1000)
     into = memoryview(bytearray(1000))
     memory.read_into(data.address, into)
     assert into == b"x" * 1000
-    real = peer_memory._process_vm_readv
+    real = loans._process_vm_readv
 
     def slow(pid, here, num_here, there, num_there, flags):
         # As the kernel does it, one span after another, with the close between them.
@@ -144,14 +143,14 @@ def test_a_read_that_the_close_overtakes_gives_nothing(monkeypatch):
         second = real(pid, ctypes.byref(here[1]), ctypes.c_ulong(1), ctypes.byref(there[1]), ctypes.c_ulong(1), flags)
         return first + second
 
-    monkeypatch.setattr(peer_memory, "_process_vm_readv", slow)
-    with pytest.raises(peer_memory.LendingEndedError):
+    monkeypatch.setattr(loans, "_process_vm_readv", slow)
+    with pytest.raises(loans.LendingEndedError):
         memory.read_into(data.address, into)
     monkeypatch.undo()
-    with pytest.raises(peer_memory.LendingEndedError):
+    with pytest.raises(loans.LendingEndedError):
         memory.read_into(data.address, into)
-    with pytest.raises(peer_memory.LendingEndedError):
-        peer_memory.PeerMemory(os.getpid(), sign.address, sign.content)
+    with pytest.raises(loans.LendingEndedError):
+        loans.PeerMemory(os.getpid(), sign.address, sign.content)
 
 
 def test_memory_that_the_kernel_cannot_read_is_asked_for():
@@ -197,8 +196,8 @@ def test_yama_allows_readers_while_any_sign_stands(monkeypatch, tmp_path):
         def prctl(self, option, who, *zeros):
             told.append((option.value, who.value))
 
-    monkeypatch.setattr(peer_memory, "_YAMA", str(scope))
-    monkeypatch.setattr(peer_memory, "_LIBC", Libc())
+    monkeypatch.setattr(loans, "_YAMA", str(scope))
+    monkeypatch.setattr(loans, "_LIBC", Libc())
     LendingSign().end()
     assert told == []  # no Yama
     scope.write_text("1\n")

@@ -9,9 +9,8 @@ import torch
 from tests.other_hosts import move_to_host
 from tests.workspace.forked_ranks import attempt, gather, kill_self, run_ranks
 from xrank.errors import CorruptError, IncompleteError
-from xrank.ranks import socket_messages
-from xrank.ranks.byte_service import TOKEN_NBYTES
-from xrank.ranks.socket_messages import SocketMessages
+from xrank.ranks import byte_service
+from xrank.ranks.byte_service import TOKEN_NBYTES, SocketMessages
 from xrank.workspace.parallel import get_configs_parallel, get_tensors_parallel
 
 SOON_SECONDS = 40
@@ -144,7 +143,7 @@ def test_a_writer_that_does_not_answer_is_incomplete(pair, monkeypatch):
     writer, reader = pair
     receipt, ticks = writer.publish("", [torch.ones(9)]), []
     monkeypatch.setattr(SocketMessages, "patience_seconds", 0.5)
-    monkeypatch.setattr(socket_messages.PeerService, "_attend", lambda *_: time.sleep(0.01))
+    monkeypatch.setattr(byte_service.PeerService, "_attend", lambda *_: time.sleep(0.01))
     reader._check = lambda: ticks.append(1)
     begun = time.monotonic()
     with pytest.raises(IncompleteError, match="rank 1"):

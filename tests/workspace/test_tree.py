@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from xrank.errors import UnsafeError, UsageError
-from xrank.ranks.values import pack, unpack
+from xrank.ranks.exchange import pack, unpack
 from xrank.testing.workspace_contract import has_same_bytes
 
 

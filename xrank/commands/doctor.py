@@ -19,7 +19,7 @@ from xrank.engine.buffers import shares_blocks
 from xrank.engine.report import DoctorDetails, Report, timed_report
 from xrank.environment import SETTINGS, environ, hub_cache, list_cached_models, setting
 from xrank.errors import UsageError, XrankError, require_linux
-from xrank.ranks.peer_memory import LendingSign
+from xrank.ranks.loans import LendingSign
 from xrank.ranks.team import find_launch
 from xrank.readers.discovery import find_plugins
 from xrank.recipes.options import default_workers
@@ -36,7 +36,7 @@ _OPTIONAL = {
 }
 _READ_PARENT = """
 import sys
-from xrank.ranks.peer_memory import PeerMemory
+from xrank.ranks.loans import PeerMemory
 PeerMemory(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3]))
 """
 _CHILD_SECONDS = 60

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from xrank import environment
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh
-from xrank.ranks.launch import read_keras_jobs, read_launch
+from xrank.ranks.store import read_keras_jobs, read_launch
 
 
 class AbsentDeviceError(UsageError, RuntimeError):

@@ -21,8 +21,7 @@ from xrank.engine.executor import Budget, CancelledError, execute
 from xrank.engine.planner import Plan, TensorPlan
 from xrank.engine.windows import WINDOW_NBYTES
 from xrank.errors import UsageError
-from xrank.ranks.peer_memory import address_of, memory_at
-from xrank.ranks.tensor_bytes import locate_elements, runs_of
+from xrank.ranks.memory import address_of, locate_elements, memory_at, runs_of
 from xrank.system import anonymous_memory
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from xrank.engine.transforms import TransformedTensor, Transforms, apply_transfo
 from xrank.engine.windows import FilePart, JoinedFile, TensorDigest
 from xrank.layout.nest_table import IntArray
 from xrank.layout.output_files import OutputTensor
-from xrank.ranks.tensor_bytes import local_bytes
+from xrank.ranks.memory import local_bytes
 
 if TYPE_CHECKING:
     import torch

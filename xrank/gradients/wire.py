@@ -29,9 +29,8 @@ from xrank import environment
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.gradients.faults import MAX_FAULTS, At, GradientFault, raise_faults
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.processes import Peer
 from xrank.ranks.store import Store, find_store
-from xrank.ranks.waits import Membership
+from xrank.ranks.waits import Membership, Peer
 
 Combination: TypeAlias = Literal["sum", "average", "max"]
 

@@ -23,7 +23,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.ranks.failure import damage_error
 from xrank.ranks.memory import explain_no_space, row_major_bytes
 from xrank.ranks.memory_messages import new_buffer
-from xrank.ranks.processes import process_space
+from xrank.ranks.waits import process_space
 from xrank.storage.entries import Entry
 from xrank.system import after_fork_in_child, process_state, user_id
 

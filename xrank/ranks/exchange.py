@@ -1,26 +1,439 @@
-"""One gather: the messages of its ranks, their leaving together, and the failure that ends it for all."""
+"""One gather: values as messages, the leaving of its ranks together, and the failure that ends it for all."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import enum
+import gc
+import inspect
 import json
 import struct
-from collections.abc import Sequence
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MemberDescriptorType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from xrank.errors import ContradictionError, IncompleteError
+from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.ranks.failure import Deadline, FailureRecord, damage_error
 from xrank.ranks.group import RankGroup
-from xrank.ranks.memory import explain_size_limit
+from xrank.ranks.memory import check_dense, explain_size_limit, has_memory, kind_without_elements
 from xrank.ranks.memory_messages import is_as_in_memory
-from xrank.ranks.values import check_sendable, is_data_class, is_plain, make_tensors, pack, unpack
 from xrank.ranks.wire import Message, MessageWorkspace
+from xrank.words import repr_text
 
 if TYPE_CHECKING:
     import torch
+
+
+@contextmanager
+def pause_collection() -> Iterator[None]:
+    """Pause garbage collection in all threads: only for short work that makes many objects and no cycles."""
+    # The user, or a caller of this function, has paused it and will decide when it runs again.
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+SAME_VERSION = "let all ranks use the same version of xrank, and of the classes that they send"
+
+
+def is_data_class(kind: type) -> bool:
+    """Return whether instances of a class can be sent: a dataclass or pydantic model that is not also a container."""
+    new: object = kind.__new__
+    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)
+    is_pydantic = isinstance(model, type) and issubclass(kind, model)
+    return new is object.__new__ and (dataclasses.is_dataclass(kind) or is_pydantic)
+
+
+def name_of(kind: type, where: str) -> str:
+    """Return the name by which another process finds a class; UsageError if its module does not contain it."""
+    if _look_up(kind.__module__, kind.__qualname__) is not kind:
+        what = f"{where} is of a class that its module does not contain, so no other process can find it"
+        raise UsageError(what, got=kind.__qualname__, next_step="move the class to its module's top level")
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def find_class(name: str, *, is_enum: bool = False) -> Any:
+    """Return the data class, or the enum, of this name, among those of imported modules."""
+    module, _, qualified = name.partition(":")
+    found = _look_up(module, qualified)
+    if found is None:
+        what = f"{qualified} of module {module} was sent, and this process does not have it"
+        raise UsageError(what, got=name, next_step=f"import {module} on the first rank before the gather")
+    if isinstance(found, type) and (issubclass(found, enum.Enum) if is_enum else is_data_class(found)):
+        return found
+    what = f"{name} was sent as a class of data, and is not one"
+    raise UnsafeError(what, got=repr(found)[:100], next_step=SAME_VERSION)
+
+
+def _look_up(module: str, qualified: str) -> Any:
+    """Return the object of this name in an imported module; None if it has none."""
+    found: Any = sys.modules.get(module)
+    for part in qualified.split(".") if found is not None else ():
+        # Not getattr: modules that import their parts on access would do so.
+        found = inspect.getattr_static(found, part, None)
+    return found
+
+
+def read_attributes(value: object, where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return all attributes that an instance of a data class stores, and the names that its class does not declare.
+
+    The type arguments of a generic class (`__orig_class__`, set by typing) are annotations and stay behind.
+    """
+    kind = type(value)
+    stored = dict(_instance_dict(value) or {})
+    stored.pop("__orig_class__", None)
+    for name in stored:
+        if not _is_free_name(name):
+            what, want = f"{where} has the attribute {name!r}", "text without leading and trailing double underscores"
+            raise UsageError(what, want=want, next_step="send its value beside this one, under another name")
+    for name, slot in _slots(kind).items():
+        # Not getattr: a slot may be hidden by a property, and an unset one would call __getattr__.
+        with suppress(AttributeError):
+            stored[name] = slot.__get__(value)
+    declared = _declared_names(kind)
+    return stored, [name for name in stored if name not in declared]
+
+
+def make_instance(name: str, attributes: Mapping[str, Any], undeclared: Sequence[str]) -> Any:
+    """Return an instance of a data class with exactly these attributes.
+
+    All checks come before the instance exists, because an incomplete one may have a `__del__`.
+    """
+    kind = find_class(name)
+    slots, declared = _slots(kind), _declared_names(kind)
+    has_dict = any("__dict__" in vars(base) for base in kind.__mro__)
+    strange = [
+        item
+        for item in attributes
+        # The sender's class declared a field that this process's class lacks: it is another version.
+        if (item not in declared and item not in undeclared)
+        or not (item in slots or (has_dict and _is_free_name(item)))
+    ]
+    if strange:
+        what = f"{name} has no field {', '.join(sorted(map(str, strange)))}"
+        raise UnsafeError(what, want=", ".join(sorted(declared)), next_step=SAME_VERSION)
+    made: Any = object.__new__(kind)
+    stored = _instance_dict(made)
+    for attribute, item in attributes.items():
+        if attribute in slots:
+            slots[attribute].__set__(made, item)
+        elif stored is not None:
+            stored[attribute] = item
+    return made
+
+
+def _instance_dict(value: object) -> dict[Any, Any] | None:
+    try:
+        found: dict[Any, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found
+
+
+def _slots(kind: type) -> dict[str, MemberDescriptorType]:
+    """Return the slots of a class by name; a derived class's hides its base's."""
+    found: dict[str, MemberDescriptorType] = {}
+    for base in reversed(kind.__mro__):
+        found |= {name: item for name, item in vars(base).items() if isinstance(item, MemberDescriptorType)}
+    return found
+
+
+def _declared_names(kind: type) -> set[str]:
+    if dataclasses.is_dataclass(kind):
+        return {field.name for field in dataclasses.fields(kind)}
+    names = inspect.getattr_static(kind, "__pydantic_fields__", None)
+    return set(names) if isinstance(names, dict) else set()
+
+
+def _is_free_name(name: object) -> bool:
+    """Return whether an instance may store an attribute under this name: any text that Python does not reserve."""
+    return isinstance(name, str) and not (name.startswith("__") and name.endswith("__"))
+
+
+_MAX_DEPTH = 100
+"""Levels of a value: far more than configs have, far fewer than the interpreter's stack."""
+
+
+_MAX_INTEGER = 1 << 8192
+"""Integers below it are sent as JSON's numbers."""
+_NUMPY_SCALARS = frozenset(
+    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+)
+"""Scalar types whose values a Python number holds exactly."""
+_SEQUENCES: dict[str, type] = {"l": list, "u": tuple, "x": set, "z": frozenset}
+"""Classes of several items, by their tag."""
+_MAPPINGS: dict[str, type] = {"OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}
+"""Classes of dicts beside dict itself, by their name in a tree."""
+_FACTORIES: dict[str, type] = {
+    kind.__name__: kind for kind in (bool, dict, float, frozenset, int, list, set, str, tuple)
+}
+"""Classes that a defaultdict may call for a missing key, by name."""
+_PURE_PATHS: dict[str, type[PurePosixPath | PureWindowsPath]] = {
+    "PurePosixPath": PurePosixPath,
+    "PureWindowsPath": PureWindowsPath,
+}
+
+
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor of torch's own class, whose tree is always the same."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) is torch.Tensor
+
+
+def check_sendable(tensor: torch.Tensor, where: str = "the value") -> None:
+    """Check that a tensor has all of its elements."""
+    import torch
+
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        name = type(tensor).__qualname__
+        what, step = (
+            f"{where} is a {type(tensor).__module__}.{name}",
+            "gather its plain tensors (for a DTensor, tensor.to_local())",
+        )
+        raise UsageError(what, got=name, want="a plain tensor or a Parameter", next_step=step)
+    check_dense(tensor, where)
+
+
+def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tensor]]:
+    """Return a JSON-able tree and the tensors it refers to by number; UsageError names a part that cannot be sent."""
+    packer = _Packer(where)
+    if type(value) in (dict, OrderedDict) and (packed := _pack_tensors(value)) is not None:
+        if type(value) is dict:
+            return packed
+        tree, tensors = packed
+        wrapped = packer.pack_mapping(value, tree, where)
+        if not packer.tensors:  # a module's state dict: an OrderedDict with the attribute _metadata
+            return wrapped, tensors
+        packer = _Packer(where)
+    return packer.pack(value, where), packer.tensors
+
+
+def _pack_tensors(value: Any) -> tuple[Any, list[torch.Tensor]] | None:
+    """Return the result of `pack` for a dict that contains only tensors with different memory; None for any other.
+
+    A state of many small tensors is packed in a tenth of the time.
+    """
+    torch, tensors = sys.modules.get("torch"), list(value.values())
+    if torch is None or set(map(type, tensors)) != {torch.Tensor} or set(map(type, value)) != {str}:
+        return None
+    if not all(map(_is_sendable, tensors)):
+        return None
+    # Tensors at one address may be one view, which must keep one number: the general way decides.
+    places = {tensor.data_ptr() for tensor in tensors}
+    if len(places) < len(tensors) or 0 in places:
+        return None
+    with pause_collection():
+        return ["m", list(value)], [tensor.detach() for tensor in tensors]
+
+
+def _is_sendable(tensor: torch.Tensor) -> bool:
+    return kind_without_elements(tensor) is None and has_memory(tensor)
+
+
+def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the value of a tree that `pack` made; UsageError and UnsafeError name classes that may not be made."""
+    try:
+        return _unpack(tree, tensors)
+    except XrankError:
+        raise
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise UnsafeError(
+            "a message is not a tree of xrank", got=f"{type(error).__name__}: {error}"[:200], next_step=SAME_VERSION
+        ) from None
+
+
+def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    kind = tree[0]
+    match kind:
+        case "t":
+            return tensors[tree[1]]
+        case "m":
+            return dict(zip(tree[1], tensors, strict=True))
+        case "l" | "u" | "x" | "z":
+            return _SEQUENCES[kind]([_unpack(item, tensors) for item in tree[1]])
+        case "d":
+            return {_unpack(key, tensors): _unpack(item, tensors) for key, item in tree[1]}
+        case "y":
+            import torch
+
+            if isinstance(dtype := vars(torch).get(tree[1]), torch.dtype):
+                return dtype
+        case "i":
+            return int(tree[1], 16)
+        case "h":
+            import torch
+
+            return torch.Size(tree[1])
+        case "o":
+            return _make_mapping(tree, tensors)
+        case "p":
+            return Path(tree[1])
+        case "q":
+            return _PURE_PATHS[tree[1]](tree[2])
+        case "s":
+            return _numpy_scalar(tree[1], tree[2])
+        case "e":
+            return find_class(tree[1], is_enum=True).__members__[tree[2]]
+        case "c":
+            attributes = {name: _unpack(item, tensors) for name, item in tree[2]}
+            return make_instance(tree[1], attributes, tree[3])
+    raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}", next_step=SAME_VERSION)
+
+
+def _numpy_scalar(dtype: str, item: Any) -> Any:
+    import numpy as np
+
+    if dtype in _NUMPY_SCALARS and isinstance(item, bool | int | float):
+        return np.dtype(dtype).type(item)
+    raise UnsafeError("a message has an invalid number", got=repr_text((dtype, item), 100), next_step=SAME_VERSION)
+
+
+def _make_mapping(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    _, name, items, attributes, factory = tree
+    made: Any = _MAPPINGS[name]()
+    made.update(_unpack(items, tensors))
+    if isinstance(made, defaultdict) and factory is not None:
+        made.default_factory = _FACTORIES[factory]
+    for attribute, item in attributes:
+        made.__dict__[attribute] = _unpack(item, tensors)
+    return made
+
+
+class _Packer:
+    """Collects the tensors of a value while it walks the value."""
+
+    def __init__(self, whole: str) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._whole = whole
+        self._depth = 0
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def pack(self, value: Any, where: str) -> Any:
+        """Return the tree of one part."""
+        if self._depth == _MAX_DEPTH:
+            raise UsageError(
+                f"{self._whole} contains itself, or is nested too deep", want=f"{_MAX_DEPTH} levels at most"
+            )
+        self._depth += 1
+        tree = self._pack(value, where)
+        self._depth -= 1
+        return tree
+
+    def _pack(self, value: Any, where: str) -> Any:
+        if value is None or (isinstance(value, bool | int | float | str) and type(value) in (bool, int, float, str)):
+            if type(value) is int and not -_MAX_INTEGER < value < _MAX_INTEGER:
+                return ["i", hex(value)]  # Python writes, and reads, no more than 4,300 decimal digits
+            return value
+        kind = type(value)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return ["t", self._number(value, where)]
+        if kind is dict:
+            return self._pack_dict(value, where)
+        if kind is list or kind is tuple:
+            return ["l" if kind is list else "u", self._pack_items(value, where)]
+        if is_data_class(kind):
+            attributes, undeclared = read_attributes(value, where)
+            return ["c", name_of(kind, where), self._pack_attributes(attributes, where), undeclared]
+        if isinstance(value, enum.Enum) and value.name in kind.__members__:  # not a combination of flags
+            return ["e", name_of(kind, where), value.name]
+        if torch is not None and isinstance(value, torch.dtype):
+            return ["y", str(value).removeprefix("torch.")]
+        if torch is not None and kind is torch.Size:
+            return ["h", list(value)]
+        if kind is set or kind is frozenset:
+            tag = "x" if kind is set else "z"
+            return [tag, [self.pack(item, f"an item of {where}") for item in value]]
+        if kind in _MAPPINGS.values():
+            return self.pack_mapping(value, self._pack_dict(value, where), where)
+        if kind is type(Path()):
+            return ["p", str(value)]
+        if kind in _PURE_PATHS.values():
+            return ["q", kind.__name__, str(value)]
+        # numpy 1 calls its bool "bool_".
+        if (dtype := kind.__name__.rstrip("_")) in _NUMPY_SCALARS and kind.__module__ == "numpy":
+            return ["s", dtype, value.item()]
+        raise _refusal(kind, where)
+
+    def pack_mapping(self, value: Any, items: Any, where: str) -> Any:
+        """Return the tree of an OrderedDict, Counter or defaultdict, given the tree of its items."""
+        factory = getattr(value, "default_factory", None)
+        if factory is not None and factory not in _FACTORIES.values():
+            what, got = f"{where} is a defaultdict whose default_factory cannot be sent", repr(factory)[:100]
+            raise UsageError(
+                what, got=got, want=", ".join(_FACTORIES), next_step="convert it by dict(...), or give it one of these"
+            )
+        # A module's state dict has an attribute of its own, _metadata.
+        attributes = self._pack_attributes(getattr(value, "__dict__", {}), where)
+        return ["o", type(value).__name__, items, attributes, None if factory is None else factory.__name__]
+
+    def _pack_dict(self, value: dict[Any, Any], where: str) -> Any:
+        return [
+            "d",
+            [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{repr_text(k)}]")] for k, v in value.items()],
+        ]
+
+    def _pack_items(self, value: Sequence[Any], where: str) -> list[Any]:
+        return [self.pack(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+    def _pack_attributes(self, attributes: Mapping[str, Any], where: str) -> list[Any]:
+        return [[name, self.pack(item, f"{where}.{name}")] for name, item in attributes.items()]
+
+    def _number(self, tensor: torch.Tensor, where: str) -> int:
+        check_sendable(tensor, where)
+        # Views of one memory get one number. Empty tensors have no memory: they are one only if they are one object.
+        place = tensor.data_ptr() or -id(tensor)
+        view = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+        number = self._numbers.setdefault(view, len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor.detach())
+        return number
+
+
+def _refusal(kind: type, where: str) -> UsageError:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    has_dict = callable(getattr(kind, "to_dict", None))
+    return UsageError(
+        f"{where} is a {name}, which cannot be sent",
+        got=name,
+        want="None, bool, int, float, str, list, tuple, set, dict, OrderedDict, defaultdict, Counter, dataclass, "
+        "pydantic model, Enum, Path, torch.dtype, torch.Size or tensors, and no subclass of a container",
+        next_step="send its to_dict()" if has_dict else "omit it, or convert it to one of these",
+    )
+
+
+def make_tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
+    """Return tensors over these buffers, without a copy."""
+    import torch
+
+    tensors, remaining = [], iter(buffers)
+    for name, shape, count in rows:
+        dtype = getattr(torch, name)
+        if not prod(shape):
+            tensors += [torch.empty(shape, dtype=dtype, device="cpu") for _ in islice(remaining, count)]
+            continue
+        if count == 1:
+            flat = [torch.frombuffer(next(remaining), dtype=dtype)]
+        else:
+            with pause_collection():
+                flat = [torch.frombuffer(buffer, dtype=dtype) for buffer in islice(remaining, count)]
+        tensors += flat if len(shape) == 1 else [tensor.view(shape) for tensor in flat]
+    return tensors
 
 
 _INLINE_NBYTES = 32768

@@ -1,4 +1,4 @@
-"""One gather on one rank: a context manager, which live gathers and shared conversions enter."""
+"""The gathers of each process group, and the context manager of one gather on one rank."""
 
 from __future__ import annotations
 
@@ -8,21 +8,551 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from operator import index
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, finalize, ref
 
-from xrank.errors import RankFailedError, UsageError, require_linux
-from xrank.ranks.exchange import Call, GatherExchange
-from xrank.ranks.failure import Deadline, FailureRecord
+from xrank import environment
+from xrank.errors import ContradictionError, RankFailedError, UsageError, XrankError, require_linux
+from xrank.ranks.byte_service import SocketMessages, used_addresses
+from xrank.ranks.directory_messages import DirectoryMessages
+from xrank.ranks.exchange import Call, GatherExchange, check_sendable, is_plain, pack, unpack
+from xrank.ranks.failure import Deadline, FailureRecord, failure_of
 from xrank.ranks.group import RankGroup
-from xrank.ranks.sessions import GroupGathers, Session, find_group, find_world, open_gathers, report_at_large
-from xrank.ranks.store import LaunchedRanks
-from xrank.ranks.values import check_sendable, is_plain, pack, unpack
+from xrank.ranks.meeting import CALL, Meeting, RanksApartError, meet, meet_across_hosts
+from xrank.ranks.memory_messages import MemoryMessages
+from xrank.ranks.registration import has_joined
+from xrank.ranks.store import LaunchedRanks, find_store, read_launch
+from xrank.ranks.waits import Awaits, LongWait, Membership, Wait, WaitMonitor, name_of_ranks, parties_of
+from xrank.ranks.wire import MessageWorkspace
 from xrank.storage.url import clean_path, is_url
+from xrank.system import after_fork_in_child
 from xrank.words import repr_text
+
+
+class Session:
+    """The gathers of one list of ranks."""
+
+    def __init__(self, ranks: tuple[int, ...], gathers: GroupGathers) -> None:
+        self.ranks, self._gathers = ranks, gathers
+        self._name = name_of_ranks(ranks)
+        self.exchanges: dict[str | None, GatherExchange] = {}
+        """Exchanges by directory; None is memory or sockets."""
+        self.pending: FailureRecord | None = None
+        """A failure of another thread, which fails the next call."""
+        self._num_meetings = 0
+        self._is_meeting = False
+        """Whether the present call is in a meeting, or has failed there and is not reported yet."""
+        self._waits_in: str | None = None
+        """The medium of the meeting in which this rank waits for the others."""
+        self._turn = threading.RLock()
+        """Held while a call goes from one state to the next: none, in a meeting, met. A failure of another thread then
+        fails that state, on all ranks; if it failed two, the ranks would count their calls differently."""
+
+    def exchange(self, path: str | None, deadline: Deadline, describe: Callable[[], str]) -> GatherExchange:
+        """Return the exchange through a directory, or memory or sockets if None; the first call makes a meeting."""
+        if self.pending is not None:
+            raise self.pending.to_error()
+        while True:
+            try:
+                if (exchange := self.exchanges.get(path)) is None:
+                    exchange = self._meet(path, deadline, describe())
+                else:
+                    exchange.group.check(exchange.num_calls + 1)
+            except RankFailedError as error:
+                self._gathers.check_around(self)  # a gather around this one that failed fails it, too
+                if exchange is None:
+                    if not self.is_settled(error):
+                        raise
+                elif exchange.is_open or not self.is_settled(error):
+                    return exchange  # the call fails as soon as it has begun
+                else:
+                    self.close(path, exchange)
+                continue
+            return exchange
+
+    def is_settled(self, error: BaseException) -> bool:
+        """Return whether a failure is that of another call than the present one, which has to be made anew."""
+        if not isinstance(error, RankFailedError):
+            return False
+        return self._gathers.membership.is_settled(error, self.ranks, self._name)
+
+    def _meet(self, path: str | None, deadline: Deadline, text: str) -> GatherExchange:
+        way = "memory or sockets" if path is None else "a directory"
+        with self._turn:
+            self._is_meeting = False
+            self._gathers.check_around(self)
+            meeting = self._next_meeting(way, deadline, text)
+            number = self._num_meetings
+            self._waits_in = way
+            self._is_meeting = True
+        try:
+            group = _meet_through(path, meeting)
+            with self._turn:
+                self._is_meeting = False
+                messages = self._make_messages(path, group)
+                exchange = self.exchanges[path] = GatherExchange(group, messages, number)
+                if self.pending is not None:  # it came after the last look
+                    exchange.fail_next(self.pending)
+                    self.pending = None
+        except RankFailedError:
+            # Ranks may have waited for each other, and another of them may have noticed it first.
+            meeting.raise_if_confirmed()
+            raise
+        finally:
+            self._waits_in = None
+            meeting.leave()
+        group.check_around = self._gathers.check_around
+        group.begin_long_wait = lambda call, awaits: self._begin_wait(
+            number, call, way, exchange.describe(call), awaits
+        )
+        return exchange
+
+    def _next_meeting(self, way: str, deadline: Deadline, text: str = "") -> Meeting:
+        self._num_meetings += 1
+        number, gathers = self._num_meetings, self._gathers
+        return Meeting(
+            self.ranks,
+            gathers.rank,
+            gathers.store,
+            f"meeting/{self._name}/{number}",
+            deadline,
+            way,
+            lambda: gathers.check_around(self),
+            lambda awaits: self._begin_wait(number, 0, way, text, awaits),
+            threading.current_thread().name,
+            gathers.membership.num_at_large,
+            lambda ranks: gathers.membership.find_at_large(ranks, self._name),
+        )
+
+    def _begin_wait(self, meeting: int, number: int, way: str, text: str, awaits: Awaits) -> LongWait:
+        gathers, thread = self._gathers, threading.current_thread().name
+        description = Wait("", gathers.rank, self.ranks, meeting, number, way, text, awaits, (), gathers.name, thread)
+        membership = gathers.membership
+        return LongWait(description, membership.store, membership, lambda wait: _owes(membership, wait))
+
+    def _make_messages(self, path: str | None, group: RankGroup) -> MessageWorkspace:
+        if path is None and group.wire.shares_memory:
+            return MemoryMessages()
+        if path is None:
+            across, secret = not group.is_one_network, group.secret
+            return SocketMessages(
+                group.look_now, secret=secret, across_hosts=across, addresses=self._gathers.find_addresses
+            )
+        try:
+            return DirectoryMessages(path, group.rank)
+        except BaseException as error:
+            # The others have met this rank, and wait in their first gather.
+            group.fail(FailureRecord.from_error(error, group.rank, CALL))
+            group.close()
+            raise
+
+    def owes(self, wait: Wait, open_calls: list[tuple[GatherExchange, Call]]) -> bool:
+        """Return whether this rank still owes another rank's wait its event; `open_calls` has the innermost last."""
+        if wait.number == 0:  # in a meeting
+            if self._num_meetings == wait.meeting and self._waits_in is not None:
+                return wait.awaits == Awaits.FIRST or self._waits_in != wait.way
+            return self._num_meetings < wait.meeting
+        exchange = next((one for one in self.exchanges.values() if one.meeting == wait.meeting), None)
+        if exchange is None:  # closed after a failure, of which the other rank learns
+            return False
+        if exchange.num_calls < wait.number:
+            return True
+        is_open = any(one is exchange and call.number == wait.number for one, call in open_calls)
+        if wait.awaits == Awaits.BODY_END:
+            is_innermost = open_calls[-1:] and open_calls[-1][0] is exchange and open_calls[-1][1].number == wait.number
+            return is_open and not (is_innermost and exchange.is_leaving)
+        return is_open and wait.awaits == Awaits.FIRST
+
+    # ---- failures
+
+    def fail(self, error: BaseException, call: str) -> None:
+        """Fail the present call, which has not begun, whichever way the others are in it: a meeting, or an exchange."""
+        with self._turn:
+            self.pending = None
+            self.fail_next(FailureRecord.from_error(error, self._gathers.rank, call))
+            if not self._is_meeting:  # else the others are in that meeting, which has failed
+                self.refuse(error)
+            self._is_meeting = False
+
+    def refuse(self, error: BaseException, *, is_counted: bool = True) -> None:
+        """Fail the next meeting: the other ranks are there, or will come there.
+
+        The others have left meetings that ended with a failure which has failed a call of this rank elsewhere.
+        """
+        num_counted = 1
+        meeting = self._next_meeting("", Deadline(1.0))
+        with suppress(XrankError):  # the store may be gone
+            while (end := meeting.find_end()) is not None and self.is_settled(end.to_error()):
+                meeting = self._next_meeting("", Deadline(1.0))
+                num_counted += 1
+            meeting.refuse(error)
+        if not is_counted:
+            self._num_meetings -= num_counted  # not set: the thread that uses the session may count meanwhile
+
+    def skip_meeting(self, number: int) -> None:
+        """Count a meeting in which this rank does not take part, and which ends with a failure that it knows."""
+        self._num_meetings = max(self._num_meetings, number)
+
+    def fail_next(self, record: FailureRecord) -> None:
+        """Fail the next call of every exchange, and close those that this rank is not in."""
+        for path, exchange in list(self.exchanges.items()):
+            exchange.fail_next(record)
+            if not exchange.is_open:
+                self.close(path, exchange)
+
+    def fail_from_thread(self, record: FailureRecord) -> None:
+        """Fail the present or next call from another thread than the one that uses the session."""
+        with self._turn:
+            for exchange in self.exchanges.values():
+                exchange.fail_next(record)
+            if not self.exchanges:
+                self.pending = record
+                if not self._is_meeting:  # else the call ends its meeting
+                    self.refuse(record.to_error(), is_counted=False)
+
+    def close(self, path: str | None, exchange: GatherExchange) -> None:
+        """Close an exchange and forget it: the next gather makes a meeting."""
+        exchange.close()
+        # After a failure inside the body, a gather there may have made a new exchange.
+        if self.exchanges.get(path) is exchange:
+            del self.exchanges[path]
+
+
+def _meet_through(path: str | None, meeting: Meeting) -> RankGroup:
+    if path is None:
+        with suppress(RanksApartError):
+            return meet(meeting)
+    return meet_across_hosts(meeting)
+
+
+class _OpenGathers(threading.local):
+    """The gathers whose bodies this thread is in, the outermost first."""
+
+    def __init__(self) -> None:
+        self.gathers: list[tuple[GatherExchange, Call]] = []
+
+
+_open = _OpenGathers()
+
+
+def open_gathers() -> list[tuple[GatherExchange, Call]]:
+    """Return the gathers whose bodies this thread is in, the outermost first; callers may change the list."""
+    return _open.gathers
+
+
+def failure_check() -> Callable[[], None]:
+    """Return a check of the gathers around this thread, for other threads to call, one at a time, while it waits.
+
+    It raises RankFailedError if one of them has failed: a value that is awaited inside may then never come.
+    """
+    gathers = tuple(_open.gathers)
+
+    def check() -> None:
+        for exchange, call in gathers:
+            exchange.look(call)
+
+    return check
+
+
+class World(NamedTuple):
+    """All ranks, of which a group's are a part."""
+
+    owner: Any
+    """Torch's group of all ranks, `LaunchedRanks`, or None."""
+    rank: int
+    """This rank."""
+    size: int
+
+    def find_membership(self) -> Membership:
+        """Return the ranks' processes; the first call publishes this one's."""
+        owner = _NO_GROUP if self.owner is None else self.owner
+        with _making.lock:
+            known = _memberships.get(owner)
+            if known is None or known[0] != os.getpid():
+                environ, is_one_host = environment.environ(), False
+                with suppress(UsageError):  # contradicting variables
+                    launch = read_launch(environ)
+                    # Only torchrun proves that all ranks are on one host.
+                    is_one_host = (
+                        launch is not None
+                        and launch.launcher == "torchrun"
+                        and launch.local_world_size == launch.world_size == self.size
+                    )
+                membership = Membership(find_store(self.owner, environ), self.rank, beats=not is_one_host)
+                _memberships[owner] = known = (os.getpid(), membership)
+                _close_with(owner, membership.close)
+            return known[1]
+
+
+class GroupGathers:
+    """The gathers of one process group; one thread at a time uses it."""
+
+    def __init__(self, world: World, group: Any) -> None:
+        self.pid = os.getpid()
+        self.membership = world.find_membership()
+        self.name = _name_of(world, group)
+        self.rank = world.rank
+        self.store = find_store(group, environment.environ())
+        self._sessions: dict[tuple[int, ...], Session] = {}
+        self._thread = threading.current_thread()
+
+    def session(self, ranks: tuple[int, ...]) -> Session:
+        """Return the session of a list of ranks."""
+        if (session := self._sessions.get(ranks)) is None:
+            session = self._sessions[ranks] = Session(ranks, self)
+        return session
+
+    def find_addresses(self) -> Sequence[str]:
+        """Return the addresses at which ranks of other hosts reach this one."""
+        return used_addresses(self.store.host, environment.environ())
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread uses the group."""
+        return threading.current_thread() is self._thread
+
+    def claim(self, ranks: tuple[int, ...], describe: Callable[[], str]) -> None:
+        """Raise UsageError if another thread gathers in the group, and still runs.
+
+        Its present or next gather fails as well, on all ranks: on another rank, this thread's gather may be the one
+        that came first.
+        """
+        if self.is_of_this_thread:
+            return
+        if not self._thread.is_alive():
+            self._thread = threading.current_thread()
+            return
+        call = describe()
+        error = UsageError(
+            f"two threads gather in one process group: {self._thread.name!r} and {threading.current_thread().name!r}",
+            rank=self.rank,
+            got=call,
+            next_step="make a group for each thread with torch.distributed.new_group, and give it as group=",
+        )
+        record = FailureRecord.from_error(error, self.rank, call)
+        self.session(ranks)
+        for session in list(self._sessions.values()):
+            if session.exchanges or session.ranks == ranks:
+                session.fail_from_thread(record)
+        raise error
+
+    def check_around(self, beginning: Session | None = None) -> None:
+        """Raise if a gather around the present one has failed, or another thread used the group.
+
+        The present one is in the list of gathers, whose own waits check it, unless its session gives itself.
+        """
+        if beginning is not None and beginning.pending is not None:
+            raise beginning.pending.to_error()
+        for exchange, call in _open.gathers[:-1] if beginning is None else _open.gathers:
+            exchange.look(call)
+
+    def owes(self, wait: Wait) -> bool:
+        """Return whether this thread still owes another rank's wait in this group its event."""
+        if self._thread.is_alive() and not self.is_of_this_thread:
+            return False
+        session = self._sessions.get(wait.ranks)
+        return session is None or session.owes(wait, _open.gathers)
+
+    def note(self, error: BaseException, ranks: tuple[int, ...], call: str) -> None:
+        """Note that an error has failed a call of these ranks; in other groups it then fails none."""
+        _note(self.membership, error, name_of_ranks(ranks), call)
+
+    def fail_party(self, wait: Wait, error: BaseException, call: str) -> None:
+        """Fail a call of this group whose ranks waited for those of the present one, in which this rank is not."""
+        if self.rank in wait.ranks and self.is_of_this_thread:
+            session = self.session(wait.ranks)
+            # Now, not when the other ranks have closed it: a call might begin there meanwhile.
+            session.fail_next(FailureRecord.from_error(error, self.rank, call))
+            if wait.number == 0:
+                session.skip_meeting(wait.meeting)
+
+    def fail_at_large(self, record: FailureRecord) -> None:
+        """Fail the next call of every list of ranks that has met: one of them is the call that failed."""
+        for session in self._sessions.values():
+            session.fail_next(record)
+
+    def close(self) -> None:
+        """Leave all groups. A second call does nothing."""
+        for session in self._sessions.values():
+            for exchange in session.exchanges.values():
+                exchange.close()
+        self._sessions.clear()
+
+
+_groups: WeakKeyDictionary[Any, GroupGathers] = WeakKeyDictionary()
+"""Gathers by process group: they end when the group is destroyed."""
+_memberships: WeakKeyDictionary[Any, tuple[int, Membership]] = WeakKeyDictionary()
+
+
+class WorkWatch:
+    """Looks for reasons why other ranks do not come to a piece of work, in place of a gather's meeting."""
+
+    def __init__(self, group: Any, call: str) -> None:
+        self._world, self._call = find_world(group), call
+        self._group = _name_of(self._world, group)
+        self._check = failure_check()
+        self._work: tuple[tuple[int, ...], str] = (), ""
+        self._monitor = WaitMonitor(self._begin)
+
+    def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
+        """Raise if the work will not begin; this does nothing if the last look was a moment ago.
+
+        Args:
+            ranks: all ranks, the first rank first.
+            name: of the work; empty while the first rank has not announced it.
+            absent: ranks that have not come.
+
+        Raises:
+            RankFailedError: one of them has ended, or a gather around this call has failed.
+            ContradictionError: this rank and others wait for each other in different calls.
+        """
+        self._check()
+        if self._monitor.is_due:
+            if self._work[1] != name:
+                self._monitor.end()
+                self._monitor = WaitMonitor(self._begin)
+            self._work = tuple(ranks), name
+            self._monitor.look(Awaits.ARRIVAL if name else Awaits.FIRST, absent, absent)
+
+    def _begin(self, awaits: Awaits) -> LongWait:
+        ranks, name = self._work
+        thread, membership = threading.current_thread().name, self._world.find_membership()
+        wait = Wait("", self._world.rank, ranks, 0, 0, name, self._call, awaits, (), self._group, thread)
+
+        def owes(other: Wait) -> bool:
+            is_same = other.is_of_work and other.group == self._group
+            return not is_same and _owes(membership, other)
+
+        return LongWait(wait, membership.store, membership, owes)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the wait, with the error that has failed the call; it then fails no further one."""
+        if error is not None and isinstance(error, RankFailedError | ContradictionError):
+            _note(self._world.find_membership(), error, "work", self._call)
+        self._monitor.end()
+
+    def is_settled(self, error: RankFailedError) -> bool:
+        """Return whether a failure has failed an earlier call of this rank; raise if an outer gather has failed."""
+        self._check()
+        return failure_of(error)[0] in self._world.find_membership().known_failures
+
+    def raise_if_confirmed(self) -> None:
+        """Raise if this rank and others were found to wait for each other; errors as in `look`."""
+        self._monitor.raise_if_confirmed()
+
+
+def _name_of(world: World, group: Any) -> str:
+    """Return the name of a group, which is the same on all of its ranks."""
+    return str(getattr(world.owner if group is None else group, "group_name", ""))
+
+
+def _owes(membership: Membership, wait: Wait) -> bool:
+    """Return whether this thread still owes another rank's wait its event.
+
+    Calls of threads of one name belong together where nothing else shows it (docs/live-gathers.md, Threads).
+    """
+    is_of_this_thread = wait.thread == threading.current_thread().name
+    if wait.is_of_work:
+        return is_of_this_thread and not has_joined(wait.way)
+    gathers = _find_named(membership, wait.group)
+    return is_of_this_thread if gathers is None else gathers.owes(wait)
+
+
+def _find_named(membership: Membership, name: str) -> GroupGathers | None:
+    return next((one for one in list(_groups.values()) if one.membership is membership and one.name == name), None)
+
+
+def _note(membership: Membership, error: BaseException, claim: str, call: str) -> None:
+    """Note that an error has failed a call of this rank."""
+    membership.note(error, claim)
+    for wait in parties_of(error):
+        if not wait.is_of_work and (gathers := _find_named(membership, wait.group)) is not None:
+            gathers.fail_party(wait, error, call)
+
+
+class _Making:
+    """Held while a thread makes the first gathers of a group."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()
+
+
+_making = _Making()
+after_fork_in_child(_making.renew)  # another thread of the parent may have held it
+
+
+class _NoGroup:
+    """Stands for the world if torch.distributed is not initialized."""
+
+
+_NO_GROUP = _NoGroup()
+_last_place: list[Any] = [lambda: None, 0, 1]
+"""Process group of all ranks that was used last, weakly; and this process's rank and their number, which stay."""
+
+
+def find_world(group: Any) -> World:
+    """Return the world of a group."""
+    if isinstance(group, LaunchedRanks) and group.place is not None:
+        return World(group, *group.place)  # torch's groups may end before its work does
+    distributed = sys.modules.get("torch.distributed")
+    owner = getattr(getattr(distributed, "group", None), "WORLD", None)
+    if owner is not None:
+        if _last_place[0]() is not owner:  # torch's methods take longer than this look
+            _last_place[:] = ref(owner), owner.rank(), owner.size()
+        return World(owner, *_last_place[1:])
+    launch = read_launch(environment.environ())
+    owner = group if isinstance(group, LaunchedRanks) else None
+    return World(owner, 0, 1) if launch is None else World(owner, launch.rank, launch.world_size)
+
+
+def find_group(world: World, group: Any) -> GroupGathers:
+    """Return the gathers of a process group; of the world if None."""
+    owner = world.owner if group is None else group
+    owner = _NO_GROUP if owner is None else owner
+    found = _groups.get(owner)
+    if found is None or found.pid != os.getpid():
+        with _making.lock:  # two threads may begin together, and one of them is refused
+            found = _groups.get(owner)
+            if found is None or found.pid != os.getpid():
+                # After a fork the links belong to the parent.
+                found = _groups[owner] = GroupGathers(world, group)
+                _close_with(owner, found.close)
+    return found
+
+
+def _close_with(owner: Any, close: Callable[[], None]) -> None:
+    """Release resources as soon as a process group is gone, not when Python next collects garbage."""
+    finalize(owner, close).atexit = False
+
+
+def report_at_large(group: Any, error: BaseException, call: str) -> None:
+    """Publish the failure of a call whose ranks are not known, as they were the error, or its group was."""
+    world = find_world(group)
+    if world.size == 1:
+        return
+    record = world.find_membership().report_at_large(error, call)
+    owner = world.owner if group is None else group
+    found: list[GroupGathers | None] = []
+    with suppress(TypeError):  # a group that cannot be referenced weakly
+        found = [_groups.get(_NO_GROUP if owner is None else owner)]
+    # The ranks of a wrong group may wait in any other that this thread uses.
+    for gathers in found if any(found) else list(_groups.values()):
+        if gathers is not None and gathers.is_of_this_thread:
+            gathers.fail_at_large(record)
+
+
+def forget(group: Any) -> None:
+    """Leave the groups of a group that will not be used again."""
+    if (found := _groups.pop(group, None)) is not None:
+        found.close()
+
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -9,8 +9,7 @@ from time import monotonic
 
 from xrank.errors import AGAIN, RankFailedError, RankTimeoutError, option
 from xrank.ranks.failure import Deadline, FailureRecord
-from xrank.ranks.processes import Peer, record_end
-from xrank.ranks.waits import Awaits, LongWait, WaitMonitor
+from xrank.ranks.waits import Awaits, LongWait, Peer, WaitMonitor, record_end
 from xrank.ranks.wire import Message, Sleep, Status, Wire
 from xrank.words import ranks_text
 

@@ -19,12 +19,9 @@ from typing import Any
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
 from xrank.ranks.failure import Deadline, FailureRecord, absence_error, damage_error
 from xrank.ranks.group import RankGroup
-from xrank.ranks.host_wire import Bells, Board, HostWire, Link
-from xrank.ranks.processes import PERIOD_SECONDS, Peer, process_space, record_end
 from xrank.ranks.store import Store
-from xrank.ranks.store_wire import StoreWire
-from xrank.ranks.waits import Awaits, LongWait, WaitMonitor
-from xrank.ranks.wire import Message
+from xrank.ranks.waits import PERIOD_SECONDS, Awaits, LongWait, Peer, WaitMonitor, process_space, record_end
+from xrank.ranks.wire import Bells, Board, HostWire, Link, Message, StoreWire
 from xrank.system import after_fork_in_child, count_cores
 
 _P = 2**255 - 19

@@ -22,7 +22,7 @@ from msgspec import Struct, to_builtins
 from xrank.errors import CorruptError, IncompleteError, UsageError, XrankError
 from xrank.ranks.failure import damage_error
 from xrank.ranks.memory import NO_MEMORY, make_no_memory_error, row_major_bytes
-from xrank.ranks.processes import process_space
+from xrank.ranks.waits import process_space
 from xrank.system import after_fork_in_child
 
 if TYPE_CHECKING:

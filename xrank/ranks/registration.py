@@ -20,8 +20,8 @@ from msgspec import Struct
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.failure import Deadline, FailureRecord, absence_error
-from xrank.ranks.processes import process_space
 from xrank.ranks.store import GroupStore, LaunchedRanks, find_store
+from xrank.ranks.waits import process_space
 
 _NAME = "registration"
 _BEGUN, _ENDED = "begun", "ended"
@@ -48,7 +48,7 @@ class Registration(Struct, frozen=True):
 
 
 class Watch(Protocol):
-    """Looks for reasons why other ranks do not come (`xrank.ranks.sessions.WorkWatch`)."""
+    """Looks for reasons why other ranks do not come (`xrank.ranks.gathering.WorkWatch`)."""
 
     def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
         """Raise if a rank is known not to come to the work of that name."""

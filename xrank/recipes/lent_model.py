@@ -31,8 +31,8 @@ from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
 from xrank.layout.stored_model import StoredModel
 from xrank.ranks.loans import MemoryOffer, PeerSource, add_token
+from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_text, path_text, value_text
-from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.readers.live.modules import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.recipes.decision import FolderPlan, plan_export

@@ -29,8 +29,8 @@ from xrank.engine.transforms import TransformedTensor, Transforms, apply_transfo
 from xrank.errors import UsageError
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.ranks.loans import MemoryOffer, PeerSource
+from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team
-from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.recipes.lent_model import LentModel
 from xrank.recipes.options import default_workers
 from xrank.recipes.quantization import BlockGrid, Quantization

@@ -29,16 +29,17 @@ from xrank.errors import (
     require_linux,
 )
 from xrank.ranks.failure import Deadline
-from xrank.ranks.loans import MemoryOffer, add_token
-from xrank.ranks.peer_memory import is_mooncake
+from xrank.ranks.loans import MemoryOffer, add_token, is_mooncake
+from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, check_alike, find_group_team, path_text
-from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
 from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
 from xrank.recipes.options import GatherOptions, check_meeting, check_types, dtype_choice, live_layouts
 from xrank.recipes.quantization import Quantization
 from xrank.recipes.sources import open_base_model
 from xrank.refit.directory import Address, RankRegistration, find_trainer_ranks
 from xrank.refit.peers import (
+    EngineParts,
+    EngineWatch,
     OutcomeBlock,
     Pause,
     PeerRank,
@@ -46,6 +47,7 @@ from xrank.refit.peers import (
     RankStatus,
     StatusBlock,
     StepOutcome,
+    TrainerRanks,
     describe_error,
     make_described_error,
     make_failure,
@@ -53,7 +55,6 @@ from xrank.refit.peers import (
 )
 from xrank.refit.prepared_part import PreparedPart, prepare_part
 from xrank.refit.targets import MemoryPlaces, count_versions, find_moved, list_places
-from xrank.refit.trainer_ranks import EngineParts, EngineWatch, TrainerRanks
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from xrank.errors import (
     require_linux,
 )
 from xrank.ranks.failure import Deadline
-from xrank.ranks.loans import MemoryOffer, add_token
-from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError, is_mooncake
+from xrank.ranks.loans import LendingEndedError, MemoryOffer, UnreadableMemoryError, add_token, is_mooncake
 from xrank.ranks.team import check_alike, find_group_team, find_world, nbytes_text
 from xrank.readers.live.modules import FilledModule
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -36,15 +36,13 @@ from xrank.layout.tensor_layout import axis_lengths
 from xrank.layout.terms.tensors import Box, box_nests, layout_of_boxes, layout_of_shards
 from xrank.words import list_text
 
-if TYPE_CHECKING:
-    from xrank.refit.targets import Loader
-
-
 _aten = torch.ops.aten
 _SAME_VALUES = {_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=\.|$)")
 """An index in a tensor's name."""
 
+Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
+"""An engine's function that takes a model's tensors by Hugging Face's names, such as ``model.load_weights``."""
 EngineRank: TypeAlias = "tuple[Loader, Mapping[str, torch.Tensor]]"
 """The loader of an engine's rank, and the parameters that it fills, which may be on the meta device."""
 Shapes: TypeAlias = Mapping[str, tuple[str, tuple[int, ...]]]

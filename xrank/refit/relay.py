@@ -21,9 +21,8 @@ from xrank.errors import ContradictionError, CorruptError, RankFailedError, Rank
 from xrank.layout.nest_table import NestTable, int_array, join_rows
 from xrank.layout.nests import Nest, canonical, row_major
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
-from xrank.ranks.loans import MemoryOffer, PeerSource
-from xrank.ranks.peer_memory import LendingEndedError, UnreadableMemoryError
-from xrank.ranks.tensor_bytes import LocalBytes, local_bytes
+from xrank.ranks.loans import LendingEndedError, MemoryOffer, PeerSource, UnreadableMemoryError
+from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.readers.live.ranks import LiveModel
 from xrank.recipes.options import default_workers
 from xrank.refit.directory import Address, RankRegistration, TrainerModel

@@ -8,7 +8,7 @@ on other hosts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,9 +26,8 @@ from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray, NestTable, count_runs, int_array, run_lengths
 from xrank.layout.output_files import OutputFile, OutputTensor
-from xrank.ranks.loans import PeerSource, SpanMemory
-from xrank.ranks.peer_memory import MAX_SPANS, SpanArray
-from xrank.ranks.tensor_bytes import locate_elements
+from xrank.ranks.loans import MAX_SPANS, PeerSource, SpanArray, SpanMemory
+from xrank.ranks.memory import locate_elements
 from xrank.readers.live.modules import FilledModule, check_materialised, count_changes, list_tensors, local_model
 from xrank.recipes.load_plan import plan_load
 from xrank.refit.directory import TrainerModel
@@ -37,7 +36,7 @@ from xrank.words import list_text
 if TYPE_CHECKING:
     import torch
 
-    from xrank.refit.recording import Fill
+    from xrank.refit.recording import Fill, Loader
 
 
 _CALL_NBYTES = 8 << 20
@@ -49,8 +48,6 @@ _SMALLEST_RUN_NBYTES = 64
 
 MemoryPlaces: TypeAlias = dict[str, tuple[object, ...]]
 """Name -> dtype, shape, strides and address of the local tensor: both sides keep addresses over all steps."""
-Loader: TypeAlias = "Callable[[Iterable[tuple[str, torch.Tensor]]], object]"
-"""An engine's function that takes a model's tensors by Hugging Face's names, such as ``model.load_weights``."""
 
 
 def list_places(model: FilledModule) -> MemoryPlaces:

@@ -12,9 +12,8 @@ from msgspec import Struct, field
 from xrank.engine.executor import Budget
 from xrank.engine.replicas import spread_copies
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError, option
-from xrank.ranks.loans import MemoryOffer, PeerSource
-from xrank.ranks.peer_memory import MooncakeEngine
-from xrank.ranks.tensor_bytes import locate_elements
+from xrank.ranks.loans import MemoryOffer, MooncakeEngine, PeerSource
+from xrank.ranks.memory import locate_elements
 from xrank.recipes.options import default_workers
 from xrank.refit.directory import Address, RankRegistration, find_trainer_ranks, read_trainer_model
 from xrank.refit.peers import (

@@ -2,7 +2,7 @@
 
 To add a transport of states or of tensors in live gathers, write a class with the methods of `Workspace` or
 `MessageWorkspace`, and subclass `xrank.testing.WorkspaceContract` or `xrank.testing.MessageWorkspaceContract`.
-`xrank.ranks.memory_messages` is an example. `xrank.ranks.sessions` chooses the one that a gather uses.
+`xrank.ranks.memory_messages` is an example. `xrank.ranks.gathering` chooses the one that a gather uses.
 
 Names are loaded on first use, so importing this package does not import torch.
 """

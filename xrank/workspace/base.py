@@ -11,8 +11,7 @@ from msgspec import Struct
 
 from xrank import environment
 from xrank.errors import UsageError
-from xrank.ranks.launch import read_launch, read_run_id
-from xrank.ranks.store import group_place
+from xrank.ranks.store import group_place, read_launch, read_run_id
 from xrank.ranks.wire import MessageWorkspace as MessageWorkspace
 
 if TYPE_CHECKING:
