@@ -18,7 +18,7 @@ from itertools import groupby, islice
 from math import inf, prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.ranks.failure import Deadline, FailureRecord, damage_error
@@ -185,12 +185,6 @@ _PURE_PATHS: dict[str, type[PurePosixPath | PureWindowsPath]] = {
     "PurePosixPath": PurePosixPath,
     "PureWindowsPath": PureWindowsPath,
 }
-
-
-def is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor of torch's own class, whose tree is always the same."""
-    torch = sys.modules.get("torch")
-    return torch is not None and type(value) is torch.Tensor
 
 
 def check_sendable(tensor: torch.Tensor, where: str = "the value") -> None:
@@ -515,10 +509,10 @@ def _parse_description(description: bytes) -> tuple[str, str | None, tuple[str, 
     return function, key, (file, line), tree, rows
 
 
-def split_value(value: object) -> tuple[str, list[torch.Tensor]]:
+def split_value(value: Any) -> tuple[str, list[torch.Tensor]]:
     """Return the header and the tensors of a value."""
-    if is_plain(value):
-        check_sendable(value)
+    if type(value) is getattr(sys.modules.get("torch"), "Tensor", None):
+        check_dense(value, "the value")
         return _header_of_one(value.dtype, value.shape), [value.detach() if value.requires_grad else value]
     tree, tensors = pack(value)
     kinds = groupby([(tensor.dtype, tensor.shape) for tensor in tensors])

@@ -19,10 +19,11 @@ from xrank import environment
 from xrank.errors import ContradictionError, RankFailedError, UsageError, XrankError, require_linux
 from xrank.ranks.byte_service import SocketMessages, used_addresses
 from xrank.ranks.directory_messages import DirectoryMessages
-from xrank.ranks.exchange import Call, GatherExchange, check_sendable, is_plain, pack, unpack
+from xrank.ranks.exchange import Call, GatherExchange, pack, unpack
 from xrank.ranks.failure import Deadline, FailureRecord, failure_of
 from xrank.ranks.group import RankGroup
 from xrank.ranks.meeting import CALL, Meeting, RanksApartError, meet, meet_across_hosts
+from xrank.ranks.memory import check_dense
 from xrank.ranks.memory_messages import MemoryMessages
 from xrank.ranks.registration import has_joined
 from xrank.ranks.store import LaunchedRanks, find_store, read_launch
@@ -591,8 +592,11 @@ def _refuse(what: str, got: object, want: str, rank: int | None = None) -> Usage
     return UsageError(what, rank=rank, got=repr_text(got), want=want)
 
 
-def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of a gather; UsageError if they are not different whole numbers."""
+def _check_ranks(ranks: Sequence[int], world_size: int, group: Any) -> tuple[int, ...]:
+    """Return the ranks of a gather; UsageError unless they are different ranks of the world and of the group.
+
+    An absent rank would be noticed only at the deadline.
+    """
     try:
         checked = tuple(map(index, ranks))
     except TypeError:
@@ -603,27 +607,24 @@ def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
         raise _refuse(
             "the ranks of a gather must be different ranks", list(ranks), "each rank once, the gathering one first"
         )
-    return checked
-
-
-def check_exist(ranks: tuple[int, ...], world_size: int, group: Any) -> None:
-    """Check that the ranks are in the world and in the group: an absent rank would be noticed only at the deadline."""
-    if max(ranks) >= world_size:
-        top = max(ranks)
+    if (top := max(checked)) >= world_size:
         what = f"there is no rank {repr_text(top)} in a world of {world_size}"
-        raise _refuse(what, list(ranks), f"global ranks from 0 to {world_size - 1}", rank=top)
+        raise _refuse(what, list(checked), f"global ranks from 0 to {world_size - 1}", rank=top)
     if group is None or isinstance(group, LaunchedRanks):
-        return
+        return checked
     if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER: result of new_group on a rank outside of the group
-        raise _refuse("this rank is not in the group of the gather", group, f"a group with all of ranks {list(ranks)}")
+        raise _refuse(
+            "this rank is not in the group of the gather", group, f"a group with all of ranks {list(checked)}"
+        )
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(group, distributed.ProcessGroup):
         what = f"the group of a gather must be a process group, not a {type(group).__name__}"
         raise _refuse(what, group, "a group of torch.distributed.new_group, or None for all ranks")
     members = distributed.get_process_group_ranks(group)
-    if foreign := [rank for rank in ranks if rank not in members]:
+    if foreign := [rank for rank in checked if rank not in members]:
         what = f"rank {foreign[0]} is not in the group of the gather, which has ranks {list(members)}"[:300]
-        raise _refuse(what, list(ranks), "a group with all ranks of the gather", rank=foreign[0])
+        raise _refuse(what, list(checked), "a group with all ranks of the gather", rank=foreign[0])
+    return checked
 
 
 def find_place() -> tuple[str, int]:
@@ -673,7 +674,8 @@ class Gather(AbstractContextManager[list[Any]]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        call_uncompiled(self._leave, error)
+        if self._open is not None:
+            call_uncompiled(self._leave, self._open, error)
 
     @property
     def group(self) -> RankGroup:
@@ -698,9 +700,8 @@ class Gather(AbstractContextManager[list[Any]]):
     def _enter(self) -> list[Any]:
         self._found_place = place = (self._place, 0) if self._place else find_place()
         try:
-            ranks = check_ranks(self._ranks)
             world = find_world(self._group)
-            check_exist(ranks, world.size, self._group)
+            ranks = _check_ranks(self._ranks, world.size, self._group)
         except BaseException as error:
             _report(partial(report_at_large, self._group, error, self._describe()), error)
             raise
@@ -772,10 +773,7 @@ class Gather(AbstractContextManager[list[Any]]):
 
     # ---- the end
 
-    def _leave(self, error: BaseException | None) -> None:
-        opened = self._open
-        if opened is None:
-            return
+    def _leave(self, opened: _Open, error: BaseException | None) -> None:
         if opened.pid != os.getpid():  # a process forked in the body is not a rank, and must not act for this one
             self._close(opened)
             return
@@ -851,19 +849,15 @@ def _report(report: Callable[[], None], error: BaseException) -> None:
         return
 
 
-def _copy_own(value: object) -> Any:
-    """Return the first rank's own value as yielded: new containers, the same memory."""
-    if is_plain(value):
-        check_sendable(value)
-        return _plain_values(value.detach().cpu())
-    tree, tensors = pack(value)
-    return unpack(tree, [_plain_values(tensor.cpu()) for tensor in tensors])
-
-
-def _plain_values(tensor: Any) -> Any:
-    """Return a tensor whose elements do not share memory, like those of the other ranks."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if 0 in tensor.stride() and tensor.numel() > 1:
-        tensor = tensor.contiguous()
-    return tensor
+def _copy_own(value: Any) -> Any:
+    """Return the first rank's own value as yielded: new containers, the same memory, no elements that share memory."""
+    is_plain = type(value) is getattr(sys.modules.get("torch"), "Tensor", None)
+    if is_plain:
+        check_dense(value, "the value")
+    tree, tensors = (None, [value]) if is_plain else pack(value)
+    for i, tensor in enumerate(tensors):
+        plain = tensor.detach().cpu()
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        tensors[i] = plain.contiguous() if 0 in plain.stride() and plain.numel() > 1 else plain
+    return tensors[0] if is_plain else unpack(tree, tensors)
