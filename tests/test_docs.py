@@ -1,5 +1,8 @@
 """README and docs hold: code runs, commands print what is shown but for the numbers, and links lead somewhere."""
 
+import ast
+import builtins
+import keyword
 import os
 import re
 import shlex
@@ -176,3 +179,30 @@ def test_each_page_is_reached_from_the_readme():
         links = re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())
         new |= {(page.parent / link).resolve() for link in links} - reached
     assert set(PAGES) <= reached
+
+
+OTHERS = re.compile(r"(concurrent|numpy|torch)\..*|clip_grad_norm_|(Accelerator\.)?save_state")
+"""Names of other packages that docstrings show."""
+
+
+def test_the_names_in_docstrings_are_those_of_the_code() -> None:
+    known, texts = {*dir(builtins), *keyword.kwlist}, []
+    for path in sorted((ROOT / "xrank").rglob("*.py")):
+        known |= {*path.relative_to(ROOT).with_suffix("").parts}
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    texts.append((f"{path.relative_to(ROOT)}:{node.lineno}", text))
+                case ast.Constant(value=str(text)) if len(text) < 80:  # keys, homes of deferred names
+                    known.update(re.findall(r"\w+", text))
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                    known.add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    known.add(name)
+                case ast.alias(name=name):
+                    known.update(name.split("."))
+    shown = [(at, name) for at, text in texts for name in re.findall(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)*)`(?!`)", text)]
+    assert len(shown) > 500
+    assert [
+        (at, name) for at, name in shown if not known.issuperset(name.split(".")) and not OTHERS.fullmatch(name)
+    ] == []

@@ -67,7 +67,7 @@ FOLLOWED: Mapping[str, str] = {
     r"give the folder of a version that is whole .*|the engine that pulls these deltas applies them to it": (
         "readers/test_weight_folders.py::test_a_delta_is_not_a_model"
     ),
-    r"if the trained model has no values there, give a base model that has it so with {base_model}": (
+    r"if the trained model has no values there, give a base model in which these are empty, too, with {base_model}": (
         "readers/test_weight_folders.py::test_placeholders_of_zero_3"
     ),
     # options

@@ -44,9 +44,9 @@ def is_laid_out(tensor: object) -> bool:
 
 
 def model_placements(parameter: DTensor, batch_axis: int) -> Placements:
-    """Return the placements of a parameter after a gather along only the batch axis.
+    """Return a parameter's placements once it is gathered along the batch axis, and still cut along the others.
 
-    Strided shards depend on the parts of the batch axis. Without that axis they are plain cuts.
+    A `_StridedShard` is strided only because the batch axis cuts the same dim; without that cut it is a `Shard`.
     """
     placements: list[Any] = list(parameter.placements)
     batch_dim = getattr(placements[batch_axis], "dim", None)

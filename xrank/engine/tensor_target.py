@@ -67,7 +67,7 @@ class TensorTarget:
         """Do nothing: the bytes are in the tensor."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Write whole elements at a byte offset of a file; any thread may call this."""
+        """Write whole elements at a byte offset of the tensor that stands for a file; any thread may call this."""
         self._tensors[file].write(offset, data, self._buffers)
 
     def finish(self) -> None:
@@ -167,7 +167,7 @@ class WholeTensors:
     """Tensors of a plan, each made whole in memory of its own.
 
     Args:
-        plan: a plan with one tensor in each file, and no header (`tensor_plan`).
+        plan: a plan with one tensor in each file, and no header.
         source: the source of the tensors.
         budget: threads and buffers.
     """

@@ -212,7 +212,10 @@ def name_table(
         # Before compiling: the table has an entry for each index, and a mistyped size could fill the memory.
         if total > MAX_NAMES:
             raise LayoutError(
-                f"the name {name} stands for too many tensors", got=f"{total:,} or more", want=f"at most {MAX_NAMES:,}"
+                f"the name {name} stands for too many tensors",
+                got=f"{total:,} or more",
+                want=f"at most {MAX_NAMES:,}",
+                next_step=f"correct the sizes of the dims in {name}",
             )
         axes = axes_of(dim)
         own = tuple(place for place in places if place[0] in axes)

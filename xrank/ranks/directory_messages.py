@@ -19,7 +19,7 @@ import xxhash
 from msgspec import Struct, to_builtins
 
 from xrank import system
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, option
 from xrank.ranks.failure import damage_error
 from xrank.ranks.memory import explain_no_space, row_major_bytes
 from xrank.ranks.memory_messages import new_buffer
@@ -133,7 +133,11 @@ def _make(path: str) -> None:
 
 def _directory_error(path: str, error: OSError) -> UsageError:
     return UsageError(
-        f"{path} is not a directory", file=path, got=str(error), next_step="choose another workspace_path"
+        f"{path} is not a directory",
+        file=path,
+        got=f"{error.strerror}: {error.filename}",
+        want="a directory, or a name that is free",
+        next_step=f"choose another {option('workspace_path')}",
     )
 
 

@@ -478,13 +478,13 @@ def encode_message(
     receipt: bytes,
     is_json: bool,
 ) -> Message:
-    """Return the message of a writer.
+    """Return the message by which a rank sends its value to the gathering rank.
 
     Args:
-        number: that of the call.
-        call: function, key and place of the call.
-        inline: header and tensors of the value, if it is in the message.
-        receipt: under which the value lies elsewhere; else empty.
+        number: the call's number, counted alike on all ranks.
+        call: the function's name, the user's key, and file and line of the call.
+        inline: header and tensors of the value, if it fits into the message.
+        receipt: the place of a larger value (`MessageWorkspace.publish`); else empty.
         is_json: whether the wire carries JSON only.
     """
     header, tensors = inline or ("", ())

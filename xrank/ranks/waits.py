@@ -617,7 +617,7 @@ class WaitMonitor:
         return monotonic() >= self._next_look
 
     def look(self, awaits: Awaits, awaited: Sequence[int], watched: Sequence[int]) -> None:
-        """Look; arguments and errors as of `LongWait.look`."""
+        """Begin the long wait for `awaits` if none has begun; then look as `LongWait.look` does."""
         self._next_look = monotonic() + START_SECONDS
         if self._wait is None:
             self._wait = self._begin(awaits)

@@ -333,7 +333,7 @@ def read_source(
     Args:
         asked: the path from the user.
         where: the place where the source was found, with its readers; None: find it.
-        base: gives whole shapes, and the config if there is none beside the source.
+        base: the model whose shapes are the whole ones, and whose config stands in for one beside the source.
         layouts: layouts for tensors without a recorded layout.
         part: keys of the part to read, joined by dots; None: the only one that may be the model.
         world_size: number of ranks that wrote the source, as the caller states it; None: not stated.

@@ -1,4 +1,4 @@
-"""Least-squares fit of the seconds per unit of work to measured times."""
+"""The seconds that messages and computations of a program take on links and devices of given rates."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def check_placeholders(
         f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(file)}",
         "the weights, which are in the ZeRO checkpoint",
         "gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files); if the trained model has "
-        f"no values there, give a base model that has it so with {option('base_model')}",
+        f"no values there, give a base model in which these are empty, too, with {option('base_model')}",
     )
 
 

@@ -416,7 +416,7 @@ class Prediction:
 
     @property
     def busy(self) -> FloatArray:
-        """Seconds of each rank without waiting."""
+        """Seconds that each rank works, without its waiting."""
         return sum((self.parts[name] for name in PARTS), np.zeros_like(self.parts[PARTS[0]]))
 
 
