@@ -57,12 +57,11 @@ class Subject(Struct, frozen=True):
     def make(
         self, kind: type[_Error], problem: str, got: str | None, want: str | None, next_step: str | None
     ) -> _Error:
-        """Return an error of any kind."""
+        """Return an error of any kind; its message begins with the tensor and ends with the place."""
         facts = {"tensor": self.tensor, "rank": self.rank, "file": self.file, "got": got, "want": want}
-        error = kind(f"{self.tensor}: {problem}", **facts, next_step=next_step)  # type: ignore[arg-type]
-        if self.file is not None:
-            error.about(Origin(self.file, self.rank).name)
-        return error
+        if self.file is not None and self.file not in problem:
+            problem += f" ({Origin(self.file, self.rank).name})"
+        return kind(f"{self.tensor}: {problem}", **facts, next_step=next_step)  # type: ignore[arg-type]
 
     def contradiction(
         self, problem: str, got: str | None = None, want: str | None = None, next_step: str = ONE_RUN
@@ -85,7 +84,9 @@ class Subject(Struct, frozen=True):
         self, problem: str, got: str | None = None, want: str | None = None, next_step: str | None = None
     ) -> LayoutError:
         """Return the error for an unknown or contradictory layout."""
-        return self.make(LayoutError, problem, got, want, next_step)
+        error = LayoutError(f"{self.tensor}: {problem}", tensor=self.tensor, got=got, want=want, next_step=next_step)
+        error.about("" if self.file is None else Origin(self.file, self.rank).name, rank=self.rank, file=self.file)
+        return error
 
 
 def outside_error(path: str, entry: str, what: str = "metadata", *, next_step: str | None = None) -> UnsafeError:
