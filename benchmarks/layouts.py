@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -70,16 +69,13 @@ def checked(file: Path) -> tuple[float, float, int, int]:
     """Check a file in a cold process; return its seconds, those of the check, its peak memory and the parameters."""
     command = [sys.executable, "-m", "xrank", "layout", "check", str(file), "--json"]
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        report = json.loads(process.stdout.read())
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if not report["exit_code"] == process.returncode == 0:
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    seconds = time.perf_counter() - started
+    report = json.loads(done.stdout)
+    if not report["exit_code"] == done.returncode == 0:
         sys.exit(f"the check failed: {report['error']}")
-    nbytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return seconds, report["seconds"], nbytes, report["plan"]["num_parameters"]
+    # The process's own: wait4 also counts the program that started it.
+    return seconds, report["seconds"], report["peak_rss_nbytes"], report["plan"]["num_parameters"]
 
 
 if __name__ == "__main__":
