@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tests.open_files import open_files
-from xrank.engine.buffers import FileSource, FileTarget
+from xrank.engine.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.layout.nest_table import int_array
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
@@ -50,6 +50,16 @@ def test_records_of_a_file(source):
     assert read(source, 1, 5, 20) == bytes(range(15, 35))
     assert read(source, 1, 90, 0) == b""
     source.check_unchanged()
+
+
+def test_records_of_memory():
+    numbers = memoryview(bytearray(range(16))).cast("I")
+    source = MemorySource([memoryview(b"abcdef"), numbers])
+    assert read(source, 0, 2, 3) == b"cde"
+    assert read(source, 1, 6, 4) == bytes([6, 7, 8, 9])
+    fetched = source.fetch(1, 0, 16, memoryview(bytearray(16)))
+    numbers[0] = 0
+    assert fetched[:4] == bytes(4)  # a view, no copy
 
 
 def test_a_file_that_is_shorter_than_its_records(one_file):
@@ -163,6 +173,19 @@ def test_a_file_that_is_being_read_stays_open(tmp_path, few_descriptors, monkeyp
     monkeypatch.setattr(os, "preadv", preadv_after_all_others)
     assert read(source, 0, 0, 4) == bytes(4)
     source.close()
+
+
+def test_targets(tmp_path):
+    data = memoryview(b"0123456789")
+    fd = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
+    FileTarget({3: fd}).write(3, 5, data)
+    FileTarget({3: fd}).write(3, 0, data[:2])
+    os.close(fd)
+    assert (tmp_path / "out").read_bytes() == b"01\0\0\x000123456789"
+    room = [bytearray(4), bytearray(20)]
+    MemoryTarget([memoryview(view) for view in room]).write(1, 7, data)
+    assert room == [bytearray(4), bytearray(7) + b"0123456789" + bytes(3)]
+    NullTarget().write(9, 0, data)
 
 
 def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -69,6 +70,19 @@ def test_copy_same_and_count_different(data, width, unaligned):
     for element in flipped:
         target_view[element * width + width - 1] ^= 0x80
     assert count_different(source_view, target_view, offset, loops, width) == len(flipped)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_wide_rows_with_any_offset_and_length(width):
+    rng = random.Random(width)
+    for length in (1, 7, 8, 16, 31):
+        for offset in range(9):
+            for gap in (0, 1, 8):
+                loops = ((3, length + gap, length), (length, 1, 1))
+                source, target = rng.randbytes(3 * (length + gap) * width), bytearray((offset + 3 * length) * width)
+                copy_same(memoryview(source), memoryview(target), offset, loops, width)
+                rows = [source[i * (length + gap) * width :][: length * width] for i in range(3)]
+                assert bytes(target) == bytes(offset * width) + b"".join(rows)
 
 
 def around_ties(narrow: np.ndarray) -> np.ndarray:
@@ -155,6 +169,13 @@ def test_a_finite_value_that_would_become_infinite_is_refused(source, target, va
     assert caught.value.value == float(tensor[2])
     with pytest.raises(CastOverflowError):
         cast(bits[2:3], source, target)
+
+
+def test_the_largest_values_that_fit_are_kept():
+    for source, target, value in [("F32", "F16", 65519.996), ("F64", "F32", 3.4028235e38), ("F32", "BF16", 3.39e38)]:
+        tensor = torch.tensor([value, -value], dtype=torch.float64)
+        bits = tensor.to(getattr(torch, dtypes.dtype(source).torch_name)).numpy()
+        assert np.isfinite(as_floats(cast(bits, source, target), target)).all()
 
 
 @given(st.data(), st.sampled_from(FLOATS), st.sampled_from(FLOATS))
@@ -247,6 +268,12 @@ def test_tiles_are_the_nest(data, max_elements):
     check(drawn_nest(lambda low, high: data.draw(st.integers(low, high))), max_elements)
 
 
+def test_thousands_of_nests():
+    rng = random.Random(20261106)
+    for _ in range(2_500):
+        check(drawn_nest(rng.randint), rng.choice([1, 2, 7, 30, 1000]))
+
+
 def test_a_run_is_cut_only_by_the_bound():
     assert list(cut_tiles(Nest(5, 7, ((10, 1, 1),)), 4)) == [
         Tile(5, 4, 7, ((4, 1, 1),)),
@@ -274,3 +301,8 @@ def test_a_transposed_nest_is_read_whole_not_by_elements():
     made = list(cut_tiles(Nest(0, 0, ((rows, 1, columns), (columns, rows, 1))), 30_000))
     assert [(tile.start, tile.length) for tile in made] == [(0, 30_000), (30_000, 30_000)]
     assert all(tile.is_dense for tile in made)
+
+
+def test_the_number_of_tiles_of_a_large_nest_follows_from_its_bytes():
+    nest = Nest(0, 0, ((1 << 10, 1 << 12, 1 << 11), (1 << 11, 1, 1)))
+    assert sum(1 for _ in cut_tiles(nest, 1 << 20)) == math.ceil((1 << 22) / (1 << 20))

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 import zlib
 
 import pytest
@@ -44,6 +45,20 @@ def random_cuts(rng: random.Random, records: list[bytes]) -> Pieces:
         pieces += [(i, a, b) for a, b in itertools.pairwise(cuts)]
     rng.shuffle(pieces)
     return pieces
+
+
+def test_pieces_in_any_order():
+    rng = random.Random(20261109)
+    for _ in range(400):
+        records = [rng.randbytes(rng.randint(1, 300)) for _ in range(3)]
+        checksums = RecordChecksums(right(records), refuse)
+        pieces = random_cuts(rng, records)
+        add(checksums, records, pieces[:-1])
+        assert checksums.num_checked == 2
+        assert checksums.missing(range(3)) == pieces[-1:]
+        add(checksums, records, pieces[-1:])
+        assert checksums.num_checked == 3
+        assert checksums.missing(range(3)) == []
 
 
 @given(st.data())
@@ -97,3 +112,36 @@ def test_a_checksum_of_all_ones_is_one():
     assert zlib.crc32(record) == 0xFFFFFFFF
     checksums = RecordChecksums(right([record]), refuse)
     assert checksums.missing([0]) == [(0, 0, 4)]
+
+
+def test_missing_names_only_what_it_is_asked_for():
+    records = [bytes(10), bytes(20)]
+    checksums = RecordChecksums(right(records), refuse)
+    add(checksums, records, [(1, 5, 7), (1, 9, 20)])
+    assert checksums.missing([0]) == [(0, 0, 10)]
+    assert checksums.missing([1]) == [(1, 0, 5), (1, 7, 9)]
+    assert checksums.missing([]) == []
+
+
+def test_many_threads():
+    rng = random.Random(20261110)
+    records = [rng.randbytes(5_000) for _ in range(8)]
+    checksums = RecordChecksums(right(records), refuse)
+    pieces = [(i, a, min(a + 37, 5_000)) for i in range(8) for a in range(0, 5_000, 37)]
+    rng.shuffle(pieces)
+    failures = []
+
+    def work(own: Pieces) -> None:
+        try:
+            add(checksums, records, own)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(pieces[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert checksums.num_checked == 8
+    assert checksums.missing(range(8)) == []

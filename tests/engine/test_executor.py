@@ -15,12 +15,14 @@ from tests.engine.engine_cases import (
     MadeModel,
     add_random,
     box_nest,
+    by_torch,
     expected_file,
     lay_out,
     outputs_of,
     plain_digest,
     use_as_store,
 )
+from xrank import dtypes
 from xrank.engine import executor, windows
 from xrank.engine.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
 from xrank.engine.executor import Budget, CancelledError, execute
@@ -162,6 +164,25 @@ def test_windows_and_buffers_of_the_real_size(tmp_path, source_kind, target_kind
         assert written() == [expected_file(file, made.whole) for file in files]
 
 
+@pytest.mark.parametrize("target", ["F64", "F32", "F16", "BF16"])
+@pytest.mark.parametrize("source", ["F64", "F32", "F16", "BF16"])
+def test_casts_through_windows(small_windows, source, target):
+    rng, made = random.Random(source + target), MadeModel()
+    wide = dtypes.numpy_dtype(source)
+    expected = {}
+    for i in range(12):
+        shape = [rng.randint(1, 20) for _ in range(rng.randint(0, 3))]
+        values = np.random.default_rng(i).standard_normal(int(np.prod(shape))).astype(wide)
+        add_random(made, rng.randint, f"t{i}", shape, dtype=source, whole=values, num_cuts=4)
+        expected[f"t{i}"] = by_torch(values.view(f"u{wide.itemsize}"), source, target).tobytes()
+    files = lay_out(outputs_of(made, target))
+    room = bytearray(files[0].nbytes)
+    execute(
+        make_plan(made.in_memory(), files), MemorySource(made.views), MemoryTarget([memoryview(room)]), budget=BUDGET
+    )
+    assert bytes(room) == expected_file(files[0], expected)
+
+
 def test_a_cast_that_overflows_ends_the_execution():
     made = MadeModel()
     values = np.ones(100, np.float32)
@@ -172,6 +193,26 @@ def test_a_cast_that_overflows_ends_the_execution():
     with pytest.raises(UsageError, match=r"1e\+30 does not fit F16") as caught:
         execute(plan, MemorySource(made.views), NullTarget(), budget=BUDGET)
     assert (caught.value.tensor, caught.value.rank) == ("a", 3)
+
+
+def test_thousands_of_tiny_tensors_in_a_window():
+    rng, made = random.Random(20261114), MadeModel()
+    for i in range(2_000):
+        shape = rng.choice([(), (0,), (1,), (2, 2), (5,)])
+        add_random(made, rng.randint, f"t{i:05}", shape, dtype="BF16", num_cuts=1)
+    files = lay_out(outputs_of(made))
+    assert files[0].nbytes < MIB
+    room, told = bytearray(files[0].nbytes), []
+    outcome = execute(
+        make_plan(made.in_memory(), files),
+        MemorySource(made.views),
+        MemoryTarget([memoryview(room)]),
+        budget=Budget(4, MIB),
+        progress=told.append,
+    )
+    assert bytes(room) == expected_file(files[0], made.whole)
+    assert told == [files[0].nbytes]
+    assert len(outcome.files[0].tensor_digests) == 2_000
 
 
 def test_only_the_files_asked_for_are_made(small_windows):
@@ -425,3 +466,12 @@ def test_a_budget_is_shared_with_a_store(max_memory, workers, target, is_straigh
     assert 1 <= budget.workers <= (num_parts - 1 if parts else 16)
     assert (budget.num_windows == 4) == (target == "file" and is_straight and max_memory > 32 * MIB)
     assert parts or objects.room_nbytes >= max_memory * 3 // 16 or objects.room_nbytes == 64 * MIB
+
+
+def test_the_smallest_budget_moves_everything(tmp_path):
+    made = MadeModel()
+    add_random(made, random.Random(9).randint, "a", (900, 1000), dtype="F64", num_cuts=6)
+    files = lay_out(outputs_of(made))
+    with opened(made, tmp_path, files, "file", "file") as (model, source, target, written):
+        execute(make_plan(model, files), source, target, budget=Budget.from_memory(MIB + 512 * 1024, 9))
+        assert written() == [expected_file(files[0], made.whole)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
-from xrank.engine.casts import CastOverflowError, Factors, LowRank, add_low_rank, read_factors
+from xrank.engine.casts import _BLOCK, CastOverflowError, Factors, LowRank, _blocks, add_low_rank, read_factors
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -28,6 +30,24 @@ def factors(
     name = {value: key for key, value in NAMES.items()}[a.dtype]
     update = LowRank("a", "b", scale, turned, blocks, start)
     return read_factors(data(a), name, data(b), name, len(a), update, kind=kind)
+
+
+def test_blocks_follow_one_another_and_cover_each_element_once() -> None:
+    choose = random.Random(3)
+    for _ in range(300):
+        columns = choose.choice([1, 2, 7, 100, _BLOCK - 1, _BLOCK, _BLOCK + 1, 3 * _BLOCK])
+        rows = choose.randint(1, max(1, 3 * _BLOCK // columns + 3))
+        height = choose.randint(1, rows)
+        low = choose.randrange(rows * columns)
+        count = choose.randint(0, rows * columns - low)
+        at = 0
+        for start, row, num_rows, column, num_columns in _blocks(low, count, height, columns):
+            assert start == at and 0 < num_rows * num_columns <= _BLOCK
+            assert row * columns + column == low + start and column + num_columns <= columns
+            assert num_rows == 1 or (column, num_columns) == (0, columns)
+            assert row // height == (row + num_rows - 1) // height
+            at += num_rows * num_columns
+        assert at == count
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -65,6 +85,15 @@ def test_experts_and_parts_of_them(turned: bool) -> None:
         found = torch.empty(stop - start)
         add_low_rank(data(weight.reshape(-1)[start:stop]), "F32", both, 0, data(found), "F32")
         assert torch.equal(found, expected[start:stop]), (start, stop)
+
+
+def test_sums_that_are_exact_are_those_of_a_matrix_product() -> None:
+    made = torch.Generator().manual_seed(11)
+    a, b = (torch.randint(-8, 9, shape, generator=made) / 8 for shape in ((16, 48), (64, 16)))
+    weight = torch.randn(64, 48, generator=made).bfloat16()
+    found = torch.empty(64, 48, dtype=torch.bfloat16)
+    add_low_rank(data(weight), "BF16", factors(a, b, 2.0), 0, data(found), "BF16")
+    assert torch.equal(found, (weight.float() + 2.0 * (b @ a)).bfloat16())
 
 
 def test_a_sum_too_large_for_its_type_is_refused() -> None:

@@ -59,6 +59,17 @@ def runs(makers):
     return 1 + int(np.count_nonzero(np.diff(makers)))
 
 
+def test_a_rank_makes_the_rows_that_it_holds():
+    makers, held = makers_of([((64, 256), rows((64, 256), 4)), ((128, 128), rows((128, 128), 4))], 4)
+    assert makers.tolist() == held.argmax(axis=1).tolist()
+    assert np.bincount(makers).tolist() == [16] * 4 and runs(makers) == 8
+
+
+def test_windows_that_all_hold_alike_are_shared_out_in_stretches():
+    makers, _ = makers_of([((64, 512), columns((64, 512), 4))], 4)
+    assert max(np.bincount(makers)) <= 17 and runs(makers) <= 6
+
+
 def test_every_replica_is_near():
     shape, whole = (64, 256), ((0, 64), (0, 256))
     makers, held = makers_of([(shape, [(0, whole), (1, whole), (3, whole)])], 4)
@@ -98,3 +109,7 @@ def test_random_cuts_are_evenly_shared():
             tensors.append((shape, [(rng.randrange(num_ranks), box) for box in both if box[0][0] < box[0][1]]))
         makers, _ = makers_of(tensors, num_ranks)
         assert makers.min() >= 0 and np.bincount(makers).max() <= -(-105 * len(makers) // (100 * num_ranks))
+
+
+def test_no_file_has_no_maker():
+    assert len(assign_makers([], [0], np.empty(0, np.int64), 3)) == 0

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.engine.engine_cases import MadeModel, add_random, box_nest, lay_out, outputs_of
+from tests.engine.engine_cases import MadeModel, add_random, box_nest, lay_out, outputs_of, pairs_of
 from xrank.engine import planner
 from xrank.engine.planner import Copies, divide_replicas, make_plan
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
@@ -57,6 +57,26 @@ def test_replicas_may_lie_otherwise_in_their_storages(tmp_path):
     copies, replicas = divided(tmp_path, [(2, transposed), (0, in_two_loops), (1, whole)])
     assert rows_of(copies) == [(0, 0)]
     assert rows_of(replicas) == [(1, 0), (2, 0)]
+
+
+def test_random_models_divide_into_one_cover_and_the_rest(tmp_path):
+    rng = random.Random(20261112)
+    for i in range(150):
+        made = MadeModel()
+        shape = [rng.randint(0, 6) if i % 7 == 0 else rng.randint(1, 6) for _ in range(rng.randint(0, 3))]
+        add_random(made, rng.randint, "a", shape, num_cuts=5)
+        model = made.in_memory()
+        copies, replicas = divide_replicas(model.shards[0], model)
+        assert len(copies) + len(replicas) == len(made.records)
+        covered = [y for row in range(len(copies)) for y in pairs_of(copies.nests[row])[1].tolist()]
+        assert sorted(covered) == list(range(int(np.prod(shape))))
+        assert all(rank < 10 for rank in copies.rank)
+        assert all(rank >= 10 for rank in replicas.rank)
+
+
+def test_a_tensor_without_elements_needs_nothing(tmp_path):
+    copies, replicas = divided(tmp_path, [], shape=(0, 3))
+    assert len(copies) == len(replicas) == 0
 
 
 def test_a_gap_names_its_rows_and_who_was_there(tmp_path):

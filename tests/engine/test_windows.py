@@ -1,6 +1,7 @@
 """Windows against the bytes of the file they are cut from."""
 
 import random
+import threading
 
 import pytest
 
@@ -79,6 +80,11 @@ def test_runs_are_all_windows_in_order_and_end_at_each_unit(small_windows):
         assert all(1 <= len(run) <= stretch and run[0] // unit == run[-1] // unit for run in runs)
 
 
+def test_a_file_of_a_header_alone_has_windows(small_windows):
+    assert file_of([], 200).count == 4
+    assert file_of([("F32", (0,))], 8).count == 1
+
+
 def test_cut_yields_what_lies_in_a_range(small_windows):
     rng = random.Random(20261108)
     for _ in range(200):
@@ -102,6 +108,33 @@ def test_cut_yields_what_lies_in_a_range(small_windows):
                 for x, y in zip(*pairs_of(copies.nests[row]), strict=True)
                 if low <= y < high
             )
+
+
+def test_few_prepared_tensors_are_kept():
+    file = file_of([("U8", (1,))] * 1000)
+    for i in range(1000):
+        assert file.prepare(i).plan is file.plan.tensors[i]
+        assert file.prepare(i) is file.prepare(i)
+    assert len(file._prepared) == windows._PREPARED_TENSORS
+
+
+def test_prepared_tensors_of_many_threads():
+    file = file_of([("U8", (1,))] * 300)
+    wrong = []
+
+    def ask(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(2_000):
+            i = rng.randrange(300)
+            if file.prepare(i).plan is not file.plan.tensors[i]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_records_are_those_of_copies_and_replicas():

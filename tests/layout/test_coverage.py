@@ -92,20 +92,31 @@ def plant_fault(integer: Integer, nests: list[Nest]) -> list[Nest]:
 def test_thousands_of_planted_faults_are_found_at_their_first_element(partition):
     rng = random.Random(20261102)
     planted = 0
-    while planted < count_of(2_500):
+    while planted < count_of(5_500):
         nests, num_elements = partition(rng.randint)
-        assert found(shuffled(rng.randint, nests), num_elements) is None, (num_elements, nests)
         broken = plant_fault(rng.randint, nests)
         expected = counted(broken, num_elements)
         assert found(broken, num_elements) == expected, (num_elements, broken)
         planted += expected is not None
 
 
+@pytest.mark.parametrize("partition", [box_partition, stride_partition])
+def test_what_covers_once_is_never_refused(partition):
+    rng = random.Random(20261103)
+    for _ in range(count_of(1_500)):
+        nests, num_elements = partition(rng.randint)
+        assert counted(nests, num_elements) is None
+        assert find_fault(NestTable.from_nests(shuffled(rng.randint, nests)), num_elements) is None, (
+            num_elements,
+            nests,
+        )
+
+
 def test_arbitrary_nests_that_cover_nothing_in_particular():
     """Some of them meet themselves: their strides are less than the span within."""
     rng = random.Random(20261104)
     kinds = defaultdict(int)
-    for _ in range(2_000):
+    for _ in range(3_000):
         num_elements, nests = rng.choice([10, 40, 4000]), []
         for _ in range(rng.randint(1, 4)):
             loops, span = [], 1
@@ -117,7 +128,19 @@ def test_arbitrary_nests_that_cover_nothing_in_particular():
         expected = counted(nests, num_elements)
         assert found(nests, num_elements) == expected, (num_elements, nests)
         kinds[expected and expected[0]] += 1
-    assert min(kinds[kind] for kind in ("gap", "overlap", "outside")) > 130, kinds
+    assert min(kinds[kind] for kind in ("gap", "overlap", "outside")) > 200, kinds
+
+
+@given(st.data())
+@settings(max_examples=count_of(150), deadline=None)
+def test_faults_that_hypothesis_makes(data):
+    def integer(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    nests, num_elements = data.draw(st.sampled_from([box_partition, stride_partition]))(integer)
+    assert found(nests, num_elements) is None
+    broken = plant_fault(integer, nests)
+    assert found(broken, num_elements) == counted(broken, num_elements)
 
 
 def pinwheel(scale: int) -> list[tuple[tuple[int, int], ...]]:
@@ -218,6 +241,10 @@ def test_destination_keys_are_equal_if_and_only_if_the_destinations_are():
         by_key[tuple(key)].append(i)
     assert sorted(by_destination.values()) == sorted(by_key.values())
     assert 100 < len(by_key) < 2_000
+
+
+def test_destination_keys_of_no_nests():
+    assert len(destination_keys(NestTable.from_nests([]))) == 0
 
 
 @given(st.data())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tests.layout.cut_layouts import cases, elements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.terms import describe_keras_mesh, from_keras_axes, to_keras_axes
+from xrank.layout.terms.axes import describe_keras_mesh, from_keras_axes, to_keras_axes
 
 MESH = DeviceMesh((2, 4), ("batch", "model"))
 
@@ -60,6 +60,13 @@ def test_layouts_that_keras_cannot_say_are_refused(text, message):
     with pytest.raises(LayoutError, match=message) as info:
         to_keras_axes(TensorLayout.parse(text, MESH))
     assert text in info.value.message
+
+
+def test_a_shape_shows_that_ceil_chunks_are_even():
+    layout = TensorLayout.parse("[f, h/~model]")
+    assert to_keras_axes(layout, MESH, (3, 8)) == (None, "model")
+    with pytest.raises(LayoutError, match="cut evenly only"):
+        to_keras_axes(layout, MESH, (3, 6))
 
 
 @pytest.mark.parametrize("as_array", [False, True])

@@ -33,6 +33,17 @@ def made(**rules) -> LayoutMap:
 # DeviceMesh(shape, axis_names, devices=None)
 
 
+def test_mesh_checks_come_in_this_order():
+    for arguments, message in (
+        (((), ("a",), [0]), "Shape and axis_names cannot be empty. Received: shape="),
+        (((2,), (), [0]), "Shape and axis_names cannot be empty. Received: shape="),
+        (((2, 3), ("a",), [0]), "Shape and axis_names should have same size. Received: shape="),
+        (((2, 3), ("a", "b"), [0]), "Shape does not match the number of devices. Received: shape="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DeviceMesh(*arguments)
+
+
 def test_devices_are_flattened_row_major_first_axis_outermost():
     for devices in ([[0, 1], [2, 3], [4, 5]], np.arange(6).reshape(1, 6), [f"cpu:{i}" for i in range(6)]):
         mesh = DeviceMesh([2, 3], ["a", "b"], devices)
@@ -43,6 +54,20 @@ def test_devices_are_flattened_row_major_first_axis_outermost():
 def test_the_shape_of_devices_is_in_the_message():
     with pytest.raises(ValueError, match=re.escape("shape=(2, 2); devices.shape=(3, 2)")):
         DeviceMesh((2, 2), ("a", "b"), np.zeros((3, 2), int))
+
+
+def test_a_string_names_axes_by_letters():
+    assert DeviceMesh((1, 1), "ab").axis_names == ("a", "b")
+
+
+def test_mesh_repr():
+    assert repr(MESH) == str(MESH) == "<DeviceMesh shape=(2, 4), axis_names=('data', 'model')>"
+
+
+def test_repeated_axes_devices_and_lengths_below_one_are_refused_at_once():
+    for arguments in (((2, 2), ("a", "a")), ((2,), ("a",), ["cpu:0", "cpu:0"]), ((-1, -1), ("a", "b")), ((0,), ("a",))):
+        with pytest.raises(ValueError, match=r"twice|no place"):
+            DeviceMesh(*arguments)
 
 
 # TensorLayout(axes, device_mesh=None)
@@ -57,6 +82,27 @@ def test_an_entry_is_an_axis_of_the_mesh_or_none():
     for axes in (("x",), ("data", "x"), "model", ("Model",), ("",)):
         with pytest.raises(ValueError, match="Invalid axis names for Layout"):
             TensorLayout(axes, MESH)
+
+
+def test_a_mesh_comes_once_and_is_checked_then():
+    layout = TensorLayout(("x",))
+    with pytest.raises(ValueError, match="Invalid axis names for Layout"):
+        layout.with_mesh(MESH)
+    assert layout.device_mesh is None
+    with pytest.raises(ValueError, match="Cannot override device mesh value"):
+        TensorLayout(("model",), MESH).with_mesh(DeviceMesh((4,), ("model",)))
+
+
+def test_compound_entries_are_refused():
+    for entry in (("data", "model"), ["data"]):
+        for mesh in (MESH, None):
+            with pytest.raises(ValueError, match="Invalid axis names for Layout"):
+                TensorLayout((entry,), mesh)
+
+
+def test_an_axis_cuts_once():
+    with pytest.raises(ValueError, match="twice"):
+        TensorLayout(("model", "model"), MESH)
 
 
 def test_a_cut_dim_divides_and_size_zero_does():
@@ -75,6 +121,11 @@ def test_map_is_an_ordered_mutable_mapping():
     assert isinstance(layout_map, MutableMapping) and list(layout_map) == ["b", "a"] and len(layout_map) == 2
 
 
+def test_insert_of_a_key_that_is_there():
+    with pytest.raises(ValueError, match=r"a already exist in the LayoutMap with value .* Please make sure"):
+        made(a=("model",))["a"] = ("data",)
+
+
 def test_insert_takes_layouts_and_tuples():
     layout_map = made(a=("model",), b=TensorLayout(("data",)))
     assert layout_map["a"] == TensorLayout(("model",), MESH) and layout_map["b"] == TensorLayout(("data",), MESH)
@@ -89,6 +140,12 @@ def test_insert_keeps_another_mesh():
     assert made(a=TensorLayout(("model",), other))["a"].device_mesh == other
 
 
+def test_one_layout_under_two_keys():
+    shared = TensorLayout(("model",))
+    layout_map = made(a=shared, b=shared)
+    assert layout_map["a"] == layout_map["b"] == TensorLayout(("model",), MESH)
+
+
 def test_insert_of_a_bad_axis_stores_nothing():
     layout_map = LayoutMap(MESH)
     with pytest.raises(ValueError, match="Invalid axis names for Layout"):
@@ -96,9 +153,19 @@ def test_insert_of_a_bad_axis_stores_nothing():
     assert list(layout_map) == []
 
 
+def test_insert_does_not_compile():
+    layout_map = LayoutMap(MESH)
+    layout_map["a["] = ("model",)
+    assert layout_map["a["] == TensorLayout(("model",), MESH)
+
+
 def test_look_up_exact_key_first():
     layout_map = made(**{"^emb$": ("model",), "emb.*": (None,), ".*": ("data",)})
     assert layout_map["^emb$"] == TensorLayout(("model",), MESH)
+
+
+def test_look_up_one_match():
+    assert made(**{"dense.*kernel": ("model",)})["dense_1/kernel"] == TensorLayout(("model",), MESH)
 
 
 def test_look_up_several_matches():
@@ -108,6 +175,10 @@ def test_look_up_several_matches():
         match=r"Path 'ab' matches multiple layout specification keys: \['a\.\*', '\.\*b'\]. Please make sure",
     ):
         layout_map["ab"]
+
+
+def test_look_up_without_a_match_is_none():
+    assert made(a=("model",))["b"] is None
 
 
 def test_look_up_matches_whole_paths_with_case_and_within_lines():

@@ -24,6 +24,98 @@ def made(rules: dict, mesh=MESH) -> LayoutMap:
 # Keras' contract (KERAS.md section 5).
 
 
+def test_keras_documented_example():
+    layout_map = LayoutMap(MESH)
+    layout_map["dense.*kernel"] = (None, "model")
+    layout_map["dense.*bias"] = ("model",)
+    layout_map["conv2d.*kernel"] = (None, None, None, "model")
+    layout_map["conv2d.*bias"] = ("model",)
+    assert layout_map["dense_1/kernel"] == TensorLayout((None, "model"), MESH)
+    assert layout_map["conv2d/bias"].device_mesh is MESH
+    assert layout_map["norm/scale"] is None
+    assert layout_map["m/dense/kernel"] is None  # the whole name, since keras 3.14
+    assert list(layout_map) == ["dense.*kernel", "dense.*bias", "conv2d.*kernel", "conv2d.*bias"]
+
+
+def test_the_exact_key_wins():
+    layout_map = made({"^emb$": ("model",), "e.*": (None,), "emb": (None, None)})
+    assert str(layout_map["^emb$"]) == "[d0/model]"
+    assert str(layout_map["emb"]) == "[d0, d1]"
+    assert layout_map.rule_for("ebb") == "e.*"
+
+
+def test_several_matches_are_refused_even_if_equal():
+    layout_map = made({"e.*": ("model",), ".*b": ("model",)})
+    for look in (lambda: layout_map["emb"], lambda: layout_map.get("emb"), lambda: "emb" in layout_map):
+        with pytest.raises(ValueError, match="matches multiple layout specification keys") as caught:
+            look()
+    assert caught.value.tensor == "emb"
+    with pytest.raises(LayoutError):
+        layout_map.find_unused(["emb"])
+
+
+def test_a_match_is_of_the_whole_name_and_one_line():
+    layout_map = made({"a.*b": (None,)})
+    assert layout_map["a\nb"] is None and layout_map["A.b"] is None and layout_map["ab"] is not None
+
+
+def test_a_stored_key_is_not_set_again():
+    layout_map = made({"a": ("model",)})
+    with pytest.raises(ValueError, match="already exist"):
+        layout_map["a"] = (None,)
+    with pytest.raises(ValueError, match="already exist"):
+        layout_map.update({"a": (None,)})
+    del layout_map["a"]
+    layout_map["a"] = (None,)
+
+
+@pytest.mark.parametrize("value", [["model"], "model", "", None, 3, " [f]"])
+def test_other_values_are_refused(value):
+    layout_map = LayoutMap(MESH)
+    with pytest.raises(ValueError, match="should be a TensorLayout type"):
+        layout_map["a"] = value
+    assert len(layout_map) == 0
+
+
+def test_a_wrong_axis_is_refused_and_nothing_stored():
+    layout_map = LayoutMap(MESH)
+    with pytest.raises(ValueError, match="Invalid axis names for Layout"):
+        layout_map["a"] = ("tp",)
+    assert len(layout_map) == 0
+    LayoutMap(None)["a"] = ("tp",)
+
+
+def test_meshes_are_filled_in_but_not_replaced():
+    other = DeviceMesh((2,), ("model",))
+    shared, own = TensorLayout(("model",)), TensorLayout(("model",), other)
+    layout_map = made({"a": shared, "b": shared, "c": own})
+    assert layout_map["a"].device_mesh == MESH and layout_map["c"].device_mesh == other
+    assert shared.device_mesh is None  # a value: Keras would have changed it in place
+    assert made({"a": shared}, None)["a"].device_mesh is None
+
+
+def test_the_dict_side_is_keras():
+    layout_map = made({"a.*": ("model",)})
+    assert "nothing" in layout_map and layout_map.get("nothing", 7) is None
+    assert layout_map.setdefault("nothing", ("model",)) is None and len(layout_map) == 1
+    for act in (lambda: layout_map.pop("ab"), lambda: layout_map.pop("b", 7), lambda: layout_map.__delitem__("ab")):
+        with pytest.raises(KeyError):
+            act()
+    assert layout_map.pop("a.*") == TensorLayout(("model",), MESH)
+    layout_map["x"] = (None,)
+    layout_map.clear()
+    assert list(layout_map.items()) == []
+
+
+def test_a_bad_expression_is_met_at_look_up():
+    layout_map = made({"a[": ("model",)})
+    assert layout_map["a["] is not None
+    with pytest.raises(LayoutError, match=r"'a\[' is not a regular expression"):
+        layout_map["b"]
+    del layout_map["a["]
+    assert layout_map["b"] is None
+
+
 def test_text_of_the_notation_is_a_value():
     layout_map = made({"w.*": "[f/model/~batch, h]"})
     assert layout_map["w1"] == TensorLayout.parse("[f/model/~batch, h]", MESH)

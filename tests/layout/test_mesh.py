@@ -119,6 +119,11 @@ def test_parse_grid_refuses(text):
         DeviceMesh.parse_grid(text)
 
 
+def test_parse_grid_of_nothing_is_empty():
+    with pytest.raises(LayoutError, match="cannot be empty"):
+        DeviceMesh.parse_grid("  ")
+
+
 MESH = DeviceMesh((2, 3), ("dp", "tp"), [5, 4, 3, 2, 1, 0])
 
 
@@ -177,6 +182,10 @@ def test_groups_along_any_axes():
     for axes in (("x",), ("tp", "tp")):
         with pytest.raises(LayoutError):
             mesh.groups(*axes)
+
+
+def test_groups_of_permuted_ranks_keep_the_order_of_the_mesh():
+    assert DeviceMesh((2, 2), ("a", "b"), [3, 1, 2, 0]).groups("b") == ((3, 1), (2, 0))
 
 
 def test_submeshes_keep_the_ranks():
@@ -281,6 +290,14 @@ def test_both_generators_of_megatron(order, world, tp, cp, ep, pp, etp):
     for along, names in (("tp", ["etp"]), ("ep", ["ep"]), ("dp", ["edp"]), ("tp-ep", ["etp", "ep"])):
         assert {tuple(sorted(group)) for group in other.groups(*names)} == generated_groups(expert, order, along)
     assert views.having("ep") == other and views.having("pp") == main
+
+
+def test_megatron_example_of_two_two_two():
+    views = megatron_views(8, tp=2, pp=2)
+    assert views.main.groups("tp")[0] == (0, 1) and views.main.groups("dp")[0] == (0, 2)
+    assert views.main.groups("pp")[0] == (0, 4)
+    assert views.view("expert").axis_names == ("pp", "edp", "ep", "etp")
+    assert megatron_views(8, tp=2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]).main.groups("tp")[0] == (7, 6)
 
 
 def test_megatron_lengths_must_divide():

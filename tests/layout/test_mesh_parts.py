@@ -71,6 +71,12 @@ def check_random(integer) -> None:
     check_same(layout, mesh, shape, made.names)
 
 
+def test_random_layouts_hold_what_each_rank_is_said_to_hold():
+    rng = random.Random(20261122)
+    for _ in range(500):
+        check_random(rng.randint)
+
+
 @given(st.data())
 @settings(max_examples=count_of(60), deadline=None)
 def test_layouts_that_hypothesis_makes_hold_what_each_rank_is_said_to_hold(data):

@@ -1,6 +1,7 @@
 """restrict and intersect against the plain meaning of a nest: its list of address pairs."""
 
 import random
+from collections import defaultdict
 
 import pytest
 from hypothesis import given
@@ -45,34 +46,57 @@ def pairs(nests: list[Nest]) -> list[tuple[int, int]]:
     return sorted(pair for nest in nests for pair in addresses(nest))
 
 
-def test_thousands_of_random_pairs():
+def check_restrict(nest: Nest, low: int, high: int) -> None:
+    pieces = restrict(nest, low, high)
+    assert pairs(pieces) == sorted((x, y) for x, y in addresses(nest) if low <= x < high)
+    assert len(pieces) <= 2 * len(nest.loops) + 1
+    assert all(canonical(piece) == piece for piece in pieces)
+    assert [piece.x for piece in pieces] == sorted(piece.x for piece in pieces)
+
+
+def check_intersect(a: Nest, b: Nest) -> None:
+    ends = defaultdict(list)
+    for m, y in addresses(b):
+        ends[m].append(y)
+    expected = sorted((x, y) for x, m in addresses(a) for y in ends[m])
+    pieces = intersect(a, b)
+    assert pairs(pieces) == expected
+    assert all(canonical(piece) == piece for piece in pieces)
+
+
+@given(nests(), st.integers(-2, 40), st.integers(-2, 40))
+def test_restrict_is_a_filter_on_x(nest, low, high):
+    check_restrict(nest, low, high)
+
+
+@given(nests(), nests())
+def test_intersect_is_the_join_on_the_shared_side(a, b):
+    check_intersect(swap(a), b)
+
+
+def test_fifty_thousand_random_pairs():
     rng = random.Random(20261101)
     met = 0
-    for _ in range(count_of(12_000)):
+    for _ in range(count_of(50_000)):
         a, b = drawn_nest(rng.randint, 3, 3), drawn_nest(rng.randint, 3, 3)
         ends = dict(addresses(b))
         expected = sorted((y, ends[x]) for x, y in addresses(a) if x in ends)
-        pieces = intersect(Nest(a.y, a.x, tuple((n, ys, xs) for n, xs, ys in a.loops)), b)
-        assert pairs(pieces) == expected, (a, b)
-        assert all(canonical(piece) == piece for piece in pieces)
+        assert pairs(intersect(Nest(a.y, a.x, tuple((n, ys, xs) for n, xs, ys in a.loops)), b)) == expected, (a, b)
         met += bool(expected)
-    assert met > count_of(3_600)
+    assert met > count_of(15_000)
 
 
-def test_thousands_of_random_ranges():
+def test_fifty_thousand_random_ranges():
     rng = random.Random(20261122)
     cut = 0
-    for _ in range(count_of(12_000)):
+    for _ in range(count_of(50_000)):
         nest = drawn_nest(rng.randint, 3, 3)
         low = nest.x + rng.randint(-2, span(nest.loops))
         high = low + rng.randint(-1, span(nest.loops))
         expected = sorted((x, y) for x, y in addresses(nest) if low <= x < high)
-        pieces = restrict(nest, low, high)
-        assert pairs(pieces) == expected, (nest, low, high)
-        assert len(pieces) <= 2 * len(nest.loops) + 1 and all(canonical(piece) == piece for piece in pieces)
-        assert [piece.x for piece in pieces] == sorted(piece.x for piece in pieces)
+        assert pairs(restrict(nest, low, high)) == expected, (nest, low, high)
         cut += 0 < len(expected) < size(nest)
-    assert cut > count_of(3_600)
+    assert cut > count_of(15_000)
 
 
 @given(nests())

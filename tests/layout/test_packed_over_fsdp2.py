@@ -4,6 +4,8 @@ Who cut the tensor is not to be seen in it, so it is refused, and the notation s
 cuts another dim than the packed one, all agree.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.layout.cut_layouts import elements
 from xrank.errors import LayoutError
 from xrank.layout import TensorLayout
-from xrank.layout.terms import describe_mesh, from_placements, to_placements
+from xrank.layout.terms.tensors import describe_mesh, from_placements, to_placements
 
 
 def fsdp2_over_packed(torch_mesh, weight, dim):
@@ -26,18 +28,35 @@ def fsdp2_over_packed(torch_mesh, weight, dim):
     return module.weight
 
 
+def rows_loaded_by_transformers(placements, torch_mesh, rank, shape):
+    """Return the rows that transformers reads from a file for this rank's part of a parameter."""
+    utils = pytest.importorskip("transformers.distributed.sharding_utils")
+    place = dict(zip(("dp", "tp"), divmod(rank, torch_mesh.size(1)), strict=True))
+    param = SimpleNamespace(device_mesh=torch_mesh, placements=placements, ndim=len(shape), shape=torch.Size(shape))
+    assert list(torch_mesh.get_coordinate()) == list(place.values())
+    whole = torch.arange(shape[0], dtype=torch.float32).reshape(shape)
+    return utils.DtensorShardOperation(param).shard_tensor(whole).flatten().tolist()
+
+
 @pytest.mark.ranks(4)
-def test_packed_pieces_that_two_axes_cut_are_refused(rank):
+def test_one_pair_of_placements_has_several_contents(rank):
     torch_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh = describe_mesh(torch_mesh)
     whole = torch.arange(16.0).reshape(16, 1)
     weight = fsdp2_over_packed(torch_mesh, whole, 0)
+    placements = (_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2))
+    assert weight.placements == placements
     # FSDP2 cuts what a tp rank holds of both halves by chunks; the notation says so.
     by_fsdp2 = weight.to_local().flatten().tolist()
+    assert by_fsdp2 == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]][rank]
     assert by_fsdp2 == elements(TensorLayout.parse("[(2 f/tp)/dp, 1]"), mesh, (16, 1))[rank][1]
-    # torch distributes other rows under the same placements, and puts the tensor together wrongly.
-    by_torch = distribute_tensor(whole, torch_mesh, weight.placements, src_data_rank=None).to_local()
-    assert by_torch.flatten().tolist() != by_fsdp2 and not torch.equal(weight.full_tensor(), whole)
+    # torch distributes other rows under the same placements, and transformers loads others again.
+    by_torch = distribute_tensor(whole, torch_mesh, placements, src_data_rank=None).to_local().flatten().tolist()
+    assert by_torch == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]][rank]
+    by_transformers = rows_loaded_by_transformers(placements, torch_mesh, rank, (16, 1))
+    assert by_transformers == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]][rank]
+    # And full_tensor puts the tensor together wrongly: where all of them mend this, it can be said.
+    assert not torch.equal(weight.full_tensor(), whole)
     with pytest.raises(LayoutError, match="cut in one way or another") as info:
         from_placements(mesh, weight.placements, 2)
     assert "'(2 d0/~tp)/~dp'" in info.value.next_step

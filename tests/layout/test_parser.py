@@ -1,5 +1,4 @@
 import pickle
-import re
 import subprocess
 import sys
 import time
@@ -83,8 +82,6 @@ trees = st.builds(
     st.lists(names, max_size=2, unique=True).map(tuple),
 )
 
-TOKENS = re.findall(r"\S+", 'flat( pad( [ ] ( ) <a: |b: > f 3 /tp /=x %2 {1,2} , where sum(x) in v tp=0 "')
-
 VALID = [
     "[]",
     "[f/tp, h]",
@@ -105,6 +102,16 @@ def test_text_and_tree_round_trip(tree):
     text = render(tree)
     assert parse(text) == tree
     assert render(parse(text)) == text
+
+
+@given(trees, st.data())
+@settings(max_examples=count_of(40), deadline=None)
+def test_blanks_between_tokens_do_not_matter(tree, data):
+    text = render(tree)
+    for mark in "[],<>|*%{}=":
+        blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
+        text = text.replace(mark, blank + mark + blank) if mark != "=" or "/=" not in text else text
+    assert parse(text) == tree
 
 
 def test_reads_trees():
@@ -156,29 +163,50 @@ def test_every_truncation_is_refused_near_its_end(text):
         ("", 0, "'>>>'", "begins with"),
         ("f/tp", 0, "'>>>f/tp'", "begins with"),
         ("[f/tp, h", 8, "'[f/tp, h>>>'", '"]"'),
+        ("[f/tp,, h]", 6, "'[f/tp,>>>, h]'", "a size"),
         ("[f/tp, h]]", 9, "'[f/tp, h]>>>]'", "the end"),
+        ("[,]", 1, "'[>>>,]'", "a size"),
         ("[f/]", 3, "'[f/>>>]'", "an axis"),
+        ("[f/2]", 3, "'[f/>>>2]'", "an axis"),
         ("[f/ ~tp]", 4, "'[f/ >>>~tp]'", "an axis"),
         ("[/tp]", 1, "'[>>>/tp]'", "a size"),
+        ("[-1]", 1, "'[>>>-1]'", "a size"),
+        ("[1.5]", 2, "'[1>>>.5]'", "a term"),
         ("[2f]", 2, "'[2>>>f]'", "after the integer"),
         ("[pad(f, 2f)]", 9, "'[pad(f, 2>>>f)]'", "after the integer"),
         ("[f\x00]", 2, "'[f>>>\\x00]'", "a split"),
         ("[é]", 1, "'[>>>é]'", "a size"),
+        ("[٣]", 1, "'[>>>٣]'", "a size"),
+        ("[None, 'tp']", 7, "'[None, >>>'tp']'", "a size"),
         (f"[{MAX_SIZE + 1}]", 1, None, "an integer up to"),
         ("[" + "9" * 9000 + "]", 1, None, "an integer up to"),
         ("[H*d/tp]", 2, "'[H>>>*d/tp]'", "a split, a term"),
+        ("[f%128/=tp]", 2, "'[f>>>%128/=tp]'", "a split, a term"),
+        ("[()]", 2, "'[(>>>)]'", "a size"),
         ("[(a b]", 5, "'[(a b>>>]'", '")"'),
+        ("[<>]", 2, "'[<>>>>]'", "a part's name"),
         ("[<a: 1 | a: 2>]", 9, "'[<a: 1 | >>>a: 2>]'", "no other part"),
+        ("[<a 1>]", 4, "'[<a >>>1>]'", '":"'),
         ("[pad]", 4, "'[pad>>>]'", '"("'),
+        ("[pad(v)]", 6, "'[pad(v>>>)]'", '","'),
+        ("[pad(v, )]", 8, "'[pad(v, >>>)]'", "a count"),
         ("[pad(v, 4*)]", 10, "'[pad(v, 4*>>>)]'", "a count"),
         ("[f/~tp{1,2}]", 6, "'[f/~tp>>>{1,2}]'", "no listed sizes"),
+        ("[f/tp{}]", 6, "'[f/tp{>>>}]'", "a count"),
+        ("[f/tp%]", 6, "'[f/tp%>>>]'", "a count"),
+        ("[f/tp{1}%2]", 8, "'[f/tp{1}>>>%2]'", "a split"),
         ("[h] where", 9, "'[h] where>>>'", "an axis"),
+        ("[h] where tp", 12, "'[h] where tp>>>'", '"="'),
         ("[h] where tp=first", 13, "'[h] where tp=>>>first'", "a place"),
         ("[h] where tp=3..1", 16, "'[h] where tp=3..>>>1'", "a place from 3"),
         ("[h] where tp=0, tp=1", 16, "'[h] where tp=0, >>>tp=1'", "no place yet"),
         ("[h] where tp=0 where dp=0", 15, None, "a clause"),
+        ("[h] in kv in kv", 10, None, "a clause"),
         ("[h] sum(tp) sum(tp)", 16, None, "summed once"),
+        ("[h] sum", 7, "'[h] sum>>>'", '"("'),
         ("[h] when tp=0", 4, "'[h] >>>when tp=0'", "a clause"),
+        ("flat", 4, "'flat>>>'", '"("'),
+        ("flat()", 5, "'flat(>>>)'", "a tensor's name"),
         ("flat(q)", 6, "'flat(q>>>)'", '"["'),
         ("flat(pad 4)", 9, "'flat(pad >>>4)'", '"["'),
         ('flat(q "[4]', 11, "'flat(q \"[4]>>>'", '"""'),
@@ -203,7 +231,31 @@ def test_refusals_name_text_place_and_want(text, position, shown, want):
 @given(
     st.text(alphabet='[]/~,(){}<>|:%=* .\n09afé_\x00"', max_size=40)
     | st.lists(
-        st.sampled_from(TOKENS),
+        st.sampled_from(
+            [
+                "flat(",
+                "pad(",
+                "[",
+                "]",
+                "(",
+                ")",
+                "<a:",
+                "|b:",
+                ">",
+                "f",
+                "3",
+                "/tp",
+                "/=x",
+                "%2",
+                "{1,2}",
+                ",",
+                "where",
+                "sum(x)",
+                "in v",
+                "tp=0",
+                '"',
+            ]
+        ),
         max_size=14,
     ).map(" ".join)
     | st.text(max_size=40)

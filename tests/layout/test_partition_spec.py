@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from tests.layout.cut_layouts import cases, elements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.terms import from_partition_spec, to_partition_spec
+from xrank.layout.terms.axes import from_partition_spec, to_partition_spec
 
 MESH = DeviceMesh((2, 4), ("data", "model"))
 
@@ -95,6 +95,15 @@ def test_a_stand_in_of_jaxs_class_will_do():
 def test_what_no_layout_says_is_refused(spec, ndim, message):
     with pytest.raises(LayoutError, match=message):
         from_partition_spec(spec, MESH, ndim)
+
+
+def test_uneven_dims_are_refused():
+    layout = TensorLayout.parse("[f/~model, h]", MESH)
+    with pytest.raises(LayoutError, match="PartitionSpecs cut evenly only"):
+        to_partition_spec(layout)
+    with pytest.raises(LayoutError, match="PartitionSpecs cut evenly only"):
+        to_partition_spec(layout, shape=(6, 1))
+    assert to_partition_spec(layout, shape=(8, 1)) == ("model", None)
 
 
 def test_addends():

@@ -4,6 +4,9 @@ The only file that uses torch's private names for this.
 """
 
 import itertools
+import random
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh
 from xrank.layout.local_part import infer_shape, local_part
-from xrank.layout.nests import addresses
-from xrank.layout.terms import describe_mesh, from_placements
+from xrank.layout.nests import Nest, addresses
+from xrank.layout.terms.tensors import describe_mesh, from_placements
 
 
 def held(layout, mesh: DeviceMesh, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -38,6 +45,56 @@ def cut_by_torch(tensor: torch.Tensor, mesh: DeviceMesh, placements, rank: int) 
     return tensor
 
 
+def random_case(rng: random.Random, even: bool):
+    """Return a mesh, placements that a chain of cuts makes, and a shape; strided shards only where even."""
+    lengths = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+    mesh = DeviceMesh(lengths, [f"m{i}" for i in range(len(lengths))])
+    ndim = rng.randint(1, 3)
+    placements: list = [Replicate()] * len(lengths)
+    orders: list[list[int]] = [[] for _ in range(ndim)]
+    for i in range(len(lengths)):
+        if rng.random() < 0.75:
+            dim = rng.randrange(ndim)
+            orders[dim].append(i)
+    for dim, order in enumerate(orders):
+        if even:
+            rng.shuffle(order)
+        for position, i in enumerate(order):
+            # The parts made before by later axes: what torch's split factor counts.
+            factor = 1
+            for j in order[:position]:
+                factor *= lengths[j] if j > i else 1
+            placements[i] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+    shape = [rng.randint(1, 3) if even else rng.randint(0, 9) for _ in range(ndim)]
+    if even:
+        for dim, order in enumerate(orders):
+            for i in order:
+                shape[dim] *= lengths[i]
+    return mesh, placements, tuple(shape), orders
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_every_rank_holds_the_elements_that_torch_gives_it(even):
+    rng = random.Random(7)
+    for _ in range(250):
+        mesh, placements, shape, orders = random_case(rng, even)
+        layout = from_placements(mesh, placements, len(shape))
+        assert [set(axes) for axes in layout.axes] == [{f"m{i}" for i in order} for order in orders]
+        whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        coordinates = {rank: list(mesh.coordinate(rank).values()) for rank in mesh.ranks}
+        for rank in mesh.ranks:
+            mine = held(layout, mesh, rank, shape)
+            theirs = cut_by_torch(whole, mesh, placements, rank)
+            assert mine.shape == theirs.shape and torch.equal(mine, theirs), (mesh, placements, shape, rank)
+            local, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinates[rank], placements)
+            assert tuple(mine.shape) == local
+            if mine.numel():
+                first = torch.tensor(torch.unravel_index(mine.flatten()[0], shape)).tolist()
+                assert tuple(first) == offset
+        shapes = {rank: tuple(held(layout, mesh, rank, shape).shape) for rank in mesh.ranks}
+        assert infer_shape(layout, mesh, shapes) == shape
+
+
 @pytest.fixture
 def fake_rank():
     """Become a rank of a world that is not there."""
@@ -52,12 +109,39 @@ def fake_rank():
         dist.destroy_process_group()
 
 
+def test_under_a_process_group_shapes_and_offsets_are_torchs(fake_rank):
+    rng = random.Random(11)
+    for _ in range(12):
+        mesh, placements, shape, _ = random_case(rng, even=rng.random() < 0.5)
+        for rank in rng.sample(mesh.ranks, min(3, mesh.size)):
+            fake_rank(rank, mesh.size)
+            torch_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
+            assert describe_mesh(torch_mesh) == mesh
+            assert list(torch_mesh.get_coordinate()) == list(mesh.coordinate(rank).values())
+            mine = held(from_placements(describe_mesh(torch_mesh), placements, len(shape)), mesh, rank, shape)
+            local, offset = compute_local_shape_and_global_offset(shape, torch_mesh, placements)
+            assert tuple(mine.shape) == local
+            if mine.numel():
+                first = torch.tensor(torch.unravel_index(mine.flatten()[0], shape)).tolist()
+                assert tuple(first) == offset
+
+
 def test_meshes_are_described_with_and_without_names(fake_rank):
     fake_rank(0, 4)
     assert describe_mesh(init_device_mesh("cpu", (2, 2))) == DeviceMesh((2, 2), ("a0", "a1"))
     turned = torch.distributed.DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("dp", "tp"))
     assert describe_mesh(turned) == DeviceMesh((2, 2), ("dp", "tp"), [3, 1, 2, 0])
     assert describe_mesh(turned["tp"]).axis_names == ("tp",)
+
+
+def test_example_2_fsdp2_over_tp():
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    layout = from_placements(mesh, (_StridedShard(0, split_factor=2), Shard(0)), 2)
+    assert str(layout) == "[d0/~tp/~dp, d1]" and layout.device_mesh == mesh
+    assert local_part(layout, mesh, mesh.coordinate(1), (8, 3)).nests == (Nest(0, 12, ((6, 1, 1),)),)
+    assert str(from_placements(mesh, (Shard(0), Shard(0)), 1)) == "[d0/~dp/~tp]"
+    assert str(from_placements(mesh, (Shard(-1), Replicate()), 2)) == "[d0, d1/~dp]"
+    assert str(from_placements(mesh, (Replicate(), Replicate()), 0)) == "[]"
 
 
 def test_uneven_fsdp2_over_tp_is_torch_chunk_twice():
@@ -138,6 +222,11 @@ def test_an_unknown_placement_is_refused():
 def test_a_strided_shard_that_calls_itself_a_shard_is_told_apart():
     old = type("_StridedShard", (), {"dim": 0, "split_factor": 2, "is_shard": lambda self: True})()
     assert str(from_placements(DeviceMesh((2, 2), ("dp", "tp")), (old, Shard(0)), 1)) == "[d0/~tp/~dp]"
+
+
+def test_torch_is_not_imported():
+    code = "import sys, xrank.layout.terms; assert not {'torch', 'jax', 'keras'} & set(sys.modules), 'imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_order_of_cuts_that_placements_do_not_show(fake_rank):

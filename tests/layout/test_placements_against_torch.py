@@ -22,6 +22,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -30,12 +31,13 @@ from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.layout.cut_layouts import cases, elements
 from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.terms import describe_mesh, from_placements, to_placements
+from xrank.layout.terms.tensors import describe_mesh, from_placements, to_placements
 
 
 def cut_by_torch(shape, mesh, placements):
@@ -59,6 +61,16 @@ def test_even_layouts_are_said_as_torch_cuts_them(case):
     back = from_placements(mesh, placements, len(shape))
     assert elements(back, mesh, shape) == elements(layout, mesh, shape)
     assert to_placements(back, mesh, shape) == placements == to_placements(layout, mesh, shape)
+
+
+@settings(deadline=None)
+@given(cases(kinds=("/~",), in_mesh_order=True))
+def test_chunks_in_the_meshs_order_are_said_as_torch_cuts_them(case):
+    layout, mesh, shape = case
+    placements = to_placements(layout, mesh)
+    assert not any(isinstance(placement, _StridedShard) for placement in placements)
+    assert cut_by_torch(shape, mesh, placements) == elements(layout, mesh, shape)
+    assert from_placements(mesh, placements, len(shape)).axes == layout.axes
 
 
 @settings(deadline=None)
@@ -90,6 +102,20 @@ def test_uneven_dims_in_another_order_are_refused_where_torch_cuts_otherwise():
             with pytest.raises(LayoutError, match="torch's own cut"):
                 to_placements(layout, mesh, (size,))
     assert said > 200 and refused > 10, (said, refused)
+
+
+@pytest.fixture
+def fake_rank():
+    """Become a rank of a world that is not there."""
+
+    def become(rank: int, world_size: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+    yield become
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def random_placements(rng, lengths, ndim):
@@ -140,6 +166,22 @@ def test_offsets_and_elements_are_torchs_over_hundreds_of_random_placements():
     assert all(map(operator.gt, found, map(count_of, (300, 30, 100, 20)))), found
 
 
+def test_a_layout_gives_the_shapes_and_offsets_of_a_real_mesh(fake_rank):
+    rng = random.Random(5)
+    for _ in range(10):
+        lengths = tuple(rng.randint(1, 3) for _ in range(3))
+        rank = rng.randrange(prod(lengths))
+        fake_rank(rank, prod(lengths))
+        torch_mesh = init_device_mesh("cpu", lengths, mesh_dim_names=("a", "b", "c"))
+        mesh = describe_mesh(torch_mesh)
+        order = rng.sample(["a", "b", "c"], 3)
+        layout = TensorLayout.parse(f"[f/{order[0]}/{order[1]}, h/{order[2]}]", mesh)
+        shape = (2 * prod(lengths), 3 * prod(lengths))
+        local, offset = compute_local_shape_and_global_offset(shape, torch_mesh, to_placements(layout, mesh))
+        mine = elements(layout, mesh, shape)[rank]
+        assert (mine[0], mine[1][0]) == (local, offset[0] * shape[1] + offset[1])
+
+
 def test_packed_gate_and_up():
     """A strided shard that no later axis explains: a rank holds its part of each half, a set of ranges."""
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
@@ -165,6 +207,40 @@ def test_packed_pieces_are_said_as_torch_cuts_them(case):
     back = from_placements(mesh, placements, len(shape))
     assert elements(back, mesh, shape) == elements(layout, mesh, shape)
     assert to_placements(back, mesh, shape) == placements
+
+
+CASES = [
+    ("[f/dp, h]", (6, 3)),
+    ("[f/~dp, h/~tp]", (5, 3)),
+    ("[f/~dp/~tp]", (7,)),
+    ("[f/~dp/~tp, h]", (5, 2)),
+    ("[f/tp/dp, h]", (8, 3)),
+    ("[h, f/tp/dp]", (3, 4)),
+    ("[f/~tp, h]", (1, 2)),
+    ("[f, h]", (2, 2)),
+    ("[2 f/tp, h]", (8, 3)),
+    ("[<gate: f/~dp | up: f/~dp>, h]", (6, 2)),
+    ("[<gate: f/dp | up: f/dp>, h/~tp]", (8, 3)),
+    ("[3 f/tp, h/dp]", (12, 2)),
+]
+
+
+@pytest.mark.ranks(4)
+def test_real_dtensors_hold_the_elements_that_the_layout_says(rank, world_size):
+    torch_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = describe_mesh(torch_mesh)
+    for text, shape in CASES:
+        layout = TensorLayout.parse(text, mesh)
+        whole = torch.arange(prod(shape)).reshape(shape)
+        # From no rank, as transformers does: from one, torch refuses uneven pieces.
+        source = None if "~" in text and "gate" in text else 0
+        placements = to_placements(layout, mesh, shape)
+        tensor = distribute_tensor(whole, torch_mesh, placements, src_data_rank=source)
+        mine = elements(layout, mesh, shape)[rank]
+        assert (tuple(tensor.to_local().shape), tensor.to_local().flatten().tolist()) == mine, text
+        assert torch.equal(tensor.full_tensor(), whole), text
+        back = from_placements(mesh, tensor.placements, len(shape))
+        assert elements(back, mesh, shape)[rank] == mine, text
 
 
 def random_dtensor_case(rng, lengths):
@@ -269,6 +345,24 @@ def test_uneven_fsdp2_over_tp_holds_chunks_of_chunks(rank, world_size):
         assert (tuple(local.shape), local.flatten().tolist()) == elements(layout, mesh, (size, 1))[rank]
 
 
+def test_an_uneven_strided_dim_is_cut_in_two_ways(fake_rank):
+    """The contradiction itself: one pair of placements and seven rows, cut by DTensor and by chunks of chunks."""
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    mesh = DeviceMesh((3, 2), ("dp", "tp"))
+    layout = from_placements(mesh, placements, 1)
+    by_chunks = elements(layout, mesh, (7,))
+    by_dtensor = {}
+    for rank in mesh.ranks:
+        fake_rank(rank, mesh.size)
+        torch_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
+        local = distribute_tensor(torch.arange(7), torch_mesh, placements, src_data_rank=None).to_local()
+        by_dtensor[rank] = (tuple(local.shape), local.tolist())
+    assert [held for _, held in by_chunks.values()] == [[0, 1], [4], [2, 3], [5], [], [6]]
+    assert [held for _, held in by_dtensor.values()] == [[0, 1], [4], [2, 3], [5], [6], []]
+    with pytest.raises(LayoutError, match="torch's own cut"):
+        to_placements(layout, mesh, (7,))
+
+
 @pytest.mark.parametrize(
     ("text", "shape", "message"),
     [
@@ -308,3 +402,10 @@ def test_another_mesh_and_ranks_that_do_not_rise_are_refused():
     with pytest.raises(LayoutError, match="do not rise"):
         to_placements(TensorLayout.parse("[f/dp, h]"), turned)
     assert to_placements(TensorLayout.parse("[f, h]"), turned) == (Replicate(),)
+
+
+def test_example_2_and_the_order_of_the_mesh():
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    assert to_placements(TensorLayout.parse("[f/tp/dp, h]"), mesh) == (_StridedShard(0, split_factor=2), Shard(0))
+    assert to_placements(TensorLayout.parse("[f/~dp/~tp, h]"), mesh) == (Shard(0), Shard(0))
+    assert to_placements(TensorLayout.parse("[h, f/tp]"), mesh) == (Replicate(), Shard(1))

@@ -5,6 +5,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.layout.plain_meaning import NOTHING, Made, combined, local_shape, places, whole
 from tests.sampled import count_of
@@ -12,6 +14,7 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import infer_shape, local_part
 from xrank.layout.nests import addresses, canonical
+from xrank.layout.notation import parse, render
 
 pytestmark = pytest.mark.quick
 
@@ -58,6 +61,21 @@ def test_thousands_of_random_layouts_mean_what_they_say():
         check_case(*made_case(rng.randint))
 
 
+@given(st.data())
+@settings(max_examples=count_of(60), deadline=None)
+def test_layouts_that_hypothesis_makes(data):
+    check_case(*made_case(lambda low, high: data.draw(st.integers(low, high))))
+
+
+def test_random_layouts_are_read_as_they_print():
+    rng = random.Random(20261107)
+    for _ in range(600):
+        _, mesh, layout = made_case(rng.randint)
+        text = str(layout)
+        assert parse(text) == layout.tree and render(parse(text)) == text
+        assert TensorLayout.parse(text, mesh) == layout
+
+
 def test_shapes_are_inferred_wherever_they_are_determined():
     """Also with pads: what is inferred is the shape, or it is said to be undetermined, and then sizes mend it."""
     rng = random.Random(20261108)
@@ -76,3 +94,18 @@ def test_shapes_are_inferred_wherever_they_are_determined():
         except LayoutError as error:
             assert error.next_step and ("sizes=" in error.next_step), error
     assert told > 100
+
+
+def test_a_random_layout_without_pads_tells_its_names_or_says_which_it_needs():
+    rng = random.Random(20261109)
+    for _ in range(300):
+        made, mesh, layout = made_case(rng.randint)
+        names = {**made.names, **made.lengths}
+        shape = tuple(whole(dim, names) for dim in layout.dims)
+        at = mesh.coordinate(0)
+        try:
+            part = local_part(layout, mesh, at, shape)
+        except LayoutError as error:
+            assert "is not known" in str(error) and any(repr(name) in str(error) for name in made.names), error
+        else:
+            assert part == local_part(layout, mesh, at, shape, sizes=made.names)

@@ -39,6 +39,56 @@ def test_fused_attention_comes_apart():
     assert found["k"].nest == Nest(40, 0, ((3, 80, 20), (20, 1, 1)))
 
 
+def test_reversed_it_splits():
+    source = np.arange(3 * 16 * 5)
+    whole = np.full(240, -1)
+    for pairing in pair(QKV, TARGETS, SIZES).values():
+        part, back = copied(pairing, source), reverse_pairing(pairing)
+        assert str(back.source) == str(pairing.target) and reverse_pairing(back) == pairing
+        for x, y in addresses(back.nest):
+            assert whole[y] == -1
+            whole[y] = part.ravel()[x]
+    assert (whole == source).all()
+
+
+def test_permutations_transposes_and_swizzles():
+    """Example 14 of the notation, and others."""
+    sizes = {"n": 3, "two": 2, "half": 4, "h": 5}
+    rope = pair("[n half two, h]", {"": "[n two half, h]"}, sizes)[""]
+    source = np.arange(3 * 8 * 5)
+    expected = source.reshape(3, 4, 2, 5).transpose(0, 2, 1, 3).reshape(24, 5)
+    assert (copied(rope, source) == expected).all()
+    transposed = pair("[h, n]", {"": "[n, h]"}, sizes)[""]
+    assert (copied(transposed, np.arange(15)) == np.arange(15).reshape(5, 3).T).all()
+    swizzled = pair("[a b, c d]", {"w": "[a, c, d b]"}, {"a": 2, "b": 4, "c": 3, "d": 4})["w"]
+    source = np.arange(96)
+    expected = source.reshape(2, 4, 3, 4).transpose(0, 2, 3, 1).reshape(2, 3, 16)
+    assert (copied(swizzled, source) == expected).all()
+
+
+def test_parts_on_both_sides_are_paired_by_name():
+    """GPT-2: heads of q, k, v in turn become all of q, then k, then v, and the whole is transposed."""
+    sizes = {"n": 3, "d": 4, "h": 5}
+    fused = "c_attn [h, <q: n d | k: n d | v: n d>]"
+    found = pair("[n <q: d | k: d | v: d>, h]", dict.fromkeys("qkv", fused), sizes)
+    source = np.arange(3 * 12 * 5)
+    target = np.full(5 * 36, -1)
+    for pairing in found.values():
+        for x, y in addresses(pairing.nest):
+            assert target[y] == -1
+            target[y] = source[x]
+    assert (target.reshape(5, 36) == source.reshape(3, 3, 4, 5).transpose(1, 0, 2, 3).reshape(36, 5).T).all()
+
+
+def test_gate_and_up_in_both_orders():
+    sizes = {"f": 3, "h": 2}
+    halves = pair("[<gate: f | up: f>, h]", {"gate": "[f, h]", "up": "[f, h]"}, sizes)
+    source = np.arange(12)
+    assert (copied(halves["up"], source) == source.reshape(2, 3, 2)[1]).all()
+    turns = pair("[f <gate: 1 | up: 1>, h]", {"gate": "[f, h]", "up": "[f, h]"}, sizes)
+    assert (copied(turns["up"], source) == source.reshape(3, 2, 2)[:, 1]).all()
+
+
 def test_equal_sizes_pair_in_the_order_of_the_text():
     """A square weight of a fused tensor needs no second name; a transpose of one does."""
     sizes = {"h": 3, "d": 2}

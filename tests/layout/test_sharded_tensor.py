@@ -14,7 +14,7 @@ from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import Nest, addresses
 from xrank.layout.notation import LayoutTree, Where
-from xrank.layout.terms import from_sharded_tensor, to_sharded_tensors
+from xrank.layout.terms.sharded_tensor import ShardedTensorData, from_sharded_tensor, to_sharded_tensors
 
 GRID = DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -99,6 +99,18 @@ def test_packed_pieces_there_and_back(case):
         assert any(0 in local for local, _ in theirs.values())  # whose parts some ranks hold nothing of
 
 
+def test_column_and_row_parallel_weights():
+    def of_rank(rank, axis):
+        dp, tp = divmod(rank, 2)
+        return shard((3, 4), (axis, tp, 2), replica_id=(0, 0, dp))
+
+    columns = from_sharded_tensor({rank: of_rank(rank, 0) for rank in range(4)}, GRID)
+    assert (columns.key, columns.shape, str(columns.layout)) == ("w", (6, 4), "[d0/tp, d1]")
+    assert columns.parts[3][0].shape == (3, 4) and columns.parts[3][0].nests == (Nest(0, 12, ((12, 1, 1),)),)
+    rows = from_sharded_tensor({rank: [of_rank(rank, 1)] for rank in range(4)}, GRID)
+    assert str(rows.layout) == "[d0, d1/tp]"
+
+
 def test_layers_and_experts_are_prepended_axes():
     """Two stages of two layers each, columns over tp: a rank has a shard for each of its layers."""
     mesh = DeviceMesh((2, 2), ("pp", "tp"))
@@ -162,6 +174,12 @@ def test_without_a_mesh_or_with_ranks_of_another_there_is_no_layout():
     assert from_sharded_tensor(told).layout is None
     assert from_sharded_tensor(told, GRID).layout is None  # as of one stage of a pipeline
     assert held(from_sharded_tensor(told)) == {0: [0, 1, 2], 1: [3, 4, 5]}
+
+
+def test_the_order_of_cuts_is_found():
+    """tp cuts first although dp is the outer axis."""
+    told = {rank: shard((2,), (0, (rank % 2) * 2 + rank // 2, 4)) for rank in range(4)}
+    assert str(from_sharded_tensor(told, GRID).layout) == "[d0/tp/dp]"
 
 
 def test_a_padded_vocabulary_is_called_so():
@@ -251,6 +269,12 @@ def test_any_shard_left_out_or_told_twice_is_noticed(case, data):
         from_sharded_tensor({**told, rank: (replace(told[rank][0], replica_id=1),)})
     with pytest.raises(ContradictionError):
         from_sharded_tensor({**told, 1000: told[rank]})
+
+
+def test_numbers_of_an_uneven_grid():
+    told = to_sharded_tensors(TensorLayout.parse("[f/~tp, h]"), GRID, (3, 2), "w")
+    assert told[1] == (ShardedTensorData("w", (1, 2), (3, 2), (2, 0), None),)
+    assert told[3] == (ShardedTensorData("w", (1, 2), (3, 2), (2, 0), None, replica_id=1),)
 
 
 @pytest.mark.parametrize(

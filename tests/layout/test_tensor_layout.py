@@ -11,6 +11,23 @@ pytestmark = pytest.mark.quick
 MESH = DeviceMesh((2, 4), ("data", "model"))
 
 
+def test_keras_axes_are_even_splits_of_named_sizes():
+    layout = TensorLayout((None, "model"), MESH)
+    assert str(layout) == "[d0, d1/model]"
+    assert layout.axes == ((), ("model",))
+    assert layout.dims == (Size("d0"), Split(Size("d1"), "model", "/"))
+    assert layout == TensorLayout.parse("[d0, d1/model]", MESH) == TensorLayout([None, "model"], MESH)
+    assert str(TensorLayout(())) == "[]"
+
+
+def test_text_and_layout_round_trip():
+    for text in ("[]", "[f/tp/~dp, h]", "[5/~dp, 3]"):
+        assert str(TensorLayout.parse(text)) == text
+    assert TensorLayout.parse("[f/tp/~dp, h]").axes == (("tp", "dp"), ())
+    assert repr(TensorLayout.parse("[f/data]", MESH)) == "<TensorLayout [f/data], mesh 'data=2 model=4'>"
+    assert repr(TensorLayout.parse("[f]")) == "<TensorLayout [f]>"
+
+
 def test_is_a_value():
     layout = TensorLayout.parse("[f/data, h]", MESH)
     same = TensorLayout.parse(" [ f / data , h ] ", DeviceMesh((2, 4), ("data", "model")))

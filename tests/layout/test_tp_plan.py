@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tests.layout.cut_layouts import elements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.terms import from_tp_plan, to_tp_plan
-from xrank.layout.terms.tp_plan import STYLES
+from xrank.layout.terms.tp_plan import STYLES, from_tp_plan, to_tp_plan
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -137,6 +136,23 @@ def test_plans_that_are_not_known_whole_are_refused(plan, shapes, message):
 def test_rules_of_no_parameter_can_be_passed_over():
     layouts = from_tp_plan({"layers.*.up": "colwise"}, MESH, {"model.layers.0.up.weight": (4, 2)}, strict=False)
     assert str(layouts["model.layers.0.up.weight"]) == "[d0, d1]"
+
+
+def test_an_unknown_axis_is_refused():
+    with pytest.raises(LayoutError, match="has no axis 'ep'"):
+        from_tp_plan({}, MESH, {}, axis="ep")
+
+
+def test_there_and_back():
+    shapes = llama(3, bias=True)
+    layouts = from_tp_plan(PLAN, MESH, shapes)
+    plan = to_tp_plan(layouts, shapes)
+    # The plain style of each cut, and no rule for whole parameters.
+    plain = {"embedding_rowwise": "colwise", "colwise_gather_output": "colwise"}
+    assert plan == {
+        rule: plain.get(style, style) for rule, style in PLAN.items() if style != "replicated_with_grad_allreduce"
+    }
+    assert texts(from_tp_plan(plan, MESH, shapes), shapes) == texts(layouts, shapes)
 
 
 @settings(deadline=None)

@@ -1,8 +1,10 @@
 """The notation's worked examples, one by one, with their numbers; local parts are told as the global elements held."""
 
+import math
+
 import pytest
 
-from tests.layout.held_elements import PAD, compiled, elements, held, rows
+from tests.layout.held_elements import PAD, compiled, elements, held, ranges, rows
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import companion_part, companion_shape, parse_companion
@@ -24,6 +26,18 @@ def names_held(name: str, layout: str, grid: str, group: int, **sizes: int) -> l
         table = name_table(pattern, whole, mesh, mesh.coordinate(rank), sizes=sizes)
         found.append([] if table is None else [pattern.indices(new)[group] for _, new in table])
     return found
+
+
+def test_1_columns_and_rows():
+    assert ranges("[f/tp, h]", "tp=2", (8, 4)) == [[(0, 16)], [(16, 32)]]
+    assert held("[h, f/tp]", "tp=2", (2, 4)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert held("[h] where tp=0", "tp=2", (3,)) == [[0, 1, 2], None]
+    assert held("[h]", "tp=2", (3,)) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_2_fsdp_over_tp():
+    # Ranks in the order (dp, tp); one nest each.
+    assert ranges("[f/tp/~dp, h]", "dp=2 tp=2", (8, 1)) == [[(0, 2)], [(4, 6)], [(2, 4)], [(6, 8)]]
 
 
 def test_3_uneven():
@@ -232,6 +246,19 @@ def test_notation_gotcha_a_split_binds_tighter_than_a_product():
     tighter = held("[g r/tp]", "tp=2", (8,), r=4)
     grouped = held("[(g r)/tp]", "tp=2", (8,), r=4)
     assert tighter == [[0, 1, 4, 5], [2, 3, 6, 7]] and grouped == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_every_example_is_whole_on_some_ranks():
+    """The elements of each example's tensor are all held, and held once but for replicas."""
+    for text, grid, shape, sizes in (
+        ("[pad(v, 128*tp)/tp, h]", "tp=4", (3203, 2), {}),
+        (f"[(g/tp {QKV})/~dp, h]", "dp=3 tp=2", (48, 2), {"g": 4, "r": 2, "d": 3}),
+        ("[f/tp <gate: 1 | up: 1>, h]", "dp=2 tp=2", (8, 3), {}),
+        ("[f/=tp%128, h]", "tp=8", (1536, 1), {}),
+    ):
+        seen = [x for part in held(text, grid, shape, **sizes) for x in part if x != PAD]
+        counts = {seen.count(x) for x in range(0, math.prod(shape), 97)}
+        assert set(seen) == set(range(math.prod(shape))) and len(counts) == 1, text
 
 
 def test_14_rope_order():

@@ -15,9 +15,10 @@ from xrank.engine.holdings import survey
 from xrank.engine.report import Report
 from xrank.errors import CorruptError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.pictures import layout_html, show
+from xrank.pictures import show
 from xrank.pictures.page import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, colour, report_page
-from xrank.pictures.text_picture import find_bands
+from xrank.pictures.picture import layout_html
+from xrank.pictures.text_picture import Band, find_bands
 from xrank.virtual.pipeline import make_schedule
 
 VOID = {"meta", "input"}
@@ -181,6 +182,13 @@ def test_boxes_have_ranks_and_parts_have_names() -> None:
     assert all(f"rank {rank}" in words for rank in range(4))
     svg = layout_html(layouts, {"qkv": (16, 4)}).split("<svg")[1]
     assert [svg.count(f">{name}</text>") for name in "qkv"] == [2, 2, 2]
+
+
+def test_interleaved_parts_are_bands_of_their_own() -> None:
+    layouts = LayoutMap(DeviceMesh.parse_grid("tp=2"))
+    layouts["w"] = "[<gate: 4/tp | up: 4/tp> 2]"
+    (one,) = survey(layouts, {"w": (16,)}).tensors
+    assert find_bands(one, 0) == [Band("gate", 0, 7), Band("up", 8, 15)]
 
 
 def test_three_cut_dims_are_a_drawing_for_each_part_of_the_first() -> None:

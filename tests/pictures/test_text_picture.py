@@ -9,11 +9,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from xrank.engine.holdings import survey
+from xrank.engine.holdings import Holdings, Survey, apply_pieces, survey
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.nests import addresses
-from xrank.pictures import layout_html, layout_text
-from xrank.pictures.text_picture import region_of
+from xrank.layout.nests import Nest, addresses
+from xrank.pictures.picture import layout_html
+from xrank.pictures.text_picture import layout_text, region_of, survey_text
 
 DIMS = ("{n}", "{n}/~dp", "{n}/=tp", "{n}/~tp/~dp", "(2 {n}/~dp)", "({n}/~tp 2)", "(2 {n}/=dp 2)", "pad({n}, 4)/tp")
 
@@ -47,6 +47,14 @@ def test_a_region_holds_what_its_nest_covers() -> None:
                 indices = product(*([i for a, b in runs for i in range(a, b + 1)] for runs in region.dims))
                 assert {int(np.ravel_multi_index(index, one.shape)) for index in indices} == covered, (dims, nest)
     assert seen > 200
+
+
+def test_whole_fused_tensors_name_all_parts() -> None:
+    layouts = LayoutMap(DeviceMesh.parse_grid("dp=2"))
+    layouts.sizes.update(g=2, d=1)
+    layouts["w"] = "[g <q: (2 d) | k: d>, h]"
+    text = layout_text(layouts, {"w": (6, 2)})
+    assert "q: rows 0-1,3-4; k: rows 2,5" in text or "q, k: the whole tensor" in text, text
 
 
 def test_a_page_draws_no_more_boxes_than_can_be_seen() -> None:
@@ -185,6 +193,22 @@ def test_holes_and_overlaps_are_named() -> None:
     assert "  ! OVERLAP: elements 2-2: on ranks 1-2, in different cuts" in overlap.splitlines()
 
 
+def test_planted_holes_and_overlaps_in_any_pieces_are_named() -> None:
+    # 4 x 6 in columns: (0-2) on rank 0, (3-5) on rank 1; then one is moved by a column.
+    def columns(first: int, count: int) -> tuple[Nest, ...]:
+        return (Nest(0, first, ((4, count, 6), (count, 1, 1))),)
+
+    for moved, kind, where, ranks in ((2, "overlap", "elements [0, 2] to [0, 2]", (0, 1)), (4, "gap", "[0, 3]", ())):
+        one = apply_pieces(Holdings("w", (4, 6), rule="w"), {0: columns(0, 3), 1: columns(moved, 6 - moved)})
+        misfit = one.misfit
+        assert misfit is not None
+        assert (misfit.kind, misfit.ranks) == (kind, ranks)
+        assert misfit.where in (where, "element [0, 2]", "element [0, 3]")
+        text = survey_text(Survey({}, {}, (one,)))
+        assert f"  ! {'OVERLAP' if kind == 'overlap' else 'HOLE'}: {misfit.where}: on " in text
+    assert apply_pieces(Holdings("w", (4, 6)), {0: columns(0, 3), 1: columns(3, 3)}).misfit is None
+
+
 def test_tensors_that_look_alike_are_drawn_once() -> None:
     layouts = LayoutMap(DeviceMesh.parse_grid("pp=2 tp=2"))
     layouts["layers.{6/pp}.up"] = "[f/tp, h]"
@@ -202,6 +226,10 @@ def test_unmatched_and_unused_are_listed() -> None:
     assert "\ndown [2, 4]\n  ! no rule decides for it\n" in text
     assert "\nno rule decides for\n  down\n" in text
     assert text.endswith("\nrules that decide for no tensor\n  layers\\..*\n")
+
+
+def test_a_misfit_is_shown_at_its_tensor() -> None:
+    assert "\n  ! w: " in picture("[f/tp, h]", "tp=4", (6, 2))
 
 
 def test_hostile_names_stay_names() -> None:
