@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.distribution.test_modules import model_parallel
 from xrank import NFSWorkspace, gather_checkpoint, open_checkpoint
@@ -175,3 +177,36 @@ def test_the_state_of_a_replicated_model_is_plain(rank):
     assert all(not isinstance(tensor, DTensor) for tensor in state.values())
     whole.load_state_dict(state)
     assert whole[1].running_mean.equal(model[1].running_mean)
+
+
+class Masked(nn.Module):
+    """Recomputes a method that makes a mask and uses a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.conv = nn.Linear(8, 8), nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1)
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        y = functional.scaled_dot_product_attention(self.q(x), self.k(x), x, attn_mask=mask)
+        return self.conv(y.transpose(1, 2)).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, is_again: bool) -> torch.Tensor:
+        return checkpoint(self.mix, x, use_reentrant=False) if is_again else self.mix(x)
+
+
+@pytest.mark.ranks(4)
+def test_recomputed_activations_have_the_same_gradients():
+    torch.manual_seed(0)
+    whole = Masked()
+    distribution = model_parallel(
+        (2, 2), {"q.weight": ("model",), "k.weight": (None, "model"), "conv.weight": ("model", None, None)}
+    )
+    x = torch.randn(4, 5, 8)
+    whole(x, False).square().mean().backward()
+    for is_again in (False, True):
+        model = distribution.distribute_module(copy.deepcopy(whole))
+        model.zero_grad()
+        model(x.chunk(2)[distribution.data_shard_id], is_again).square().mean().backward()
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)

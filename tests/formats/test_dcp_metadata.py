@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -389,3 +391,13 @@ def test_claims_allocate_nothing_and_depth_takes_no_recursion(tmp_path: Path) ->
     ):
         with pytest.raises((CorruptError, UsageError)):
             read(tmp_path, data)
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    read(tmp_path, made(RAGGED))
+    code = (
+        "import sys; from xrank.formats.dcp_metadata import read_metadata; "
+        "print(len(read_metadata(sys.argv[1]).tensors)); assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / ".metadata")]
+    assert subprocess.run(command, check=True, capture_output=True).stdout.split() == [b"12"]

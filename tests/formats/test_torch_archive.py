@@ -582,3 +582,10 @@ def test_a_small_file_cannot_take_much_memory(tmp_path):
     files = [str(tmp_path / f"{k}.pt") for k in range(len(bombs))]
     done = subprocess.run([sys.executable, "-c", code, *files], check=True, capture_output=True, text=True, timeout=150)
     assert done.stdout.split() == ["CorruptError"] * 5
+
+
+def test_torch_is_not_imported(tmp_path):
+    path = saved(tmp_path, ZOO["rows"])
+    code = "import sys; from xrank.formats.torch_archive import read_archive; read_archive(sys.argv[1]);"
+    code += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, path], check=True)

@@ -1,6 +1,7 @@
 """The zip's members: where torch put them, and nowhere else."""
 
 import io
+import random
 import struct
 import zipfile
 import zlib
@@ -8,7 +9,7 @@ import zlib
 import pytest
 
 from tests.formats.crafted_zip import Member, crafted_zip
-from xrank.errors import CorruptError
+from xrank.errors import CorruptError, XrankError
 from xrank.formats.torch_archive import open_item, read_members
 from xrank.storage.regular_file import open_regular
 
@@ -116,3 +117,64 @@ def test_every_lie_is_refused(members, kind, tmp_path):
 def test_an_item_outside_the_file(members, start, nbytes):
     with pytest.raises(CorruptError, match="outside the file"):
         members(crafted_zip(THREE), start, nbytes)
+
+
+def test_a_member_beyond_four_gibibytes(tmp_path):
+    # A sparse file: 5 GiB of hole as one record, then a second whose offset needs zip64.
+    huge = 5 << 30
+    first = crafted_zip([Member("a/huge", b"")])
+    local = first[: first.index(b"PK\7\x08")]
+    second_header = len(local) + huge + 24
+    name = b"a/next"
+    second = struct.pack("<4s5H3L2H", b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), 0) + name + b"tail"
+    second += struct.pack("<4sLLL", b"PK\7\x08", 0, 4, 4)
+    directory = b""
+    for member, nbytes, header in ((b"a/huge", huge, 0), (name, 4, second_header)):
+        fields = [nbytes, nbytes, header]
+        wide = b"".join(struct.pack("<Q", value) for value in fields if value >= 0xFFFFFFFF)
+        packed, full, at = (min(value, 0xFFFFFFFF) for value in fields)
+        extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
+        directory += struct.pack(
+            "<4s6H3L5H2L", b"PK\1\2", 0, 0, 0x808, 0, 0, 0, 0, packed, full, len(member), len(extra), 0, 0, 0, 0, at
+        )
+        directory += member + extra
+    offset = second_header + len(second)
+    end64 = offset + len(directory)
+    tail = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 0, 0, 0, 0, 2, 2, len(directory), offset)
+    tail += struct.pack("<4sLQL", b"PK\6\7", 0, end64, 1)
+    tail += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(directory), 0xFFFFFFFF, 0)
+    path = tmp_path / "sparse"
+    with path.open("wb") as out:
+        out.write(local)
+        out.seek(second_header - 24)
+        out.write(struct.pack("<4sLQQ", b"PK\7\x08", 0, huge, huge))
+        out.write(second + directory + tail)
+    with open_regular(str(path)) as file:
+        item = open_item(file)
+        found = {m.name: (m.offset, m.nbytes) for m in read_members(item)}
+        assert found == {"a/huge": (len(local), huge), "a/next": (second_header + 36, 4)}
+        assert item.read(found["a/next"][0], 4) == b"tail"
+
+
+def test_every_truncation_is_refused(members):
+    raw = crafted_zip(THREE)
+    for length in range(len(raw)):
+        with pytest.raises(CorruptError):
+            members(raw[:length])
+
+
+def test_every_flipped_bit_is_refused_or_changes_no_byte_that_is_read(members):
+    raw = crafted_zip(THREE)
+    want = known(raw)
+    at = random.Random(1)
+    spans = [(0, 40), (raw.index(b"PK\1\2"), len(raw))]
+    for start, end in spans:
+        for k in range(start, end):
+            mangled = bytearray(raw)
+            mangled[k] ^= 1 << at.randrange(8)
+            try:
+                got = members(bytes(mangled))
+            except XrankError:
+                continue
+            # What is left: times, versions, attributes, checksums.
+            assert {name: data for name, (data, _) in got.items()} == {name: data for name, (data, _) in want.items()}

@@ -9,11 +9,12 @@ import torch
 
 from tests.gradients.wires import RecordingWire
 from xrank.errors import GradientError
-from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan
+from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
 from xrank.gradients.buckets import BucketSync, GradientBuffer
 from xrank.gradients.faults import At, GradientFault
 from xrank.gradients.plan import PlannedBucket
 from xrank.layout import DeviceMesh
+from xrank.layout.mesh import megatron_views
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,3 +167,17 @@ def test_sums_of_16_bits_are_rounded_once(rank: int) -> None:
     owned = ddp.main_grad("weight").flatten()[start:stop]
     assert owned.numel() == 32 and owned.dtype == torch.bfloat16
     assert owned.unique().tolist() == [260.0]
+
+
+def test_experts_are_divided_by_all_ranks_that_see_other_data_though_few_hold_them() -> None:
+    for is_averaged in (False, True):
+        module = _module()
+        mark(module.b, expert=True)
+        views = megatron_views(4, tp=1, ep=4)
+        sync, wire = _make_sync(module, views, average_in_collective=is_averaged, overlap_grad_reduce=True)
+        for index in range(3):
+            sync.add_gradient(index, torch.full((4,), 8.0), is_last=True)
+        sync.finish()
+        # Four ranks hold a and c with the same gradient; b is on rank 1 alone.
+        assert [_gradient(sync, index)[0].item() for index in range(3)] == [8.0, 2.0, 8.0]
+        assert {sent.ranks for sent in wire.sent if sent.how != "max"} == {(0, 1, 2, 3), (1,)}

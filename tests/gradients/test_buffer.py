@@ -155,3 +155,14 @@ def test_a_module_whose_wrapper_is_gone_has_gradients_as_any_other() -> None:
     gc.collect()
     loss_of(module(batch_of())).backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
+
+
+def test_frozen_parameters_take_no_memory_and_get_no_gradient() -> None:
+    module = make_module()
+    module.layers.requires_grad_(False)
+    ddp = _wrap(module)
+    _fill(ddp)
+    ddp.finish_grad_sync()
+    assert not hasattr(module.layers[0].weight, "main_grad")
+    assert ddp.gradient_buffers[0].data.numel() == 8 + 8 + 64
+    assert module.extra.weight.main_grad.any()

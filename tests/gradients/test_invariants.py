@@ -216,3 +216,24 @@ def test_buffers_of_16_bits_are_near_and_of_32_bits_exact(rank: int, world_size:
         _assert_right(ddp, place, exact, 1e-2)
         _assert_right(ddp, place, whole, 3e-2)  # what 16 bits lose in the model itself comes on top
         assert all(buffer.data.dtype == torch.bfloat16 for buffer in ddp.gradient_buffers)
+
+
+@pytest.mark.ranks(4, timeout_seconds=90)
+@pytest.mark.parametrize("sizes", [{"pp": 2, "tp": 2}, {"ep": 2}], ids=_id)
+def test_frozen_weights_are_passed_over_in_every_exchange(rank: int, world_size: int, sizes: dict[str, int]) -> None:
+    """I10, where tables, norms and experts are frozen, and only a condition and a cut weight learn."""
+    place = place_of(rank, world_size, **sizes)
+    whole, _ = reference_gradients()
+    for way in _WAYS:
+        model = Stage(place)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith(("condition", ".up", ".unused")))
+        plan = GradientPlan.from_module(model, place.views, GradientConfig(qk_layernorm=True, **way))
+        ddp = DistributedDataParallel(model, plan)
+        done = _step(ddp, place, 2)
+        _assert_right(ddp, place, whole, 1e-6)
+        _assert_reduced_once(ddp, done)
+        assert {one.kind for one in done} <= {"data", "conditional", "tensor", "router"}
+        learning = {"condition", *(f"layers.{number}.{name}" for number in model.layers for name in ("up", "unused"))}
+        assert {name for one in done for name in one.names if one.kind != "router"} <= learning
+        assert all(parameter.grad is None for parameter in model.parameters())

@@ -199,3 +199,24 @@ def test_modules_that_differ_between_ranks_are_refused_before_a_gradient_travels
     config = GradientConfig(overlap_grad_reduce=True, bucket_size=4)
     error = assert_raises_everywhere(lambda: _wrap(config, mixed))
     assert "buckets leave in the order" in str(error.want)
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_a_parameter_that_is_not_used_has_a_gradient_of_zeros_in_the_first_batch_and_in_later_ones(rank: int) -> None:
+    for config in (_OVERLAP, GradientConfig(), _SHARDED):
+        ddp = _wrap(config)
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            _backward(ddp, rank, use_extra=False)
+            ddp.finish_grad_sync()
+            _assert_right(ddp, use_extra=False)
+        _assert_next_step_is_right(ddp, rank)
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_two_backwards_are_added_up_where_nothing_leaves_early(rank: int) -> None:
+    ddp = _wrap(GradientConfig())
+    _backward(ddp, rank)
+    _backward(ddp, rank)
+    ddp.finish_grad_sync()
+    _assert_right(ddp, 2.0)

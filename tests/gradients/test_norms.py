@@ -166,3 +166,29 @@ def test_new_groups_have_the_timeout_of_the_world(rank: int) -> None:
     groups = make_wire([pair] if rank in pair else []).groups
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups.values()]
     assert len(timeouts) >= 1 + (rank in pair) and len(set(timeouts)) == 1
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_groups_follow_the_parameters_own_shapes(rank: int) -> None:
+    ddp, whole = _wrap(make_module(), use_distributed_optimizer=True), make_module()
+
+    def groups_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+        return [
+            {"params": [one for one in module.parameters() if one.ndim >= 2], "weight_decay": 0.5},
+            {"params": [one for one in module.parameters() if one.ndim < 2], "weight_decay": 0.0},
+        ]
+
+    shards = ParameterShards(ddp)
+    optimizer = torch.optim.AdamW(shards.map_groups(groups_of(ddp.module)), lr=0.01)
+    shards.attach(optimizer)
+    stepped = torch.optim.AdamW(groups_of(whole), lr=0.01)
+    for _ in range(2):
+        _backward(ddp, rank)
+        optimizer.step()
+        stepped.zero_grad()
+        loss_of(whole(batch_of())).backward()
+        stepped.step()
+    for name, one in ddp.module.state_dict().items():
+        torch.testing.assert_close(one, whole.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+    with pytest.raises(UsageError, match="is not one that these models train"):
+        shards.map_groups(whole.parameters())

@@ -6,14 +6,17 @@ compiled modules. test_exported_slices.py goes on from a checkpoint with another
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from xrank.commands.reshard import reshard_checkpoint
 from xrank.errors import UsageError
 from xrank.gradients import (
     DistributedDataParallel,
@@ -22,10 +25,13 @@ from xrank.gradients import (
     GradScaler,
     ParameterShards,
     clip_grad_norm,
+    export_optimizer_shards,
     finalize_model_grads,
+    load_optimizer_shards,
 )
 from xrank.gradients.optimizers import _STATES, list_states, watch_optimizers
 from xrank.layout import DeviceMesh
+from xrank.workspace.nfs import NFSWorkspace
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -244,3 +250,67 @@ def test_states_of_an_unlisted_optimizer_are_those_of_its_steps() -> None:
     assert list_states(optimizer, group) == {}  # it makes none
     optimizer.state[group["params"][1]] = {"average": torch.ones(3), "count": torch.tensor(1), "none": None}
     assert list_states(optimizer, group) == {"average": True, "count": False}
+
+
+class _Run:
+    """A model in training on one mesh, up to any step."""
+
+    def __init__(self, num_tensor_ranks: int) -> None:
+        self.mesh = init_device_mesh("cpu", (4 // num_tensor_ranks, num_tensor_ranks), mesh_dim_names=("dp", "tp"))
+        model = Model()
+        _cut(model, self.mesh)
+        config = GradientConfig(use_distributed_optimizer=True)
+        self.ddp = DistributedDataParallel(model, GradientPlan.from_module(model, self.mesh, config))
+        self.shards = ParameterShards(self.ddp)
+        self.optimizer = torch.optim.AdamW(self.shards.map_groups(_groups(model)), lr=1e-2)
+        self.shards.attach(self.optimizer)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, _STEPS)
+        self.scaler = GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+    def train(self, start: int, stop: int) -> None:
+        place, num_replicas = self.mesh["dp"].get_local_rank(), self.mesh["dp"].size()
+        for step in range(start, stop):
+            self.ddp.zero_grad_buffer()
+            self.scaler.scale(_loss(self.ddp(_batch(step).chunk(num_replicas)[place]))).backward()
+            finalize_model_grads(self.ddp)
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm(self.ddp, 0.5)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.schedule.step()
+
+
+@pytest.mark.ranks(4, timeout_seconds=120)
+def test_a_loop_goes_on_from_a_checkpoint_with_other_numbers_of_replicas(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    def save(folder: str, tensors: dict[str, torch.Tensor], layouts: Any) -> None:
+        workspace = NFSWorkspace(tmp_path / folder, rank=rank, world_size=world_size, run_id="run")
+        workspace.write_configs_and_weights({"model_type": "test"}, tensors, layouts=layouts)
+        dist.barrier()
+
+    whole = _Run(1)
+    whole.train(0, _STEPS)
+    wanted = _wholes(whole.ddp.module)
+
+    first = _Run(1)
+    first.train(0, 3)
+    save("states", *export_optimizer_shards(first.optimizer, first.ddp))
+    second = _Run(2)
+    _, layouts = export_optimizer_shards(second.optimizer, second.ddp)  # no step needed
+    if rank == 0:
+        layouts.write(tmp_path / "two.toml")
+        reshard_checkpoint(tmp_path / "states", tmp_path / "two.toml", tmp_path / "two")
+    dist.barrier()
+    read = NFSWorkspace(tmp_path / "two", rank=rank, world_size=world_size, run_id="run")
+    _, tensors = read.read_configs_and_weights_from_rank(rank)
+    load_optimizer_shards(second.optimizer, second.ddp, tensors)
+    second.shards.take_parameters()
+    second.schedule.load_state_dict(first.schedule.state_dict())
+    for group, other in zip(second.optimizer.param_groups, first.optimizer.param_groups, strict=True):
+        group["lr"] = other["lr"]
+    second.scaler.load_state_dict(first.scaler.state_dict())
+    second.train(3, _STEPS)
+    found = _wholes(second.ddp.module)
+    for name, one in wanted.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-4, atol=2e-6, msg=name)

@@ -5,8 +5,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.virtual.sample_arrays import NUMPY_DTYPES, REDUCIBLE, made, of_kind, plain
+from tests.virtual.sample_arrays import NAMES, NUMPY_DTYPES, REDUCIBLE, made, of_kind, plain
 from xrank.errors import UsageError
 from xrank.virtual import arrays
 from xrank.virtual.arrays import ArraySpec
@@ -120,3 +122,55 @@ assert [list(output) for output in run.outputs] == [[4, 4, 4]] * 4
 assert not any(name.partition(".")[0] == "torch" for name in sys.modules)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=50)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", NAMES)
+def test_every_element_type_and_shape(kind, dtype):
+    for shape in SHAPES:
+        array = of_kind(made(shape, dtype, 1), kind)
+        assert arrays.kind_of(array) == kind
+        assert arrays.spec_of(array) == ArraySpec(shape, dtype)
+        assert arrays.spec_of(array).nbytes == len(plain(array)[3])
+        copied = arrays.copy_of(array)
+        assert plain(copied) == plain(array)
+        raw = arrays.bytes_of(array)
+        assert raw.dtype == np.uint8 and raw.tobytes() == plain(array)[3]
+        assert plain(arrays.from_bytes(raw.copy(), ArraySpec(shape, dtype), kind)) == plain(array)
+
+
+@given(length=st.integers(0, 50), count=st.integers(1, 12))
+def test_parts_are_those_of_array_split(length, count):
+    lengths = arrays.split_lengths(length, count)
+    assert lengths == tuple(len(part) for part in np.array_split(np.arange(length), count))
+
+
+@kinds
+@given(shape=st.lists(st.integers(0, 5), min_size=1, max_size=3), count=st.integers(1, 7), data=st.data())
+def test_split_and_joined_again(kind, shape, count, data):
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    whole = made(tuple(shape), "BF16", 3)
+    parts = arrays.split_evenly(of_kind(whole, kind), count, dim)
+    for part, wanted in zip(parts, np.array_split(whole, count, dim), strict=True):
+        assert plain(arrays.copy_of(part))[1:] == plain(wanted.copy())[1:]
+    assert plain(arrays.concatenate(parts, dim)) == plain(of_kind(whole, kind))
+
+
+@kinds
+@pytest.mark.parametrize("dtype", [name for name in REDUCIBLE if name[0] == "F" or name == "BF16"])
+def test_a_mean_is_a_sum_divided_in_its_own_type(kind, dtype):
+    given_arrays = [made((5,), dtype, seed) for seed in range(3)]
+    total = functools.reduce(np.add, given_arrays)
+    wanted = np.asarray(total / np.asarray(3, NUMPY_DTYPES[dtype]))
+    assert wanted.dtype == NUMPY_DTYPES[dtype]
+    found = arrays.reduce([of_kind(array, kind) for array in given_arrays], "mean")
+    assert plain(found) == plain(of_kind(wanted, kind))
+
+
+@kinds
+def test_reducing_one_gives_a_copy(kind):
+    array = of_kind(made((3,), "F32", 1), kind)
+    result = arrays.reduce([array], "sum")
+    assert plain(result) == plain(array) and result is not array
+    result[0] = 99
+    assert array[0] != 99

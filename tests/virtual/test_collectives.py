@@ -1,5 +1,6 @@
 """The steps of collectives: their neighbors on a ring, their traffic, and groups of thousands."""
 
+from collections import deque
 from itertools import product
 from time import process_time
 
@@ -67,3 +68,96 @@ def test_invalid_names_are_refused():
     for make in (lambda: course("all_sum", "push", 2, 0), lambda: count_traffic("all_sum", "push", [ArraySpec((1,))])):
         with pytest.raises(UsageError, match="'all_sum'"):
             make()
+
+
+CASES = [
+    (collective, algorithm, size, root)
+    for collective, algorithm, size in product(COLLECTIVES, ALGORITHMS, [1, 2, 3, 4, 7])
+    for root in (range(size) if collective in ROOTED else [0])
+]
+
+
+def play(collective, algorithm, size, root):
+    """Return what the slots of all members hold at the end; member 2's part 1 is "2.1", folds are written out."""
+    courses = [course(collective, algorithm, size, member, root) for member in range(size)]
+    slots = [
+        {"whole": {m: str(m)}, "nothing": {}}.get(one.start, {part: f"{m}.{part}" for part in range(size)})
+        for m, one in enumerate(courses)
+    ]
+    todo = [deque(one.steps) for one in courses]
+    wires = {pair: deque() for pair in product(range(size), repeat=2)}
+    while any(todo):
+        moved = False
+        for member, steps in enumerate(todo):
+            while steps:
+                step = steps[0]
+                if isinstance(step, SendSlot):
+                    wires[member, step.member].append(slots[member][step.slot])
+                elif wires[step.member, member]:
+                    got = wires[step.member, member].popleft()
+                    slots[member][step.slot] = f"({got}+{slots[member][step.slot]})" if step.fold else got
+                else:
+                    break
+                steps.popleft()
+                moved = True
+        assert moved, "all wait"
+    assert not any(wires.values()), "a message was sent but never received"
+    return courses, slots
+
+
+def reduce_ring(part, size):
+    """Return the sum of everyone's part as a ring makes it: from the member after the part's own on."""
+    terms = [f"{(part + distance) % size}.{part}" for distance in range(1, size + 1)]
+    total = terms[0]
+    for term in terms[1:]:
+        total = f"({total}+{term})"
+    return total
+
+
+@pytest.mark.parametrize(("collective", "algorithm", "size", "root"), CASES)
+def test_every_member_gets_the_result_of_the_collective(collective, algorithm, size, root):
+    courses, slots = play(collective, algorithm, size, root)
+    ring = algorithm == "ring" and collective not in ALWAYS_PUSH
+    for member in range(size):
+        finish, found = courses[member].finish, slots[member]
+        everyone = {m: str(m) for m in range(size)}
+        parts = {m: f"{m}.{member}" for m in range(size)}
+        wanted = {
+            "all_scatter": ("all", everyone),
+            "all_gather": ("all", everyone),
+            "all_reduce": ("flat", {p: reduce_ring(p, size) for p in range(size)}) if ring else ("reduce", everyone),
+            "reduce_scatter": ("one", {member: reduce_ring(member, size)}) if ring else ("reduce", parts),
+            "all_to_all": ("all", parts),
+            "broadcast": ("one", {root: str(root)}),
+            "scatter": ("one", {member: f"{root}.{member}"}),
+            "gather": ("all", everyone) if member == root else ("nothing", {}),
+        }[collective]
+        assert finish == wanted[0]
+        assert {slot: found[slot] for slot in wanted[1]} == wanted[1]
+        if finish == "one":
+            assert courses[member].slot in wanted[1]
+
+
+def closed_form(collective, algorithm, g, b):
+    """Return the messages and bytes of a whole group whose members all bring b bytes, which g divides."""
+    if algorithm == "push" or collective in ALWAYS_PUSH:
+        each = {"reduce_scatter": b // g, "all_to_all": b // g, "scatter": b // g}.get(collective, b)
+        messages = (g - 1) if collective in ROOTED else g * (g - 1)
+        return messages, messages * each
+    return {
+        "all_gather": (g * (g - 1), g * (g - 1) * b),
+        "all_reduce": (2 * g * (g - 1), 2 * (g - 1) * b),
+        "reduce_scatter": (g * (g - 1), (g - 1) * b),
+        "broadcast": (g - 1, (g - 1) * b),
+        "gather": (g * (g - 1) // 2, g * (g - 1) // 2 * b),
+        "scatter": (g * (g - 1) // 2, g * (g - 1) // 2 * (b // g)),
+    }[collective]
+
+
+@pytest.mark.parametrize(("collective", "algorithm", "size", "root"), CASES)
+def test_messages_and_bytes_are_the_closed_forms(collective, algorithm, size, root):
+    given = [ArraySpec((size * 3, 2), "F32")] * size
+    found = count_traffic(collective, algorithm, given, dim=0, root=root)
+    total = sum(found, Traffic())
+    assert (total.sent_messages, total.sent_nbytes) == closed_form(collective, algorithm, size, given[0].nbytes)
+    assert (total.sent_messages, total.sent_nbytes) == (total.received_messages, total.received_nbytes)

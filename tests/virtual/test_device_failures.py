@@ -393,3 +393,13 @@ def test_nothing_is_left_however_often(num_repeats):
     assert max(sizes) - sizes[0] < 20 << 20
     # And the machine works as before.
     assert VirtualCluster((2, 2)).run(lambda device: device.all_reduce(np.ones(1))[0]).outputs == [4, 4, 4, 4]
+
+
+@pytest.mark.timeout(900)
+def test_hanging_devices_leave_nothing_behind(num_repeats):
+    for number in range(num_repeats // 7):
+        was = remains()
+        error, late_seconds, _ = hang_with(HANGING[number % 3], number % 4)
+        assert late_seconds < 20
+        del error
+        assert not remains() - was

@@ -454,3 +454,14 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_runs():
     assert (other.value.tensor, other.value.got, other.value.want) == ("b", "torch", "numpy, as a")
     with pytest.raises(UsageError, match="MatMulBackward takes the activations a, dc"):
         cluster().run(operation.backward(), activations=(a,), parameters=(b,))
+
+
+def test_torch_agrees_on_the_gradients():
+    a, b, dc = (torch.from_numpy(array) for array in arrays(10, 6, 7, "float64"))
+    operation = MatMul(MatMulSharding(("[m/=x, k/=y]", "[k/=x, n/=y]", "[m/=y, n/=x]"))).backward()
+    run = cluster().run(operation, activations=(a, dc), parameters=(b,))
+    gradients = operation.join(run.outputs, MESH)
+    wanted_a, wanted_b = a.clone().requires_grad_(), b.clone().requires_grad_()
+    (wanted_a @ wanted_b).backward(dc)
+    torch.testing.assert_close(gradients["da"], wanted_a.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients["db"], wanted_b.grad, rtol=1e-12, atol=1e-12)

@@ -162,3 +162,15 @@ def test_narrow_floats_are_summed_wide(kind):
         ones = ones.float().numpy().astype(dtypes.numpy_dtype("BF16"))
     loss = find_kernel("squared_error")(ones, ones * 0, size=64 * 64)
     assert spec_of(loss) == ArraySpec((), "BF16") and loss == 1
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+def test_eight_layers_over_four_stages_of_processes(name, chunks):
+    widths = (6, 5, 7, 4, 8, 3, 6, 5, 4)
+    activations, parameters = arguments(widths)
+    mlp = MLP(Pipeline((2, 2), 8, 4, schedule=name, num_chunks=chunks), num_layers=8)
+    apart, _ = step(mlp, activations, parameters, engine="processes")
+    check_gradients(apart, activations, parameters)
+    within, _ = step(mlp, activations, parameters)
+    assert all(map(np.array_equal, apart.gradients, within.gradients))
+    assert np.array_equal(apart.losses, within.losses)

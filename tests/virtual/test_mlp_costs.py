@@ -7,6 +7,7 @@ import pytest
 from tests.virtual.whole_model import NUM_ROWS, SCHEDULES, WIDTHS, arguments, step
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import ArraySpec
+from xrank.virtual.link_model import LinkModel
 from xrank.virtual.mlp import MLP, SGD
 from xrank.virtual.pipeline import Pipeline
 from xrank.virtual.programs import find_last_uses, list_outputs
@@ -97,3 +98,30 @@ def test_registers_hold_as_many_activations_as_the_schedule_says(name, chunks):
         specs = [[ArraySpec(x.shape) for x in xs] for xs in (activations, parameters)]
         programs = mlp.compile(mlp.pipeline.mesh, *specs)
         assert tuple(map(live_activations, programs)) == mlp.pipeline.schedule.peak_live_activations
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+def test_clocks_show_the_bubble_of_the_schedule(name, chunks):
+    # Equal layers, links that cost nothing; a backward takes twice as long as a forward, which changes no share.
+    for stages, runs in product((1, 2, 4), (1, 3, 8)):
+        activations, parameters = arguments((4,) * 9, num_rows=2 * runs)
+        mlp = MLP(Pipeline(stages, runs, stages, schedule=name, num_chunks=chunks), num_layers=8)
+        specs = [[ArraySpec(x.shape) for x in xs] for xs in (activations, parameters)]
+        timeline = LinkModel(flops_per_second=1e9).play(mlp.compile(mlp.pipeline.mesh, *specs))
+        assert timeline.idle_fraction == pytest.approx(mlp.pipeline.schedule.bubble_fraction)
+        assert sum(device.compute_seconds for device in timeline.devices) == pytest.approx(
+            flops_of((4,) * 9, 2 * runs) / 1e9
+        )
+
+
+def test_1f1b_holds_less_in_a_run():
+    activations, parameters = arguments((32,) * 5, num_rows=256)
+    peaks = {}
+    for name in ("gpipe", "1f1b"):
+        _, statistics = step(MLP(Pipeline(4, 16, 4, schedule=name)), activations, parameters)
+        peaks[name] = [device.peak_nbytes for device in statistics.devices]
+    row = 256 // 16 * 32 * 4
+    # The last stage keeps the inputs and the gradient of its outputs: of one run, and not of 16. The rest of the
+    # difference is what it holds beside them when it does its step.
+    assert peaks["gpipe"][-1] - peaks["1f1b"][-1] >= 2 * 13 * row
+    assert all(less < more for less, more in zip(peaks["1f1b"], peaks["gpipe"], strict=True))

@@ -1,6 +1,7 @@
 """The engine of processes: the same results as the engine of threads, in processes that leave their parent alone."""
 
 import os
+import random
 import select
 import signal
 import subprocess
@@ -16,7 +17,9 @@ import torch
 
 from tests.virtual.remains import children, remains
 from xrank.errors import RankFailedError, UsageError
+from xrank.layout.mesh import DeviceMesh
 from xrank.virtual import VirtualCluster, processes
+from xrank.virtual.arrays import ArraySpec, bytes_of, from_bytes, kind_of, spec_of
 from xrank.virtual.engine import HOST, DeviceJob, make_heading
 
 
@@ -310,3 +313,103 @@ def test_an_object_that_cannot_be_unpickled_is_named():
 def test_an_object_that_cannot_be_pickled_is_named():
     with pytest.raises(RankFailedError, match=r"device 1 failed: UsageError: the return value of .* 1 cannot be sent"):
         VirtualCluster(2).run(lambda device: (lambda: 3) if device.index else 0)
+
+
+MESHES = [DeviceMesh((2, 3), ("x", "y")), DeviceMesh((2, 2, 2), ("a", "b", "c")), DeviceMesh((3,), ("x",), [7, 0, 4])]
+
+
+DTYPES = ["F32", "F64", "BF16", "F16", "I32", "U8", "BOOL", "F8_E4M3"]
+
+
+def script(seed, mesh):
+    """Some collectives, the same on all devices."""
+    chance = random.Random(seed)
+    calls = []
+    for _ in range(12):
+        axes = tuple(chance.sample(mesh.axis_names, chance.randint(1, len(mesh.axis_names))))
+        axes = tuple(axis for axis in mesh.axis_names if axis in axes)
+        how = {"name": chance.choice(NAMES), "axes": axes, "dtype": chance.choice(DTYPES),
+               "kind": chance.choice(["numpy", "torch"]), "rows": chance.choice([0, 1, 5, 7, 40]),
+               "columns": chance.choice([1, 3, 300]), "algorithm": chance.choice(["push", "ring"]),
+               "reduction": chance.choice(["sum", "max", "min", "prod"]), "seed": chance.random()}  # fmt: skip
+        calls.append(how)
+    return calls
+
+
+NAMES = ["all_scatter", "all_gather", "joined", "all_reduce", "reduce_scatter", "broadcast", "gather", "scatter",
+         "all_to_all", "shift"]  # fmt: skip
+
+
+def play(device, calls):
+    """Make the calls and return their results."""
+    return [_called(device, how) for how in calls]
+
+
+def _called(device, how):
+    group = device.group(how["axes"])
+    place, options = group.index(device.index), {"algorithm": how["algorithm"]}
+    root = group[how["rows"] % len(group)]
+    array = _made(how, device.index)
+    match how["name"]:
+        case "all_scatter":
+            return device.all_scatter(array, group=group)
+        case "all_gather":
+            return device.all_gather(array, group=group, **options)
+        case "joined":
+            return device.all_gather(_made(how, device.index, place), group=group, dim=0, **options)
+        case "all_reduce" | "reduce_scatter" as name:
+            return getattr(device, name)(array, group=group, reduction=how["reduction"], **options)
+        case "broadcast":
+            return device.broadcast(array if device.index == root else None, root, group=group, **options)
+        case "gather":
+            return device.gather(array, root, group=group, **options)
+        case "scatter":
+            return device.scatter(array if device.index == root else None, root, group=group, **options)
+        case "all_to_all":
+            return device.all_to_all([array[:1] for _ in group], group=group)
+        case "shift":
+            device.send(array, group[(place + 1) % len(group)])
+            return device.receive(group[place - 1])
+
+
+def _made(how, device, more=0):
+    spec = ArraySpec((how["rows"] + more, how["columns"]), how["dtype"])
+    chance = np.random.default_rng([int(1e9 * how["seed"]), device])
+    content = chance.integers(0, 2 if how["dtype"] == "BOOL" else 60, spec.nbytes, np.uint8)
+    return from_bytes(content, spec, how["kind"])
+
+
+def normalize(value):
+    """A value in a form that compares bit by bit."""
+    if isinstance(value, list | tuple):
+        return [normalize(part) for part in value]
+    return value if value is None else (kind_of(value), spec_of(value), bytes_of(value).tobytes())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_both_engines_give_the_same_bits_and_counts(seed, mesh):
+    calls = script(seed, mesh)
+    runs = [VirtualCluster(mesh, engine=engine).run(play, calls) for engine in ("processes", "in-process")]
+    first, second = runs
+    for ours, theirs in zip(first.outputs, second.outputs, strict=True):
+        for how, one, other in zip(calls, ours, theirs, strict=True):
+            assert normalize(one) == normalize(other), how
+    assert first.statistics == second.statistics
+    assert first.channels == second.channels
+    assert first.channels.sent == first.channels.received
+    assert first.statistics.nbytes == first.channels.between_devices.nbytes > 0
+
+
+def test_all_pairs_of_eight_devices_at_once():
+    def talk(device):
+        others = [d for d in range(8) if d != device.index]
+        for number in range(30):
+            for other in others:
+                device.send(torch.full((1 + 97 * number,), 100 * device.index + number, dtype=torch.int32), other)
+        return all(
+            (device.receive(other) == 100 * other + number).all().item() for number in range(30) for other in others
+        )
+
+    run = VirtualCluster((2, 4)).run(talk)
+    assert all(run.outputs) and run.statistics.messages == 8 * 7 * 30

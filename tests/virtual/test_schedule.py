@@ -179,3 +179,14 @@ def test_a_schedule_with_a_wrong_number_of_stages_is_refused():
     with pytest.raises(UsageError, match="is impossible") as failure:
         replace(make_gpipe(2, 2), num_stages=3)
     assert (failure.value.got, failure.value.want) == ("2 stages", "3 stages")
+
+
+def test_gpipe_works_in_the_cycles_in_which_it_must():
+    # Stage p begins its forwards in cycle p and its backwards in cycle R + 2S - 2 - p, and then does one a cycle.
+    for runs, stages in SIZES:
+        schedule = make_gpipe(runs, stages)
+        for stage in range(stages):
+            for run in range(runs):
+                assert schedule.find_work(stage, stage + run) == StageWork(stage + run, "forward", run)
+                cycle = runs + 2 * stages - 2 - stage + run
+                assert schedule.find_work(stage, cycle) == StageWork(cycle, "backward", run)
