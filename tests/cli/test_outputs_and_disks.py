@@ -552,3 +552,26 @@ def test_a_report_page_is_written_after_success_and_failure(bench: Bench) -> Non
         says=["cannot be written", "existing folder"],
     )
     assert not (bench.folder / "other").exists()
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_a_dry_run_foretells_that_the_output_is_there(bench: Bench, what: str) -> None:
+    make, said = TAKEN[what]
+    leave(bench.workspace)
+    make(bench)
+    before = everything(bench.folder)
+    bench.refused("OutputExistsError", "--dry-run", says=[said], file="model")
+    if what != "an empty folder":
+        bench.refused("OutputExistsError", "--dry-run", "--overwrite", says=[said], file="model")
+    assert everything(bench.folder) == before
+
+
+def test_a_limit_of_file_sizes(bench: Bench) -> None:
+    model = leave(bench.workspace, {**made_model(), "embed.weight": torch.rand(512, 8)})
+    ended = in_shell('ulimit -f 8; exec "$@"', bench)  # 8 KiB
+    assert ended.returncode == 2
+    assert "xrank: UsageError: " in ended.stderr
+    assert "larger than a file may be here: the file-size limit (ulimit -f)" in ended.stderr
+    assert "--max-shard-size" in ended.stderr
+    assert bench.names() == ["run42"]
+    bench.succeeds(model)

@@ -372,3 +372,24 @@ def test_a_command_has_no_threads_of_openblas_unless_told_so(
     ]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=True)
     assert ended.stdout.splitlines()[-1] == str(num_threads)
+
+
+def test_every_option_of_gather_is_explained() -> None:
+    text = run("gather", "--help").stdout
+    options = {word.rstrip(",") for line in text.splitlines() for word in line.split()[:2] if word.startswith("-")}
+    assert {"--workspace", "--out", "--base-model", "--layout", "--dtype", "--max-shard-size", "--overwrite"} <= options
+    assert {"--replicas", "--dry-run", "--include", "--exclude", "--keep-fp32", "--max-memory", "--workers"} <= options
+
+
+@pytest.mark.parametrize(("name", "value"), [("XRANK_WORKERS", "0"), ("XRANK_MAX_MEMORY", "1KB")])
+def test_options_by_their_variables(bench: Bench, name: str, value: str) -> None:
+    leave(bench.workspace)
+    ended = run("gather", bench.workspace, "--out", bench.out, "--json", environ={name: value})
+    refusal(ended, "UsageError")
+
+
+def test_the_launchers_variables_change_nothing(bench: Bench) -> None:
+    model = leave(bench.workspace)
+    ended = run("gather", bench.workspace, "--out", bench.out, environ={"RANK": "1", "WORLD_SIZE": "2"})
+    assert ended.exit_code == 0
+    assert_holds(bench.out, model)

@@ -568,3 +568,17 @@ def test_the_manifest_lists_the_states(bench: Bench) -> None:
         (f["name"], f["nbytes"], f["digest"]) for f in report.output["files"]
     ]
     assert manifest["source"] == {"format": "workspace", "run_id": RUN, "step": STEP, "world_size": 4}
+
+
+def test_worlds_shrink_and_grow(bench: Bench) -> None:
+    model = leave(bench.workspace)
+    source = bench.workspace
+    for world_size in (2, 8, 3, 1):
+        mesh = DeviceMesh((world_size,), ("r",))
+        layouts = dict.fromkeys(model, "[n/~r]") | dict.fromkeys(
+            ("embed.weight", "up.weight", "down.weight"), "[n/~r, m]"
+        )
+        target = bench.folder / f"world of {world_size}"
+        reshard_checkpoint(source, told(layouts, mesh), target)
+        assert_cut(target, model, layouts, mesh)
+        source = target

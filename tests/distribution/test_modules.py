@@ -10,11 +10,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.distribution.trained_models import (
+    DECODER_RULES,
     PERCEPTRON_RULES,
+    Decoder,
     Perceptron,
     assert_same_state,
+    decoder_batches,
     perceptron_batches,
     take_part,
+    token_loss,
     train,
 )
 from xrank.distribution import (
@@ -369,6 +373,13 @@ def weights() -> torch.Tensor:
 LOSSES = {
     "mse": lambda x, y, classes: functional.mse_loss(x, y),
     "module": lambda x, y, classes: nn.MSELoss()(x, y),
+    "l1": lambda x, y, classes: functional.l1_loss(x, y),
+    "smooth l1": lambda x, y, classes: functional.smooth_l1_loss(x, y),
+    "huber": lambda x, y, classes: functional.huber_loss(x, y, delta=0.7),
+    "soft margin": lambda x, y, classes: functional.soft_margin_loss(x, y.sign()),
+    "bce": lambda x, y, classes: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "bce with logits": lambda x, y, classes: functional.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "cross entropy": lambda x, y, classes: functional.cross_entropy(x, classes),
     "class weights": lambda x, y, classes: functional.cross_entropy(x, classes, weights(), label_smoothing=0.1),
     "nll": lambda x, y, classes: functional.nll_loss(x.log_softmax(1), classes),
     "soft classes": lambda x, y, classes: functional.cross_entropy(x, y.softmax(1)),
@@ -538,3 +549,14 @@ def test_tensors():
     assert other.placements == (Shard(1),) and other.full_tensor().equal(whole)
     distribution = ModelParallel(layout_map=LayoutMap(mesh))
     assert str(distribution.get_variable_layout(other)) == "[d0, d1/~model]"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+def test_a_decoder_with_masks_positions_and_tied_weights():
+    distribution = model_parallel((2, 2), DECODER_RULES)
+    model, whole = train_both(
+        distribution, Decoder, decoder_batches(3), token_loss, lambda model: torch.optim.AdamW(model.parameters(), 0.01)
+    )
+    assert_same_state(model, whole)
+    assert model.head.weight is model.embed.weight and isinstance(model.head.weight, DTensor)

@@ -28,9 +28,52 @@ PERCEPTRON_RULES = {
 }
 
 
+class Decoder(nn.Module):
+    """A small language model: tied embeddings, attention with a mask made on the way, positions, a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.position = nn.Embedding(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        x = self.embed(tokens) + self.position(torch.arange(length))
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (4, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = (q @ k.transpose(-1, -2) / 2).masked_fill(hidden, float("-inf")).softmax(-1)
+        x = x + self.o((weights @ v).transpose(1, 2).flatten(-2))
+        return self.head(x + self.down(functional.silu(self.gate(x)) * self.up(x)))
+
+
+DECODER_RULES = {
+    "[qkv].weight": ("model", None),
+    "o.weight": (None, "model"),
+    "(gate|up).weight": ("model", None),
+    "(gate|up).bias": ("model",),
+    "down.weight": (None, "model"),
+}
+
+
 def perceptron_batches(count: int, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
     random = torch.Generator().manual_seed(7)
     return [(torch.randn(size, 8, generator=random), torch.randn(size, 4, generator=random)) for _ in range(count)]
+
+
+def decoder_batches(count: int, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    random = torch.Generator().manual_seed(8)
+    tokens = [torch.randint(0, 32, (size, 7), generator=random) for _ in range(count)]
+    return [(batch[:, :-1], batch[:, 1:]) for batch in tokens]
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches, loss_of) -> list[torch.Tensor]:

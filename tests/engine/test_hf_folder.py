@@ -147,3 +147,21 @@ def test_names_as_the_hub_splits(tmp_path: Path) -> None:
         f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
     )
     assert all(n.startswith("model-") for n in split.filename_to_tensors)
+
+
+def test_one_file() -> None:
+    files = lay_out([tensor("a", 1024), tensor("b", 3)], 10**9)
+    assert [f.name for f in files] == ["model.safetensors"]
+    assert index_text(files) is None
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_limit_at_all(limit: int) -> None:
+    with pytest.raises(UsageError):
+        lay_out([tensor("a", 1)], limit)
+
+
+def test_the_limit_is_safetensors_own() -> None:
+    from xrank.formats.safetensors_header import MAX_HEADER_NBYTES
+
+    assert hf_folder._MAX_HEADER_NBYTES == MAX_HEADER_NBYTES

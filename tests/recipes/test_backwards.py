@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from tests.cli.bench import run
-from tests.recipes.made_checkpoints import as_megatron, saved, tiny
+from tests.recipes.made_checkpoints import as_megatron, as_torchtitan, saved, tiny
 from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 
@@ -57,9 +57,12 @@ def assert_same_model(out: Path, folder: Path) -> None:
         assert (out / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    recipe = "megatron-mixtral"
-    folder, layout = folder_of(tmp_path / "hf", "mixtral"), layout_of(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("llama", "megatron-llama"), ("qwen3", "megatron-qwen3"), ("mixtral", "megatron-mixtral")],
+)
+def test_there_and_back(tmp_path: Path, family: str, recipe: str) -> None:
+    folder, layout = folder_of(tmp_path / "hf", family), layout_of(tmp_path)
     ended = run("reshard", folder, "--recipe", recipe, "--layout", layout, "--out", tmp_path / "ws")
     assert ended.exit_code == 0, ended.stderr
     assert len(list((tmp_path / "ws").glob("rank_*_state.pth"))) == 8
@@ -116,6 +119,37 @@ def test_virtual_stages(tmp_path: Path) -> None:
         saved(model_of("mixtral"))[norm.replace("decoder", "model").replace("1", "3")],
     )
     gather_checkpoint(tmp_path / "ws", tmp_path / "out")
+    assert_same_model(tmp_path / "out", folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "made", "changes"),
+    [
+        ("qwen2", "megatron-qwen2", as_megatron, {"tie_word_embeddings": True}),
+        ("qwen3_moe", "megatron-qwen3-moe", as_megatron, {}),
+        ("qwen2_moe", "megatron-qwen2-moe", as_megatron, {}),
+        ("glm4_moe", "megatron-glm4-moe", as_megatron, {}),
+        ("deepseek_v3", "megatron-deepseek-v3", as_megatron, {}),
+        ("deepseek_v2", "megatron-deepseek-v2", as_megatron, {}),
+        ("deepseek_v2_lite", "megatron-deepseek-v2-lite", as_megatron, {}),
+        ("mistral", "megatron-mistral", as_megatron, {}),
+        ("llama", "megatron-llama", as_megatron, {"attention_bias": True, "mlp_bias": True}),
+        ("gpt2", "megatron-gpt2", as_megatron, {}),
+        ("llama", "torchtitan-llama3", as_torchtitan, {}),
+    ],
+)
+def test_all_families_backwards(tmp_path: Path, family: str, recipe: str, made: Any, changes: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path / "hf", family, **changes)
+    layout = tmp_path / "layout.toml"
+    theirs = made(model_of(family, **changes))
+    rules = (f'"{name}" = "[{", ".join("abc"[: tensor.ndim])}]"' for name, tensor in theirs.items())
+    layout.write_text('[mesh]\ngrid = "r=1"\n[tensors]\n' + "\n".join(rules))
+    reshard_checkpoint(folder, layout, tmp_path / "ws", recipe=recipe)
+    held = weights(tmp_path / "ws", 0)
+    assert held.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(held[name], tensor)] == []
+    report = gather_checkpoint(tmp_path / "ws", tmp_path / "out")
+    assert report.source["recipe"] == recipe
     assert_same_model(tmp_path / "out", folder)
 
 

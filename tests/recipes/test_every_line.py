@@ -29,7 +29,7 @@ from tests.recipes.made_torchtitan import torchtitan_forms
 from tests.recipes.made_vision import VISION_RECIPES, vision_forms
 from tests.recipes.test_there_and_back import RECIPES, elements, model_of
 from xrank.errors import UsageError, XrankError
-from xrank.recipes.recipe import Recipe, Rule, match
+from xrank.recipes.recipe import Recipe, Rule, match, parse_side
 from xrank.recipes.recipe_choice import follow_recipe
 
 pytestmark = pytest.mark.timeout(120)
@@ -188,3 +188,20 @@ def test_no_line_can_be_wrong_unnoticed(name: str) -> None:
         assert not all(is_right(recipe, *form) for form in touched), what
         num_broken += 1
     assert num_broken > sum(not is_repeated(str(rule.sources[0])) for rule in RECIPES[name].rules)
+
+
+def test_orders_within_a_tensor() -> None:
+    recipe = RECIPES["megatron-llama"]
+    for old, new in (
+        ("[g <q: r d | k: d | v: d>, h]", "[<q: g r d | k: g d | v: g d>, h]"),
+        ("[g <q: r d | k: d | v: d>, h]", "[g <q: r d | v: d | k: d>, h]"),
+        ("[<gate: f | up: f>, h]", "[f <gate: 1 | up: 1>, h]"),
+        ("[<gate: f | up: f>, h]", "[<up: f | gate: f>, h]"),
+    ):
+        rules = tuple(
+            replace(rule, sources=(parse_side(str(rule.sources[0]).replace(old, new)),))
+            if old in str(rule.sources[0])
+            else rule
+            for rule in recipe.rules
+        )
+        assert not is_right(replace(recipe, rules=rules), *made("megatron-llama")[0]), new

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.recipes.made_checkpoints import as_megatron, as_torchtitan, config_of, leave, tiny_llama
+from tests.recipes.made_checkpoints import as_megatron, as_torchtitan, config_of, leave, stacked, tiny_llama
 from xrank import gather_checkpoint
 from xrank.errors import ContradictionError, UsageError
 
@@ -31,10 +31,12 @@ def assert_is(out: Path, model: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     "made",
     [
+        lambda model: as_megatron(model, te=True),
+        lambda model: stacked(as_megatron(model, vocab=40), "decoder.layers."),
         lambda model: {**as_megatron(model), "decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(2)},
         as_torchtitan,
     ],
-    ids=["extra-state", "torchtitan"],
+    ids=["transformer-engine", "stacked", "extra-state", "torchtitan"],
 )
 def test_the_forms_that_a_model_has(tmp_path: Path, llama: torch.nn.Module, made: Any) -> None:
     gather_checkpoint(leave(tmp_path / "ws", made(llama), config_of(llama)), tmp_path / "out")
@@ -73,6 +75,16 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
             lambda t, c: (t, {**c, "num_hidden_layers": 4}),
             ContradictionError,
             "model.layers.3.input_layernorm.weight: nothing",
+        ),
+        (
+            lambda t, c: (t, {**c, "num_hidden_layers": 2}),
+            ContradictionError,
+            r"decoder.layers.2.input_layernorm.weight does not fit",
+        ),
+        (
+            lambda t, c: (t, {**c, "intermediate_size": 21}),
+            ContradictionError,
+            r"decoder.layers.0.mlp.linear_fc1.weight does not fit|linear_fc2.weight does not fit",
         ),
         (lambda t, c: (t, {**c, "vocab_size": 38}), ContradictionError, "word_embeddings.weight does not fit"),
         (lambda t, c: ({**t, "decoder.layers.0.new.weight": torch.ones(2)}, c), UsageError, "no recipe fits its names"),

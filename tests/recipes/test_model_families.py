@@ -11,8 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.cli.bench import run as run_command
+from tests.readers.made_megatron import Run, write_dist, write_legacy
 from tests.recipes.made_checkpoints import (
+    EXPERT_FORMS,
     FAMILIES,
+    MIXED,
     as_megatron,
     expert_forms,
     leave,
@@ -77,9 +81,18 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
         assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_layers_in_one_tensor(tmp_path: Path, family: str) -> None:
-    tensors = stacked(megatron(family, te=True), "decoder.layers.")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_engines_names_and_layers_in_one_tensor(tmp_path: Path, family: str) -> None:
+    tensors = megatron(family, te=True)
+    if family not in MIXED:  # of layers that differ there is no one tensor
+        tensors = stacked(tensors, "decoder.layers.")
+    assert_equal(gathered(tmp_path, tensors, config_of(family)), saved_of(family))
+
+
+@pytest.mark.parametrize("family", ["mixtral", *MIXED])
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_the_forms_of_experts(tmp_path: Path, family: str, form: str) -> None:
+    tensors = expert_forms(model_of(family))[form]
     assert_equal(gathered(tmp_path, tensors, config_of(family)), saved_of(family))
 
 
@@ -93,6 +106,37 @@ def test_experts_in_every_layer(tmp_path: Path) -> None:
     whole = {"mlp_only_layers": ()}
     tensors = stacked(megatron("qwen3_moe", changes=whole, te=True), "decoder.layers.")
     assert_equal(gathered(tmp_path, tensors, config_of("qwen3_moe", **whole)), saved_of("qwen3_moe", **whole))
+
+
+ARGS = {
+    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels", "moe_intermediate_size": "moe_ffn_hidden_size", "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim", "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("write", [write_legacy, write_dist])
+def test_checkpoints_of_many_ranks(tmp_path: Path, family: str, write: Any) -> None:
+    changes = {"num_hidden_layers": 4}
+    config = config_of(family, **changes)
+    args = {its: config[ours] for ours, its in ARGS.items() if ours in config}
+    args |= {"group_query_attention": True, "padded_vocab_size": 40, "vocab_size": 37}
+    if family.startswith("deepseek"):
+        args |= {"kv_channels": 4, "multi_latent_attention": True}
+    if family == "qwen2_moe":
+        args |= {"kv_channels": 4, "add_qkv_bias": True}
+    if family == "glm4_moe":
+        args |= {"qk_layernorm": True, "rotary_percent": 0.5}
+    run = Run(tp=2, pp=2, ep=2, chunks=((1, 1), (1, 1)), has_experts=True, args=args)
+    write(tmp_path / "ckpt", run, megatron(family, changes=changes, vocab=40))
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(config))
+    ended = run_command("gather", tmp_path / "ckpt", "--out", tmp_path / "out")
+    assert ended.exit_code == 0, ended.stderr
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert_equal(found, saved_of(family, **changes))
 
 
 @pytest.mark.parametrize(
@@ -126,74 +170,190 @@ def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
     return found
 
 
-_MOE = "2.mlp.experts.local_experts.3.linear_fc2"
-_DENSE = {"decoder.layers.0.mlp.linear_fc2.weight": torch.ones(24, 20)}
-# test_wrong_models makes all kinds of mistakes about each family.
-WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "biases that config denies": (
-        lambda: megatron("llama", changes={"attention_bias": True, "mlp_bias": True}),
-        lambda: config_of("llama"),
-        ContradictionError,
-        "bias belongs to models with (attention|mlp)_bias, and this model is not one",
-    ),
-    "biases missing": (
-        lambda: megatron("llama"),
-        lambda: config_of("llama", attention_bias=True),
-        ContradictionError,
-        "model.layers.0.self_attn.q_proj.bias: nothing in the source becomes it",
-    ),
-    "no k norm": (
-        lambda: without(megatron("qwen3"), "k_layernorm"),
-        lambda: config_of("qwen3"),
-        UsageError,
-        "no recipe fits its names",
-    ),
-    "one expert's matrix missing": (
-        lambda: without(megatron("mixtral"), _MOE),
-        lambda: config_of("mixtral"),
-        ContradictionError,
-        "model.layers.2.block_sparse_moe.experts.3.w2.weight: nothing",
-    ),
-    "two kinds of blocks": (
-        lambda: {**megatron("qwen3_moe"), **_DENSE},
-        lambda: config_of("qwen3_moe"),
-        ContradictionError,
-        "layer 0 has tensors of dense and experts blocks",
-    ),
-    "experts where config denies them": (
-        lambda: megatron("qwen2_moe"),
-        lambda: config_of("qwen2_moe", mlp_only_layers=()),
-        ContradictionError,
-        "is of the group dense, which layer 1 lacks by config.json",
-    ),
-    "another part of heads is turned": (
-        lambda: megatron("deepseek_v3"),
-        lambda: {**config_of("deepseek_v3"), "qk_rope_head_dim": 6, "qk_nope_head_dim": 4},
-        ContradictionError,
-        "does not fit",
-    ),
-    "one bias of GPT-2 missing": (
-        lambda: without(megatron("gpt2"), "layers.2.mlp.linear_fc1.bias"),
-        lambda: config_of("gpt2"),
-        ContradictionError,
-        "transformer.h.2.mlp.c_fc.bias: nothing",
-    ),
-}
-OTHERS = ["qwen2 llama", "llama qwen2", "qwen3 qwen2", "qwen2_moe qwen3_moe", "deepseek_v3 glm4_moe"]
-OTHERS += ["deepseek_v3 deepseek_v2", "deepseek_v2 deepseek_v3"]
-"""Families with the config.json of another."""
+_ALL_BIASES = {"attention_bias": True, "mlp_bias": True}
+_TWO_DENSE = {"mlp_only_layers": (0, 1)}
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_variants_are_refused(tmp_path: Path, kind: str) -> None:
-    made, config, error, says = WRONG[kind]
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize(
+    ("made", "config", "kind", "says"),
+    [
+        # Biases that transformers would drop without a word, or miss.
+        (
+            lambda: megatron("llama", changes=_ALL_BIASES),
+            lambda: config_of("llama"),
+            ContradictionError,
+            "bias belongs to models with (attention|mlp)_bias, and this model is not one",
+        ),
+        (
+            lambda: megatron("llama"),
+            lambda: config_of("llama", attention_bias=True),
+            ContradictionError,
+            "model.layers.0.self_attn.q_proj.bias: nothing in the source becomes it",
+        ),
+        (
+            lambda: megatron("llama", changes=_ALL_BIASES),
+            lambda: config_of("mistral"),
+            UsageError,
+            "which recipe its names are of is not clear",
+        ),
+        (lambda: megatron("qwen2"), lambda: config_of("llama"), UsageError, "not clear"),
+        (lambda: megatron("llama"), lambda: config_of("qwen2"), UsageError, "not clear"),
+        (lambda: megatron("qwen3"), lambda: config_of("qwen2"), UsageError, "not clear"),
+        (
+            lambda: without(megatron("qwen2"), "1.self_attention.linear_qkv.bias"),
+            lambda: config_of("qwen2"),
+            ContradictionError,
+            "model.layers.1.self_attn.q_proj.bias: nothing",
+        ),
+        (
+            lambda: without(megatron("qwen3"), "k_layernorm"),
+            lambda: config_of("qwen3"),
+            UsageError,
+            "no recipe fits its names",
+        ),
+        (
+            lambda: without(megatron("mixtral"), "2.mlp.experts.local_experts.3.linear_fc2"),
+            lambda: config_of("mixtral"),
+            ContradictionError,
+            "model.layers.2.block_sparse_moe.experts.3.w2.weight: nothing",
+        ),
+        (
+            lambda: without(megatron("mixtral"), "experts.local_experts.3."),
+            lambda: config_of("mixtral"),
+            ContradictionError,
+            "experts.3.w1.weight: nothing|router.weight does not fit",
+        ),
+        (
+            lambda: without(megatron("qwen3_moe", changes=_TWO_DENSE), "layers.1.mlp.linear_fc1"),
+            lambda: config_of("qwen3_moe", **_TWO_DENSE),
+            ContradictionError,
+            "model.layers.1.mlp.gate_proj.weight: nothing",
+        ),
+        (
+            lambda: {
+                **megatron("qwen3_moe"),
+                "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(24, 20),
+            },
+            lambda: config_of("qwen3_moe"),
+            ContradictionError,
+            "layer 0 has tensors of dense and experts blocks",
+        ),
+        (
+            lambda: without(megatron("qwen2_moe"), "2.mlp.shared_experts.gate_weight"),
+            lambda: config_of("qwen2_moe"),
+            ContradictionError,
+            "model.layers.2.mlp.shared_expert_gate.weight: nothing",
+        ),
+        (
+            lambda: megatron("qwen2_moe"),
+            lambda: config_of("qwen2_moe", qkv_bias=False),
+            ContradictionError,
+            "bias belongs to models with qkv_bias",
+        ),
+        (
+            lambda: megatron("qwen2_moe"),
+            lambda: config_of("qwen2_moe", mlp_only_layers=()),
+            ContradictionError,
+            "is of the group dense, which layer 1 lacks by config.json",
+        ),
+        (
+            lambda: megatron("deepseek_v3"),
+            lambda: config_of("deepseek_v3", first_k_dense_replace=2),
+            ContradictionError,
+            "is of the group experts, which layer 1 lacks by config.json",
+        ),
+        (lambda: megatron("qwen2_moe"), lambda: config_of("qwen3_moe"), UsageError, "not clear"),
+        (lambda: megatron("deepseek_v3"), lambda: config_of("glm4_moe"), UsageError, "not clear"),
+        (lambda: megatron("deepseek_v3"), lambda: config_of("deepseek_v2"), UsageError, "not clear"),
+        (lambda: megatron("deepseek_v2"), lambda: config_of("deepseek_v3"), UsageError, "not clear"),
+        (
+            lambda: without(megatron("deepseek_v3"), "2.mlp.router.expert_bias"),
+            lambda: config_of("deepseek_v3"),
+            ContradictionError,
+            "model.layers.2.mlp.gate.e_score_correction_bias: nothing",
+        ),
+        (
+            lambda: without(megatron("deepseek_v3"), "1.self_attention.kv_layernorm"),
+            lambda: config_of("deepseek_v3"),
+            ContradictionError,
+            "model.layers.1.self_attn.kv_a_layernorm.weight: nothing",
+        ),
+        (
+            lambda: megatron("deepseek_v3"),
+            lambda: {**config_of("deepseek_v3"), "num_attention_heads": 5},
+            ContradictionError,
+            "does not fit",
+        ),
+        (
+            lambda: megatron("deepseek_v3"),
+            lambda: {**config_of("deepseek_v3"), "qk_rope_head_dim": 6, "qk_nope_head_dim": 4},
+            ContradictionError,
+            "does not fit",
+        ),
+        (
+            lambda: megatron("glm4_moe"),
+            lambda: config_of("glm4_moe", use_qk_norm=False),
+            ContradictionError,
+            "layernorm.weight belongs to models with qk_norm",
+        ),
+        (
+            lambda: {**megatron("mixtral"), "decoder.layers.0.mlp.router.expert_bias": torch.ones(4)},
+            lambda: config_of("mixtral"),
+            UsageError,
+            "no recipe fits its names",
+        ),
+        (
+            lambda: without(megatron("gpt2"), "position_embeddings"),
+            lambda: config_of("gpt2"),
+            UsageError,
+            "no recipe fits its names",
+        ),
+        (
+            lambda: without(megatron("gpt2"), "layers.2.mlp.linear_fc1.bias"),
+            lambda: config_of("gpt2"),
+            ContradictionError,
+            "transformer.h.2.mlp.c_fc.bias: nothing",
+        ),
+        (
+            lambda: megatron("gpt2"),
+            lambda: {**config_of("gpt2"), "n_head": 5},
+            (ContradictionError, UsageError),
+            "does not fit|needs the size",
+        ),
+    ],
+    ids=[
+        "biases-that-config-denies",
+        "biases-missing",
+        "biases-of-no-mistral",
+        "qwen2-as-llama",
+        "llama-as-qwen2",
+        "qwen3-as-qwen2",
+        "one-bias-missing",
+        "no-k-norm",
+        "one-expert-matrix-missing",
+        "an-expert-missing",
+        "dense-block-cut",
+        "two-kinds-of-blocks",
+        "one-shared-gate-missing",
+        "biases-that-qwen2-moe-denies",
+        "experts-where-config-denies-them",
+        "dense-where-config-denies-it",
+        "qwen2-moe-as-qwen3-moe",
+        "deepseek-as-glm",
+        "deepseek-v3-as-v2",
+        "deepseek-v2-as-v3",
+        "one-router-bias-missing",
+        "one-norm-of-latents-missing",
+        "latent-heads-of-another-model",
+        "another-part-of-heads-is-turned",
+        "norms-that-glm-denies",
+        "router-bias",
+        "no-positions",
+        "one-gpt2-bias-missing",
+        "heads-of-another-model",
+    ],
+)
+def test_wrong_variants_are_refused(tmp_path: Path, made: Any, config: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
         gathered(tmp_path, made(), config())
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("pair", OTHERS)
-def test_config_of_another_family_is_refused(tmp_path: Path, pair: str) -> None:
-    family, other = pair.split()
-    with pytest.raises(UsageError, match="not clear"):
-        gathered(tmp_path, megatron(family), config_of(other))

@@ -115,11 +115,16 @@ def test_a_vocabulary_that_may_not_be_the_true_one_is_not_believed(tmp_path: Pat
     ("args", "says"),
     [
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
         ({"normalization": "LayerNorm"}, "normalization 'LayerNorm'"),
+        ({"position_embedding_type": "none"}, "position_embedding_type 'none'"),
+        ({"swiglu": False}, "swiglu False"),
         ({"rotary_percent": 0.5}, "rotary_percent 0.5"),
         ({"no_rope_freq": [0, 1]}, r"no_rope_freq \[0, 1\]"),
+        ({"qk_l2_norm": True}, "qk_l2_norm True"),
         ({"softmax_type": "off-by-one"}, "softmax_type 'off-by-one'"),
         ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
     ],
 )
 def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[str, Any], says: str) -> None:
@@ -132,7 +137,10 @@ def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[s
     [
         ("mixtral", {"moe_router_pre_softmax": True}),
         ("mixtral", {"moe_router_score_function": "sigmoid"}),
+        ("qwen3_moe", {"moe_router_score_function": "sigmoid"}),
+        ("qwen2_moe", {"moe_router_score_function": "sigmoid"}),
         ("glm4_moe", {"moe_router_score_function": "softmax"}),
+        ("glm4_moe", {"rotary_percent": 1.0}),
         ("deepseek_v3", {"multi_latent_attention": False}),
         ("qwen3_moe", {"moe_router_topk_scaling_factor": 2.5}),
         ("gpt2", {"squared_relu": True}),
