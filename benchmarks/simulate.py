@@ -9,18 +9,14 @@ counts. Rates belong to one machine and one number of ranks on it: what is fitte
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -29,9 +25,8 @@ from xrank.commands.export import export_model
 from xrank.engine.holdings import compute_shapes
 from xrank.layout import LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.virtual.link_model import LinkModel
 from xrank.virtual.simulation.simulation import simulate
-from xrank.virtual.simulation.traffic import NO_LIMIT, ConversionTraffic, Rates, predict
+from xrank.virtual.simulation.traffic import Sample, fit_rates, predict
 
 GRIDS = {"FSDP": "dp={n} tp=1", "FSDP x TP": "dp={half} tp=2", "TP, replicas": "ddp=2 tp={half}"}
 
@@ -54,7 +49,7 @@ def main() -> None:
         seconds = queue.get()
         traffic = [simulate(file, "export").traffic for file in files]
     num_small = len(cases) - len(GRIDS)
-    rates = fit_rates(list(zip(traffic[:num_small], seconds, strict=False)))
+    rates = fit_rates([Sample(*pair) for pair in zip(traffic[:num_small], seconds, strict=False)])
     print(f"fitted  {rates.to_dict()}")
     print("| layout | layers | exported | predicted | measured | predicted / measured |\n" + "| --- " * 6 + "|")
     for number, ((name, layers), moved, took) in enumerate(zip(cases, traffic, seconds, strict=True)):
@@ -62,56 +57,6 @@ def main() -> None:
         what = f"{name}{' (fitted)' if number < num_small else ''}"
         nbytes = int(moved.total("written_nbytes").sum())
         print(f"| {what} | {layers} | {nbytes / 1e6:.0f} MB | {told:.2f} s | {took:.2f} s | {told / took:.2f} |")
-
-
-def fit_rates(samples: Sequence[tuple[ConversionTraffic, float]]) -> Rates:
-    """Fit rates to the seconds of conversions by least squares, with equal weights.
-
-    A rate that no sample exercises is unknown; a rate that the samples do not need has no limit.
-    """
-    seconds = np.array([took for _, took in samples])
-    # Dividing by the seconds gives samples equal weights in the least squares.
-    columns = np.array([_amounts(moved) for moved, _ in samples]) / seconds[:, None]
-    is_used = columns.any(axis=0)
-    start, *others, latency = map(float, _fit_seconds(columns))
-    memory, read, write, bandwidth = (
-        (1 / one if one else NO_LIMIT) if known else None for one, known in zip(others, is_used[1:5], strict=True)
-    )
-    link = LinkModel(latency, math.inf if bandwidth is None else bandwidth)
-    return Rates(read=read, write=write, memory=memory, link=link, start_seconds=start)
-
-
-def _fit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Fit the seconds per unit of each kind of work; a kind that would be negative or is unused gets 0."""
-    used = np.flatnonzero(amounts.any(axis=0)).tolist()
-    seconds = np.zeros(amounts.shape[1])
-    while used:
-        # Equal scales keep the problem well-conditioned: a second per byte is tiny against a second per start.
-        scales = np.linalg.norm(amounts[:, used], axis=0)
-        found = np.linalg.lstsq(amounts[:, used] / scales, np.ones(len(amounts)), rcond=None)[0] / scales
-        if (found >= 0).all():
-            seconds[used] = found
-            break
-        used.pop(int(np.argmin(found * scales)))
-        # Non-negative least squares: drop the most negative kind and fit the rest again.
-    return seconds
-
-
-def _amounts(traffic: ConversionTraffic) -> tuple[float, ...]:
-    """Return the busiest ranks' amounts: (starts, from memory, from files, written, exchanged, messages)."""
-
-    def most(amounts: list[Any]) -> float:
-        return float(sum(int(each.max(initial=0)) for each in amounts))
-
-    rounds = traffic.rounds
-    return (
-        1.0,
-        most([traffic.compared_nbytes, *(one.own_nbytes for one in rounds)]),
-        most([one.read_nbytes for one in rounds]),
-        most([one.written_nbytes for one in rounds]),
-        most([np.maximum(one.taken_nbytes, one.given_nbytes) for one in rounds]),
-        most([one.messages for one in rounds]),
-    )
 
 
 def _layout_file(folder: Path, name: str, layers: int, ranks: int) -> str:

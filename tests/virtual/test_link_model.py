@@ -12,6 +12,7 @@ from tests.virtual.stepwise import as_messages
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
 from xrank.virtual import ArraySpec, LinkModel, MatMul, MatMulSharding, Program
+from xrank.virtual.link_model import LinkSample
 from xrank.virtual.programs import Communicate, Compute, Receive, Return, Send, Take
 
 L, B = 0.25, 1000.0
@@ -296,3 +297,53 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
 def test_invalid_models_are_refused(arguments):
     with pytest.raises(UsageError, match="is impossible"):
         LinkModel(**arguments)
+
+
+def test_four_thousand_devices_take_seconds():
+    mesh = DeviceMesh((16, 16, 16), ("pp", "dp", "tp"))
+    x = ArraySpec((1600,), "F32")
+    steps = {device: [Compute("made", (), ("x0",), (x,), 1000)] for device in mesh.ranks}
+    for number, axis in enumerate(mesh.axis_names):
+        for group in mesh.groups(axis):
+            for device in group:
+                call = Communicate(
+                    "all_reduce", group, f"x{number}", f"x{number + 1}", (x,) * 16, x, reduction="sum", axes=(axis,)
+                )
+                steps[device].append(call)
+    programs = [Program(device, tuple(instructions)) for device, instructions in steps.items()]
+    model = LinkModel(1e-6, 1e9, {"tp": (1e-7, 1e10)}, flops_per_second=1e9)
+    begin = time.process_time()
+    seconds = model.seconds(programs, "ring")
+    assert time.process_time() - begin < 30, "about 2 seconds where nothing else runs"
+    assert seconds == pytest.approx(1e-6 + 2 * 30 * (1e-6 + 400e-9) + 30 * (1e-7 + 40e-9))
+
+
+def test_a_fit_recovers_the_model_of_the_samples():
+    told = LinkModel(3e-6, 2e9, flops_per_second=5e10)
+    samples = [
+        LinkSample(m, n, m * 3e-6 + n / 2e9 + f / 5e10, f)
+        for m, n, f in [(1, 1000, 0), (10, 10**6, 10**6), (100, 10**8, 0), (2, 64, 10**9), (7, 10**7, 10**7)]
+    ]
+    found = LinkModel.from_samples(samples)
+    assert found.latency_seconds == pytest.approx(told.latency_seconds)
+    assert found.bandwidth_nbytes_per_second == pytest.approx(told.bandwidth_nbytes_per_second)
+    assert found.flops_per_second == pytest.approx(told.flops_per_second)
+
+
+def test_a_fit_weighs_short_and_long_alike_and_takes_no_rate_that_cannot_be():
+    noise = [1.1, 0.9, 1.05, 0.95]
+    samples = [LinkSample(1, n, (2e-5 + n / 1e9) * f) for n, f in zip([10, 10**4, 10**6, 10**8], noise, strict=True)]
+    found = LinkModel.from_samples(samples)
+    assert found.latency_seconds == pytest.approx(2e-5, rel=0.15)
+    assert found.bandwidth_nbytes_per_second == pytest.approx(1e9, rel=0.15)
+    assert found.flops_per_second == math.inf
+    # A line through these would have a latency below 0.
+    found = LinkModel.from_samples([LinkSample(1, 1000, 0.5), LinkSample(1, 3000, 2.0)])
+    assert found.latency_seconds == 0 and 1000 < found.bandwidth_nbytes_per_second < 3000
+    assert LinkModel.from_samples([LinkSample(4, 0, 2.0)]) == LinkModel(0.5)
+
+
+@pytest.mark.parametrize("samples", [[], [LinkSample(1, 1, 0.0)], [LinkSample(1, 1, 1.0), LinkSample(1, 1, -1.0)]])
+def test_a_fit_needs_times(samples):
+    with pytest.raises(UsageError, match="measured times"):
+        LinkModel.from_samples(samples)

@@ -32,6 +32,27 @@ from xrank.virtual.programs import (
     rooted_steps,
 )
 
+
+def unit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Fit the seconds per unit of each kind of work; a kind that would be negative or is unused gets 0.
+
+    Args:
+        amounts: one row per sample: its amount of each kind of work per second of its time, for equal weights.
+    """
+    used = np.flatnonzero(amounts.any(axis=0)).tolist()
+    seconds = np.zeros(amounts.shape[1])
+    while used:
+        # Equal scales keep the problem well-conditioned: a second per byte is tiny against a second per start.
+        scales = np.linalg.norm(amounts[:, used], axis=0)
+        found = np.linalg.lstsq(amounts[:, used] / scales, np.ones(len(amounts)), rcond=None)[0] / scales
+        if (found >= 0).all():
+            seconds[used] = found
+            break
+        used.pop(int(np.argmin(found * scales)))
+        # Non-negative least squares: drop the most negative kind and fit the rest again.
+    return seconds
+
+
 Kind: TypeAlias = Literal["seconds", "bandwidth", "flops"]
 """Kind of a name's value."""
 
@@ -184,6 +205,15 @@ def _group_times(
     return _GroupTimes(now, sent, waited)
 
 
+class LinkSample(NamedTuple):
+    """A measurement for `LinkModel.from_samples`: the sequential work of one device."""
+
+    messages: int
+    nbytes: int
+    seconds: float
+    flops: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
     """Predicted time of one device."""
@@ -260,6 +290,24 @@ class LinkModel:
         values, general, axes = read_words(source, {"flops": "flops"})
         host = axes.pop("host", None)
         return cls(*general, axes, host, values.get("flops", inf))
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[LinkSample]) -> LinkModel:
+        """Fit a model to measurements; all samples have the same weight, whatever time they took.
+
+        A latency, bandwidth or flop rate that the samples do not need has no effect in the model.
+
+        Raises:
+            UsageError: the samples are missing, or one has no positive time.
+        """
+        if not samples or not all(sample.seconds > 0 for sample in samples):
+            raise UsageError("a link model needs measured times", want="samples of more than 0 seconds")
+        seconds = np.array([sample.seconds for sample in samples])
+        # Divided by the time, so that relative errors count; otherwise the longest samples would decide alone.
+        columns = np.array([(s.messages, s.nbytes, s.flops) for s in samples], np.float64) / seconds[:, None]
+        latency, *others = map(float, unit_seconds(columns))
+        bandwidth, flops = (1 / rate if rate else inf for rate in others)
+        return cls(latency, bandwidth, flops_per_second=flops)
 
     def link(self, axes: Sequence[str] = ()) -> tuple[float, float]:
         """Return latency and bandwidth between devices that differ along these axes."""

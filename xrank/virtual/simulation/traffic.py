@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from xrank.errors import UsageError, option
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.stored_model import NO_CHECKSUM
-from xrank.virtual.link_model import Kind, LinkModel, read_words
+from xrank.virtual.link_model import Kind, LinkModel, read_words, unit_seconds
 
 FROM_FILES = -1
 """Value of `Flow.giver` for reads from files instead of a rank's memory."""
@@ -506,3 +506,51 @@ def _exchange_seconds(exchange: Flow, link: LinkModel, places: dict[str, IntArra
     taken = np.bincount(exchange.taker, moved + exchange.messages * a_message, num_ranks)
     # A rank serves others while it reads, so the longer of both counts.
     return np.maximum(taken, np.bincount(exchange.giver, moved, num_ranks))
+
+
+class Sample(NamedTuple):
+    """A measured conversion."""
+
+    traffic: ConversionTraffic
+    seconds: float
+
+
+def fit_rates(samples: Sequence[Sample]) -> Rates:
+    """Fit rates to the samples' times by least squares, with equal weights.
+
+    A rate that no sample exercises is unknown; a rate that the samples do not need has no limit. If two kinds of work
+    always occur in one proportion, their rates are valid only for work in that proportion.
+
+    Raises:
+        UsageError: the samples are missing, or one has no positive time.
+    """
+    if not samples or not all(sample.seconds > 0 for sample in samples):
+        raise UsageError("fitting rates needs measured times", want="samples of more than 0 seconds")
+    seconds = np.array([sample.seconds for sample in samples])
+    # Dividing by the seconds gives samples equal weights in the least squares.
+    columns = np.array([_amounts(sample.traffic) for sample in samples]) / seconds[:, None]
+    is_used = columns.any(axis=0)
+    start, *others, latency = map(float, unit_seconds(columns))
+    memory, read, write, bandwidth = (
+        (1 / one if one else NO_LIMIT) if known else None for one, known in zip(others, is_used[1:5], strict=True)
+    )
+    # An infinite bandwidth means unknown in `Rates`.
+    link = LinkModel(latency, inf if bandwidth is None else bandwidth)
+    return Rates(read=read, write=write, memory=memory, link=link, start_seconds=start)
+
+
+def _amounts(traffic: ConversionTraffic) -> tuple[float, ...]:
+    """Return the busiest ranks' amounts: (starts, from memory, from files, written, exchanged, messages)."""
+
+    def most(amounts: Sequence[IntArray]) -> float:
+        return float(sum(int(each.max(initial=0)) for each in amounts))
+
+    rounds = traffic.rounds
+    return (
+        1.0,
+        most([traffic.compared_nbytes, *(one.own_nbytes for one in rounds)]),
+        most([one.read_nbytes for one in rounds]),
+        most([one.written_nbytes for one in rounds]),
+        most([np.maximum(one.taken_nbytes, one.given_nbytes) for one in rounds]),
+        most([one.messages for one in rounds]),
+    )
