@@ -169,7 +169,7 @@ def test_another_ranks_file_is_seen_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "layout.toml").write_text('[mesh]\ngrid = "fsdp=2"\n\n[tensors]\n"w" = "[a/fsdp, b]"\n')
     assert gathered(folder, layouts=tmp_path / "layout.toml").keys() == {"w"}
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_1.pt")
-    with pytest.raises(ContradictionError, match=r"rank_1\.pt: was saved under another name") as caught:
+    with pytest.raises(ContradictionError, match=r"rank_1\.pt was saved under another name") as caught:
         gathered(folder, layouts=tmp_path / "layout.toml")
     assert (caught.value.rank, caught.value.got) == (1, "model_world_size_2_rank_0.pt")
 

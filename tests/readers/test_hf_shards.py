@@ -157,7 +157,7 @@ def test_number_of_ranks_proves_the_shapes_of_a_whole_grid(shards: Path, tmp_pat
     words += ["--layout", tmp_path / "new.toml", "--out", tmp_path / "states"]
     assert run("reshard", *words).exit_code == 0
     # A wrong number makes no model.
-    with pytest.raises(UsageError, match=r"shard-00004-model-00001-of-00003.safetensors: is of a later rank than"):
+    with pytest.raises(UsageError, match=r"shard-00004-model-00001-of-00003.safetensors is of a later rank than"):
         gathered(shards, world_size=3)
     with pytest.raises(IncompleteError, match=r"shard-00005-model-00001-of-00003.safetensors is missing"):
         gathered(shards, world_size=5)

@@ -336,7 +336,7 @@ def _differs(one: Layer, a: ArchivedTensor, other: Layer, b: ArchivedTensor) -> 
 
 
 def _absent_layer_error(name: str, file: str, folder: str) -> IncompleteError:
-    problem = f"{folder} contains no {file}, which holds it" if "*" in file else f"no file of {folder} holds it"
+    problem = f"{folder} contains no {file}, which holds {name}" if "*" in file else f"no file of {folder} holds {name}"
     return Subject(name, None, folder).incomplete(problem, None, file, _COPY.format("layers"))
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank.dtypes import dtype
-from xrank.errors import AGAIN, IncompleteError, XrankError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh
@@ -84,9 +84,14 @@ class Scheme(Struct, frozen=True):
         """Check that a file has the name under which it was saved, if that is a name of this scheme."""
         stem, suffix = os.path.splitext(os.path.basename(path))
         if saved_as != stem and self.pattern.fullmatch(saved_as + suffix):
-            step = f"copy the file of rank {rank} again, or let all ranks write again"
-            got, want = saved_as + suffix, stem + suffix
-            raise Origin(path, rank).contradiction("was saved under another name", got, want, step)
+            raise ContradictionError(
+                f"{Origin(path, rank).name} was saved under another name",
+                rank=rank,
+                file=path,
+                got=saved_as + suffix,
+                want=stem + suffix,
+                next_step=f"copy the file of rank {rank} again, or let all ranks write again",
+            )
 
     def explain_mismatch(self, path: str) -> str | None:
         """Return None if the folder contains such files, otherwise the reason against it."""

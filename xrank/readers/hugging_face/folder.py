@@ -196,7 +196,7 @@ def choose_tensors(
 
 def _make_twice_error(folder: str, name: str, file: str, other: str) -> XrankError:
     kind: type[XrankError]
-    problem = f"it lies in two files of {folder}"
+    got, problem = f"{file} and {other}", f"{name} lies in two files of {folder}"
     if not is_one_of_several(file) or not is_one_of_several(other):
         # Files of two models and ranks' parts of one look alike. Moving one of them away may leave half a model.
         kind, want = UsageError, "each tensor once"
@@ -206,12 +206,12 @@ def _make_twice_error(folder: str, name: str, file: str, other: str) -> XrankErr
             "gather the checkpoint that was trained"
         )
     elif len({name.partition("-of-")[2][5:] for name in (file, other)}) > 1:
-        kind, want, problem = UsageError, "the files of one epoch", f"{folder} holds more than one model"
+        kind, want = UsageError, "the files of one epoch"
+        problem = f"{folder} holds more than one model: {name} is in {got}"
         step = "copy all files of one epoch and config.json into a folder of their own, and give its path"
     else:
         kind, want, step = ContradictionError, "each tensor once", "copy the folder again from where it was made"
-    subject = Subject(name, None, os.path.join(folder, other))
-    return subject.make(kind, problem, f"{file} and {other}", want, step)
+    return kind(problem, tensor=name, file=os.path.join(folder, other), got=got, want=want, next_step=step)
 
 
 def check_placeholders(

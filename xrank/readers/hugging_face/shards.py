@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, option
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UsageError, option
 from xrank.formats.dcp_items import read_saved_offsets
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable
@@ -218,11 +218,13 @@ def _state_ranks(grid: ShardGrid, num_ranks: int) -> ShardGrid:
     """Return the grid with the stated number of ranks."""
     if max(grid.ranks) > num_ranks:
         file = next(file for (rank, _), file in sorted(grid.files.items()) if rank > num_ranks)
-        raise Origin(file, num_ranks).usage(
-            f"is of a later rank than {option('world_size', num_ranks)} states",
-            grid.text(),
-            f"files of ranks 1 to {num_ranks}",
-            f"correct {option('world_size')}; or {ONE_SAVE}",
+        raise UsageError(
+            f"{os.path.basename(file)} is of a later rank than {option('world_size', num_ranks)} states",
+            rank=num_ranks,
+            file=file,
+            got=grid.text(),
+            want=f"files of ranks 1 to {num_ranks}",
+            next_step=f"correct {option('world_size')}; or {ONE_SAVE}",
         )
     return replace(grid, num_ranks=num_ranks)
 

@@ -317,8 +317,13 @@ def _list_places(grid: Sequence[int], first: tuple[int, ...] = ()) -> Iterator[t
 def check_size(one: ChosenArray, value: StoredValue, path: str, nbytes: int | None) -> None:
     """Check that a file is there and long enough for a value."""
     if nbytes is None:
-        raise Subject(one.name, None, path).incomplete(
-            f"{path} is missing", "no such file", "the file that the store's index names", COPY_WHOLE
+        raise IncompleteError(
+            f"{path}, with chunks of {one.name}, is missing",
+            tensor=one.name,
+            file=path,
+            got="no such file",
+            want="the file that the store's index names",
+            next_step=COPY_WHOLE,
         )
     end = value.offset + value.nbytes
     if nbytes < end:
