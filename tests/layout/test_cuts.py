@@ -1,4 +1,4 @@
-"""What no dialect says is refused by its own text, also what the notation may learn to say later."""
+"""Dialects refuse a part of a layout that they cannot express, and show its text; so, too, parts of later notations."""
 
 from dataclasses import dataclass
 

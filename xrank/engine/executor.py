@@ -446,7 +446,7 @@ def execute(
         files: indices of the output files to make, in this order; all if None.
         shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
             records are checked as far as they are read here; the caller joins the reads of other executions.
-        checksums: state of the records that other executions have read; None: none was read.
+        checksums: state of the records that other executions have read; None: they have read none.
         file_hashes: gets each window of the files, which must be whole; None: they are not hashed.
         replicas: "verify" raises if pieces that must be equal differ, "pick" counts the differences.
         begin: called once for each file before its first byte is written, by one thread at a time.

@@ -84,7 +84,7 @@ class RecordChecksums:
         records: the source's records.
         mismatch: called with (record, computed CRC) if that is not the recorded one.
         left_open: mask of records of which other ranks read parts too. Their CRCs are kept for `take_parts` and not
-            compared. None: there are none.
+            compared. None: no rank reads parts of them.
     """
 
     def __init__(

@@ -374,7 +374,7 @@ class Scanner:
         token = self.next
         before, after = self.text[: token.position], self.text[token.position :]
         found = "the text ends" if token.kind == "end" else f"{_escape(token.text[:40])!r} stands"
-        # Of a long text, show only the surroundings of the place.
+        # Show only a part of a long text, around the place.
         shown = _escape(("..." if len(before) > 60 else "") + before[-60:] + ">>>" + after[:40])
         return LayoutError(
             f"{self._label} cannot be read: {found} at position {token.position} of '{shown}', not {want}",

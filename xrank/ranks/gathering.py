@@ -50,7 +50,7 @@ class Session:
         self._waits_in: str | None = None
         """The medium of the meeting in which this rank waits for the others."""
         self._turn = threading.RLock()
-        """Held while a call goes from one state to the next: none, in a meeting, met. A failure of another thread then
+        """Held while a call goes from one state to the next: no call, meeting, met. A failure of another thread then
         fails that state, on all ranks; if it failed two, the ranks would count their calls differently."""
 
     def exchange(self, path: str | None, deadline: Deadline, describe: Callable[[], str]) -> GatherExchange:

@@ -245,7 +245,7 @@ class GroupStore:
 
     @property
     def host(self) -> str | None:
-        """The host of the store, as this process knows it; None if it is none that listens."""
+        """The host of the store, as this process knows it; None if no host listens, as for a file."""
         store = self._store
         while hasattr(store, "underlying_store"):  # a prefix's
             store = store.underlying_store

@@ -65,7 +65,7 @@ class HeldTensor(Struct, frozen=True):
 
     @classmethod
     def from_record(cls, known: TensorRecord, meshes: Sequence[DeviceMesh], **place: Any) -> HeldTensor:
-        """Return the part with what a rank's record tells of it; `place` are the attributes up to `storage_offset`."""
+        """Return a rank's part of a tensor, from its record and its attributes up to `storage_offset` (`place`)."""
         return cls(
             **place,
             layout=known.layout,

@@ -188,7 +188,7 @@ _NUMBERED = re.compile(r"\.\d+\.|^\d+\.")
 
 
 def find_absent(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> str | None:
-    """Return the first name that every model of config.json's type has and this one lacks; None: none, or unknown.
+    """Return the first name that every model of config.json's type has and this one lacks; None of an unknown type.
 
     Older versions of transformers gave some tensors other names. So a tensor is absent only if the model has no other
     one with as many dims whose name the type does not know.

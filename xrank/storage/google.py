@@ -133,7 +133,7 @@ class GoogleBackend(PartsBackend):
         return part.etag
 
     def list_parts(self, key: str, upload_id: str) -> KnownParts:
-        """Return the parts that are in the store: none of an upload that has only its id."""
+        """Return the parts that are in the store; an upload that has only its id has none."""
         found: KnownParts = {}
         for source in self._list(f"{PARTS}/{key}/{upload_id}-"):
             match = PART_NAME.fullmatch(source.key.rpartition("/")[2])

@@ -405,7 +405,7 @@ class MessageWorkspaceContract:
                 _assert_message(message, number + turn, [300_000])
                 ranks[sender].retire(receipts[sender, reader])
 
-    # ---- the reader owns what it fetched
+    # ---- fetched tensors belong to the reader
 
     @pytest.mark.parametrize("nbytes", [100, 70_000, 5_000_000])
     def test_what_was_fetched_stays_whatever_becomes_of_the_message(
