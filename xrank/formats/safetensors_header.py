@@ -187,7 +187,11 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
         entries = _decode(raw, msgspec.Raw)
         stated = bytes(entries.pop(_METADATA, b"null"))
         # tensor.rs: HashMetadata is an Option, so null means no metadata.
-        metadata: dict[str, str] = {} if stated == b"null" else _decode(stated, str, _MAX_METADATA)
+        try:
+            metadata: dict[str, str] = {} if stated == b"null" else _decode(stated, str, _MAX_METADATA)
+        except msgspec.ValidationError as error:
+            problem = "the safetensors header's __metadata__ is not a table of texts, or of too many"
+            raise origin.corrupt(problem, got=str(error), want=f"at most {_MAX_METADATA:,} texts by name") from None
         tensors = [_tensor(name, entry, data_nbytes, origin) for name, entry in entries.items()]
     except XrankError:
         raise
