@@ -35,7 +35,6 @@ from xrank.readers.live.modules import FilledModule
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
 from xrank.refit.directory import Address, RankRegistration
 from xrank.refit.peers import EngineRanks, PeerRank, Phase, StatusBlock
-from xrank.refit.recording import Loader
 from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngines
 from xrank.refit.targets import LoaderTarget, ModuleTarget, TargetPlan, Transfer
 from xrank.refit.trainer_link import LOOK_SECONDS, TrainerLink, connect_trainer
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from xrank.layout import LayoutMap
+    from xrank.refit.recording import Loader
 
 
 class UpdateReport(Struct, frozen=True):
