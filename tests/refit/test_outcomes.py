@@ -41,6 +41,8 @@ TRAINER_ENDS = [
     for victim, snapshot, what in [(2, False, "kill"), (0, False, "kill"), (2, True, "kill"), (0, True, "raise")]
 ]
 CLOSES = [{"victim": 1, "snapshot": False, "what": "kill", "closes": True}]
+LATE = [{"victim": 2, "snapshot": snapshot, "what": "kill", "late": 1} for snapshot in (False, True)]
+"""The late rank has begun its call, and looks at the others only when one has raised and closed."""
 
 
 def train_until_one_ends(rank: int, text: str) -> list[Any]:
@@ -55,13 +57,18 @@ def train_until_one_ends(rank: int, text: str) -> list[Any]:
         with pytest.raises(KeyError), offer:
             raise KeyError("planned")
         return []
+    closed = Path(job["folder"]) / "closed"
+    if rank == job.get("late"):
+        offer._part.synchronize = lambda: wait_for_file(closed)  # type: ignore[method-assign]
     calls = [offer.close] if job.get("closes") else [lambda: offer.publish(2, timeout_seconds=30), offer.close]
-    return [attempt(call) for call in calls]
+    answers = [attempt(call) for call in calls]
+    closed.touch()
+    return answers
 
 
 def test_the_end_of_a_trainer_rank_is_raised_by_publish_and_close_of_all_others(tmp_path: Path) -> None:
     """Without any engine, too, and whichever rank it is."""
-    jobs = TRAINER_ENDS + CLOSES
+    jobs = TRAINER_ENDS + CLOSES + LATE
     for job, results in zip(jobs, run_jobs(train_until_one_ends, tmp_path, 3, jobs), strict=True):
         others = [result for rank, result in enumerate(results) if rank != job["victim"]]
         assert len(others) == 2 and all(len(one) == (1 if job.get("closes") else 2) for one in others), (job, results)

@@ -377,6 +377,7 @@ class WeightsOffer:
         started, deadline = monotonic(), Deadline(timeout_seconds)
         with self._lock:
             self._check_call(step)
+            outcome = None
             try:
                 self._check_places()
                 self._engines.begin_step()
@@ -384,11 +385,15 @@ class WeightsOffer:
                 outcome = (self._publish_copy if self._part.is_snapshot else self._publish_in_place)(step, deadline)
                 if outcome.is_over and outcome.error is not None:
                     raise outcome.error
-            except BaseException as error:
+            except BaseException as raised:
+                error = raised
+                if outcome is None and isinstance(raised, RankFailedError):
+                    # The rank may have ended because of another one's failure, which it has noted before.
+                    error = self._find_noted_failure() or error
                 self._set(Phase.FAILED, step, f"{type(error).__name__}: {error}")
                 if self._ranks.is_first and isinstance(error, RankFailedError | RankTimeoutError):
                     self._ranks.decide(StepOutcome(step, error=error, is_over=True))
-                raise
+                raise error from raised.__cause__
             if not self._part.is_snapshot:
                 self._set(Phase.CLOSED, step)
             if outcome.error is not None:  # if the caller then closes, others see why
