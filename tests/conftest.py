@@ -76,7 +76,7 @@ def in_full(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def every(in_full: bool) -> int:
     """How many calls lie between two of those at which work is killed, or fails."""
-    return 1 if in_full else 5
+    return 1 if in_full else 9
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import xrank
 from tests.commands.exported import tensors_of
+from tests.sampled import sampled
 from xrank.errors import ContradictionError, RankFailedError, UsageError
 
 OWN = {"model_type": "own"}
@@ -49,7 +50,7 @@ def check_names_both(error: BaseException, *calls: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("writer", [0, 1])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", sampled(CALLS, 3))
 def test_a_call_of_all_ranks_in_the_body_of_one(rank: int, tmp_path: Path, call: str, writer: int) -> None:
     began = time.monotonic()
     with refused() as raised, xrank.get_tensors_parallel(torch.ones(2), [0, 1]):

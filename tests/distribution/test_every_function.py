@@ -21,6 +21,7 @@ def test_on_two_ranks(shape, axis):
 
 @pytest.mark.ranks(4, timeout_seconds=120)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_on_two_by_two_ranks():
     check_all(EXAMPLES, (2, 2), "model/~batch")
 

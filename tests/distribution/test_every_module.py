@@ -30,5 +30,6 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.ranks(4, timeout_seconds=120)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_on_two_by_two_ranks(axis):
     check_all(EXAMPLES, (2, 2), axis)

@@ -121,7 +121,7 @@ def uploading(files, rng: random.Random):
 def test_random_models_become_their_bytes(tmp_path, small_windows, monkeypatch, source_kind, target_kind):
     use_as_store(tmp_path, monkeypatch, fills_memory=source_kind == "object")
     rng = random.Random(f"{source_kind}{target_kind}")
-    for _ in range(100 if source_kind == target_kind == "memory" else 40):
+    for _ in range(100 if source_kind == target_kind == "memory" else 25):
         made = random_model(rng)
         files = lay_out(outputs_of(made), rng.randint(1, 3), rng.choice([8, 100, 512, 2000]))
         told, begun, finished = [], [], {}

@@ -36,7 +36,7 @@ def _kill_in_training(first: int, stop: int) -> list[dict[str, Any]]:
 
 
 def test_a_rank_that_is_killed_in_training_is_named_on_all_others(soak: bool) -> None:
-    num_kills = 100 if soak else 3
+    num_kills = 100 if soak else 2
     slowest = []
     for first in range(0, num_kills, 25):
         for job in _kill_in_training(first, min(num_kills, first + 25)):

@@ -160,7 +160,7 @@ def test_two_ranks_have_the_gradients_of_one_process(rank: int, world_size: int,
 
 
 @pytest.mark.ranks(4, timeout_seconds=90)
-@pytest.mark.parametrize("sizes", sampled(_FOUR, 3), ids=_id)
+@pytest.mark.parametrize("sizes", sampled(_FOUR, 4), ids=_id)
 def test_four_ranks_have_the_gradients_of_one_process(rank: int, world_size: int, sizes: dict[str, int]) -> None:
     _assert_every_way_is_right(rank, world_size, sizes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from tests.recipes.made_hybrids import HYBRID_FAMILIES, hybrid_forms
 from tests.recipes.made_torchtitan import torchtitan_forms
 from tests.recipes.made_vision import VISION_RECIPES, vision_forms
 from tests.recipes.test_there_and_back import RECIPES, elements, model_of
+from tests.sampled import sampled
 from xrank.errors import UsageError, XrankError
 from xrank.recipes.recipe import Recipe, Rule, match, parse_side
 from xrank.recipes.recipe_choice import follow_recipe
@@ -179,14 +180,14 @@ def with_target(rule: Rule, part: str, side: Any) -> Rule:
     return replace(rule, targets={**rule.targets, part: side})
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_no_line_can_be_wrong_unnoticed(name: str) -> None:
+@pytest.mark.parametrize("name", sampled(RECIPES, 2))
+def test_no_line_can_be_wrong_unnoticed(name: str, every: int) -> None:
     num_broken = 0
     used = [{number for number, _ in match(RECIPES[name], theirs).used} for _, _, theirs in made(name)]
-    for what, lines, recipe in broken(RECIPES[name]):
+    for what, lines, recipe in islice(broken(RECIPES[name]), 0, None, every):
         touched = [form for form, its in zip(made(name), used, strict=True) if its & lines]
         assert not all(is_right(recipe, *form) for form in touched), what
-        num_broken += 1
+        num_broken += every
     assert num_broken > sum(not is_repeated(str(rule.sources[0])) for rule in RECIPES[name].rules)
 
 

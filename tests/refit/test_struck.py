@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the seeds: five and one (two by `make test-all`), in `make soak` all 200 and 100."""
     is_soak = metafunc.config.getoption("soak")
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(0, 200, 1 if is_soak else 40))
+        metafunc.parametrize("seed", range(200) if is_soak else sampled(range(0, 200, 40), 2))
     if "relay_seed" in metafunc.fixturenames:
         metafunc.parametrize("relay_seed", range(100) if is_soak else sampled([75, 0], 2))
 

@@ -36,8 +36,9 @@ def expected(states: tuple[Path, Path]) -> Model:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     soak = metafunc.config.getoption("soak")
+    places = [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("gs", "az"))) for kind in QUICK]
     if "kind" in metafunc.fixturenames:
-        metafunc.parametrize("kind", (*QUICK, "moto", "azurite") if soak else QUICK)
+        metafunc.parametrize("kind", (*QUICK, "moto", "azurite") if soak else places)
     if "point" in metafunc.fixturenames:
         last = OVERWRITE_POINTS if "overwrite" in metafunc.function.__name__ else POINTS
         points = [(n, when) for n in range(1, last) for when in ("before", "after")]

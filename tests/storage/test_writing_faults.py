@@ -22,12 +22,12 @@ from xrank.storage import bucket_stage
 PART_NBYTES = WINDOW_NBYTES
 FILE_NBYTES = "3300KB"
 """Two files of three parts and a rest each, and a small one; parts are whole windows, as always."""
-_SEEDS_A_JOB = 25
+_SEEDS_A_JOB = 8
 _RATES = (0.02, 0.05, 0.1, 0.3)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    make_seeds(metafunc, count=25, soak=1000, a_job=_SEEDS_A_JOB)
+    make_seeds(metafunc, count=8, soak=1000, a_job=_SEEDS_A_JOB)
     if "kind" in metafunc.fixturenames:
         metafunc.parametrize("kind", ("s3", "gs", "az"))
 

@@ -135,7 +135,7 @@ def nothing_remains():
 
 @pytest.fixture(scope="module")
 def num_repeats(soak):
-    return 200 if soak else 20
+    return 200 if soak else 14
 
 
 def run_with(failing, failing_device):

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 
+from xrank.ranks import loans
 from xrank.ranks.byte_service import host_addresses
 from xrank.ranks.loans import MemoryOffer, PeerSource
 
@@ -125,6 +126,7 @@ def source(told, *, way="memory", own=(), check=lambda: None, timeout_seconds=20
             *(mine, 0, {0: mine.describe(), 1: told}, np.array(rows), np.array(records)),
             check=check,
             timeout_seconds=timeout_seconds,
+            grace_seconds=loans._GRACE_SECONDS,
             direct=way == "memory",
         )
         with closing(made):

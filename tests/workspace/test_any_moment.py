@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.other_hosts import move_to_host
+from tests.sampled import sampled
 from tests.workspace.forked_ranks import attempt, gather, run_many
 from xrank.ranks import meeting
 
@@ -67,12 +68,11 @@ def gather_until_a_death(rank, argument):
 
 
 def pytest_generate_tests(metafunc):
-    """Give the seeds, ten to a job: ten in `make test`, twenty in `make test-all`, all hundred in `make soak`."""
+    """Give the seeds, five to a job: five in `make test`, twenty in `make test-all`, all hundred in `make soak`."""
     if "seeds" in metafunc.fixturenames:
         count = 100 if metafunc.config.getoption("soak") else 20
-        jobs = [pytest.param(range(first, first + 10), marks=[pytest.mark.slow] * (first > 0))
-                for first in range(0, count, 10)]  # fmt: skip
-        metafunc.parametrize("seeds", jobs, ids=lambda seeds: f"from {seeds[0]}")
+        jobs = [range(first, first + 5) for first in range(0, count, 5)]
+        metafunc.parametrize("seeds", sampled(jobs, len(jobs)), ids=lambda seeds: f"from {seeds[0]}")
 
 
 def way_of(seed):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.sampled import sampled
 from tests.workspace.forked_ranks import attempt, gather, kill_self, run_ranks
 from xrank.workspace.parallel import get_tensors_parallel
 
@@ -102,7 +103,7 @@ def give_a_wrong_argument(rank, name):
     return results
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", sampled(WRONG, 4))
 def test_a_wrong_argument_fails_the_call_on_all_ranks_and_no_other(name):
     results = run_ranks(give_a_wrong_argument, 2, name)
     for turn, wrong_rank in enumerate((1, 0, 1)):

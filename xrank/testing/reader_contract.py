@@ -130,6 +130,7 @@ def _flip_payload(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceCha
 
 
 def _flip_metadata(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
+    num_flips = max(8, 120 // len(files))
     for file in files:
         content = file.read_bytes()
         is_payload = bytearray(len(content))
@@ -138,7 +139,7 @@ def _flip_metadata(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceCh
         # Zeros and Z are mostly torch's padding, where a flip has no effect.
         places = [at for at, byte in enumerate(content) if not is_payload[at] and byte not in b"\0Z"]
         random_ = random.Random(file.name)  # noqa: S311
-        yield from _flips(content, sorted(random_.sample(places, min(len(places), 40))), file)
+        yield from _flips(content, sorted(random_.sample(places, min(len(places), num_flips))), file)
 
 
 def _copy_other_rank(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
