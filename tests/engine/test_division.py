@@ -76,12 +76,12 @@ def run_shared(made: MadeModel, plan: Plan, files: list[int], num_ranks: int, ro
                 checksums=own[rank], finish_share=parts.append,
             )  # fmt: skip
             assert outcome.files == {} and sorted(part.index for part in parts) == sorted(round_.shares[rank])
-            read_rest(own[rank], sources[rank], division.find_own_records(rank, number), staging)
+            read_rest(own[rank], sources[rank], division.find_records(number, rank), staging)
             for part in parts:
                 joined[part.index].join(part)
-            for part in own[rank].take_parts(division.find_open_records(number)):
+            for part in own[rank].take_parts(division.find_records(number)):
                 whole.join(*part)
-        read_rest(whole, MemorySource(made.views), division.find_open_records(number), staging)
+        read_rest(whole, MemorySource(made.views), division.find_records(number), staging)
         finished |= {index: file.finish()[0] for index, file in joined.items()}
     num_checksums = sum(checksums.num_checked for checksums in own) + whole.num_checked
     return room, finished, num_checksums, division, sources

@@ -16,7 +16,7 @@ from xrank import dtypes
 from xrank.engine import executor, planner, windows
 from xrank.engine.buffers import MemorySource, MemoryTarget
 from xrank.engine.executor import Budget, execute
-from xrank.engine.planner import compose, make_plan
+from xrank.engine.planner import Pieces, compose, make_plan
 from xrank.engine.sources import ObjectSource
 from xrank.engine.windows import digest_of_file
 from xrank.errors import ContradictionError
@@ -47,7 +47,7 @@ def test_composition_is_what_it_means():
         )
         boxes = cut_boxes(rng.randint, shape, rng.randint(0, 3))
         part = tuple(box_nest(box, shape) for box in boxes[:1])
-        rows, nests = compose(pieces, part)
+        rows, nests = compose(Pieces(pieces.x, pieces), part)
         found = {
             (int(rows[i]), int(x), int(y)) for i in range(len(rows)) for x, y in zip(*pairs_of(nests[i]), strict=True)
         }

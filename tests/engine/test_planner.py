@@ -196,7 +196,7 @@ def test_a_refused_proof_is_passed_on(monkeypatch):
     def refuse(nests, num_elements):
         raise LayoutError("too many boxes")
 
-    planner._divide_pieces.cache_clear()  # what other tests have proven is not proven again
+    planner.divide_pieces.cache_clear()  # what other tests have proven is not proven again
     monkeypatch.setattr(planner, "find_fault", refuse)
     made = tied_model()
     with pytest.raises(LayoutError, match="too many boxes"):

@@ -82,7 +82,7 @@ def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None]
 
 
 def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
-    from xrank.engine.rounds import NoOutputs, make_in_rounds  # one process does not need this module
+    from xrank.engine.rounds import Outputs, make_in_rounds  # one process does not need this module
 
     show = progress or (lambda done, total: None)
     with closing(open_source(plan.source)) as source:
@@ -90,7 +90,7 @@ def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], No
             team,
             Work(plan, source, budget),
             range(len(plan.files)),
-            NoOutputs(),
+            Outputs(),
             what="the verification",
             progress=lambda done: show(done, plan.nbytes),
         )
@@ -117,7 +117,8 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
     plan = plan_of_headers(headers)
 
     def judge(outcome: Outcome) -> Verdict:
-        for name, read in zip(found, digests_of(plan, outcome), strict=True):
+        for index, name in enumerate(found):
+            read = digests_of(plan.files[index].output, outcome.files[index])
             _check_digests(path, manifest, listed, replace(read, name=name))
         checked = [OutputTensor(t.name, t.dtype, t.shape) for h in headers for t in h.tensors]
         proof = ProofFacts(manifest=os.path.join(path, MANIFEST_NAME), num_digests=len(manifest["tensors"]))

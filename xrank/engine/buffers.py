@@ -13,8 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from xrank import system
 from xrank.errors import AGAIN, ContradictionError, CorruptError, IncompleteError, NoSpaceError, XrankError, option
@@ -24,18 +23,11 @@ from xrank.system import c_function
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-@cache
-def _sync_file_range() -> Any:
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Begin to write a range of a file to its disk; errors are left to fsync."""
     function = c_function("sync_file_range")
     if function is not None:
         function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Begin to write a range of a file to its disk; errors are left to fsync."""
-    function = _sync_file_range()
-    if function is not None:
         function(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
@@ -108,26 +100,20 @@ class FileSource:
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
         file = self._record_files[record]
-        offset = self._record_offsets[record] + start
+        path, offset = self._files[file].path, self._record_offsets[record] + start
         with self._descriptor(file) as fd:
             while into:
                 try:
                     n = system.read_at(fd, into, offset)
                 except OSError as error:  # the error has no path, and the caller would add the target's
-                    raise XrankError(
-                        f"{self._files[file].path} cannot be read at byte {offset:,}: {error.strerror}",
-                        file=self._files[file].path,
-                        got=errno.errorcode.get(error.errno or 0),
-                        next_step=f"check the disk or the server; then {AGAIN}, which goes on from finished files",
-                    ) from error
+                    what, got = f"{path} cannot be read at byte {offset:,}: {error.strerror}", error.errno or 0
+                    next_step = f"check the disk or the server; then {AGAIN}, which goes on from finished files"
+                    raise XrankError(what, file=path, got=errno.errorcode.get(got), next_step=next_step) from error
                 if n == 0:
-                    raise CorruptError(
-                        f"{self._files[file].path} ends before byte {offset:,}",
-                        file=self._files[file].path,
-                        got=f"{os.fstat(fd).st_size:,} bytes",
-                        want=f"{self._files[file].nbytes:,} bytes, as when it was opened",
-                        next_step=f"nothing may write to the source during a gather; {AGAIN}",
-                    )
+                    what, got = f"{path} ends before byte {offset:,}", os.fstat(fd).st_size
+                    want = f"{self._files[file].nbytes:,} bytes, as when it was opened"
+                    next_step = f"nothing may write to the source during a gather; {AGAIN}"
+                    raise CorruptError(what, file=path, got=f"{got:,} bytes", want=want, next_step=next_step)
                 into, offset = into[n:], offset + n
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
@@ -187,11 +173,9 @@ def _open_checked(file: SourceFile) -> int:
     try:
         fd = os.open(file.path, system.READ)
     except FileNotFoundError:
-        raise IncompleteError(
-            f"{file.path} was there when its metadata was read and is gone",
-            file=file.path,
-            next_step=f"keep the source where it is while it is read, then {AGAIN}",
-        ) from None
+        what = f"{file.path} was there when its metadata was read and is gone"
+        next_step = f"keep the source where it is while it is read, then {AGAIN}"
+        raise IncompleteError(what, file=file.path, next_step=next_step) from None
     # The descriptor's status, not the path's: the path may name another file by now.
     if SourceFile.from_status(file.path, os.fstat(fd)) != file:
         system.close_read(fd)
@@ -201,13 +185,10 @@ def _open_checked(file: SourceFile) -> int:
 
 def make_change_error(file: SourceFile) -> ContradictionError:
     """Return the error for a file or an object that is not the one whose metadata was read."""
-    return ContradictionError(
-        f"{file.path} changed while it was being read",
-        file=file.path,
-        got="another size, time of change or inode" if file.in_store is None else "another size or version",
-        want=f"{file.nbytes:,} bytes, as when its metadata was read",
-        next_step=f"let the ranks finish writing, then {AGAIN}",
-    )
+    what, want = f"{file.path} changed while it was being read", f"{file.nbytes:,} bytes, as when its metadata was read"
+    got = "another size, time of change or inode" if file.in_store is None else "another size or version"
+    next_step = f"let the ranks finish writing, then {AGAIN}"
+    return ContradictionError(what, file=file.path, got=got, want=want, next_step=next_step)
 
 
 class FileTarget:
@@ -286,13 +267,10 @@ def take_memory(nbytes: int, what: str) -> memoryview:
     try:
         return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
     except (MemoryError, OSError) as error:
-        raise NoSpaceError(
-            f"not enough memory for {what}",
-            got=str(error) or type(error).__name__,
-            want=f"{nbytes:,} bytes",
-            next_step=f"give a smaller {option('max_memory')} or fewer {option('workers')}, or free memory; {AGAIN}",
-            needed_nbytes=nbytes,
-        ) from error
+        what, got = f"not enough memory for {what}", str(error) or type(error).__name__
+        next_step = f"give a smaller {option('max_memory')} or fewer {option('workers')}, or free memory; {AGAIN}"
+        want = f"{nbytes:,} bytes"
+        raise NoSpaceError(what, got=got, want=want, next_step=next_step, needed_nbytes=nbytes) from error
 
 
 with contextlib.suppress(ImportError):  # Windows has no such module, and no request

@@ -101,12 +101,15 @@ def count_different(
     # Replicas are nearly always equal: compare in wide integers, and count elements only after a difference.
     if np.array_equal(source_view, target_view):
         return 0
+    source_view, target_view = _typed_views(source, target, target_offset, loops, width)
+    return int(np.count_nonzero(source_view != target_view))
+
+
+def _typed_views(
+    source: memoryview, target: memoryview, target_offset: int, loops: tuple[Loop, ...], width: int
+) -> tuple[Array, Array]:
     kind = _UNSIGNED[width]
-    return int(
-        np.count_nonzero(
-            _view_strided(source, kind, 0, loops, 1) != _view_strided(target, kind, target_offset, loops, 2)
-        )
-    )
+    return _view_strided(source, kind, 0, loops, 1), _view_strided(target, kind, target_offset, loops, 2)
 
 
 def _wide_views(
@@ -119,13 +122,8 @@ def _wide_views(
                 outer = loops[:-1]
                 if all(xs % factor == 0 and ys % factor == 0 for _, xs, ys in outer):
                     wide = (*((n, xs // factor, ys // factor) for n, xs, ys in outer), (loops[-1][0] // factor, 1, 1))
-                    kind = _UNSIGNED[width * factor]
-                    return (
-                        _view_strided(source, kind, 0, wide, 1),
-                        _view_strided(target, kind, target_offset // factor, wide, 2),
-                    )
-    kind = _UNSIGNED[width]
-    return _view_strided(source, kind, 0, loops, 1), _view_strided(target, kind, target_offset, loops, 2)
+                    return _typed_views(source, target, target_offset // factor, wide, width * factor)
+    return _typed_views(source, target, target_offset, loops, width)
 
 
 def copy_cast(
@@ -199,8 +197,6 @@ def count_cast_different(
     return int(np.count_nonzero(cast.view(kind) != _view_strided(target, kind, target_offset, loops, 2)))
 
 
-_Array: TypeAlias = npt.NDArray[Any]
-
 _BLOCK = 1 << 15
 """Elements computed at a time: sum and product of float32 stay in a core's own cache."""
 
@@ -224,8 +220,8 @@ class LowRank(Struct, frozen=True):
 class Factors(Struct, frozen=True, eq=False):
     """A and B as they are multiplied, block by block: `left` [blocks, rows, r] @ `right` [blocks, r, columns]."""
 
-    left: _Array
-    right: _Array
+    left: Array
+    right: Array
     scale: float
     start: int = 0
     """Address of the output's first element in the tensor of all blocks."""
@@ -247,15 +243,7 @@ def read_factors(
 def add_low_rank(
     stored: memoryview, dtype: str, factors: Factors, low: int, target: memoryview, target_dtype: str
 ) -> None:
-    """Write elements of a tensor, with the product of the factors added, to `target`.
-
-    Args:
-        stored: the tensor's elements from address `low` on, as the source stores them.
-        dtype: element type of `stored`.
-        factors: factors of the whole tensor.
-        low: row-major address of the first element.
-        target: receives as many elements.
-        target_dtype: element type of `target`.
+    """Write the stored elements of a tensor from row-major address `low` on, with the product of its factors added.
 
     Raises:
         CastOverflowError: a finite sum has no finite counterpart in the target type.
@@ -279,14 +267,8 @@ def add_low_rank(
             np.multiply(total, kind.type(factors.scale), out=total)
             flat = sums[:count]
             np.add(flat, values[start : start + count].astype(kind), out=flat)
-        copy_cast(
-            flat.data.cast("B"),
-            "F64" if kind == np.float64 else "F32",
-            target[start * width : (start + count) * width],
-            target_dtype,
-            0,
-            ((count, 1, 1),),
-        )
+        made, into = flat.data.cast("B"), target[start * width : (start + count) * width]
+        copy_cast(made, "F64" if kind == np.float64 else "F32", into, target_dtype, 0, ((count, 1, 1),))
 
 
 def _blocks(low: int, num_elements: int, num_rows: int, num_columns: int) -> Iterator[tuple[int, int, int, int, int]]:

@@ -87,21 +87,14 @@ class Budget:
         """
         smallest = window_nbytes + 2 * _SMALLEST_STAGING_NBYTES
         if workers < 1 or max_memory_nbytes < smallest:
-            raise UsageError(
-                "the memory budget or the number of workers is too small",
-                got=f"{max_memory_nbytes:,} bytes, {workers} workers",
-                want=f"at least {smallest:,} bytes and one worker",
-                next_step=f"give a larger {option('max_memory')}; 64MB is the default",
-            )
+            what, got = "the memory budget or the number of workers is too small", f"{max_memory_nbytes:,} bytes"
+            got, want = f"{got}, {workers} workers", f"at least {smallest:,} bytes and one worker"
+            next_step = f"give a larger {option('max_memory')}; 64MB is the default"
+            raise UsageError(what, got=got, want=want, next_step=next_step)
         workers = min(workers, max_memory_nbytes // smallest)
         room = (max_memory_nbytes // workers - window_nbytes) // 2
         # Whole pages, as the buffers are maps.
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096), max_memory_nbytes)
-
-    def parts_room(self, *, is_straight: bool) -> int:
-        """Return the bytes that the parts of uploads may take; see `is_mostly_straight`."""
-        allowed = max(self.allowed_nbytes, self.nbytes)
-        return allowed * 5 // 8 if is_straight else allowed // 3
 
     def share_with(
         self, objects: ObjectSource, parts: tuple[int, int] | None, *, in_memory: bool, is_straight: bool
@@ -132,9 +125,8 @@ class Budget:
         rest = max(2 * smallest, allowed - nbytes)
         objects.limit(min(rest // 2, _MOST_BLOCKS_NBYTES))
         own = max(smallest, min(rest // 4, ROOM_NBYTES))
-        return dataclasses.replace(
-            Budget.from_memory(own, workers, window_nbytes=window_nbytes), num_windows=num_windows
-        )
+        budget = Budget.from_memory(own, workers, window_nbytes=window_nbytes)
+        return dataclasses.replace(budget, num_windows=num_windows)
 
     @property
     def nbytes(self) -> int:
@@ -143,13 +135,7 @@ class Budget:
 
 
 def is_mostly_straight(plan: Plan, files: Sequence[int], objects: ObjectSource) -> bool:
-    """Return whether most bytes of stores need no memory beside their windows.
-
-    Args:
-        plan: the plan.
-        files: indices of the output files that are made; some of their tensors tell of all.
-        objects: the stores that are read.
-    """
+    """Return whether most bytes of these files, by a sample of their tensors, need no memory beside their windows."""
     straight = total = 0
     tensors = [tensor for index in files for tensor in plan.files[index].tensors]
     for tensor in tensors[:: len(tensors) // _SAMPLE + 1]:
@@ -177,15 +163,9 @@ class MergedTensor:
         with self._lock:
             if self._factors is None:
                 a, b = self.update.a, self.update.b
-                self._factors = read_factors(
-                    read(PreparedTensor(a)),
-                    a.source_dtype,
-                    read(PreparedTensor(b)),
-                    b.source_dtype,
-                    a.output.shape[0],
-                    self.update.rule,
-                    kind=_kind(self.plan),
-                )
+                of_a, of_b, kind = read(PreparedTensor(a)), read(PreparedTensor(b)), _kind(self.plan)
+                types, num_rows = (a.source_dtype, b.source_dtype), a.output.shape[0]
+                self._factors = read_factors(of_a, types[0], of_b, types[1], num_rows, self.update.rule, kind=kind)
             return self._factors
 
 
@@ -255,7 +235,7 @@ class Worker:
                 self._merge(self._shared.find_merged(file.index, portion.tensor, tensor.plan), portion, part)
             else:
                 there = {read.place - portion.start for read in job.early if read.place is not None}
-                straight = self._bring(tensor, portion.low, portion.high, part, there)
+                straight = self._fill(tensor, portion.low, portion.high, part, there)
                 runs += (run._replace(start=portion.start + run.start) for run in straight)
             width = dtypes.dtype(tensor.plan.output.dtype).nbytes
             trailer = file.add(portion.tensor, portion.low * width, part)
@@ -285,26 +265,6 @@ class Worker:
         if start < stop:
             self._window[start:stop] = bytes(stop - start)
 
-    def _bring(
-        self, tensor: PreparedTensor, low: int, high: int, part: memoryview, there: Container[int] = ()
-    ) -> list[SharedRun]:
-        """Copy elements [low, high) of a tensor to `part`, and compare them with every replica of them.
-
-        Args:
-            tensor: the tensor.
-            low: first element.
-            high: one past the last.
-            part: their bytes.
-            there: first bytes of pieces of `part` that are read already.
-
-        Returns:
-            The bytes of `part` that the source contains unchanged.
-        """
-        runs = self._fill(tensor, low, high, part, there)
-        if len(tensor.plan.replicas):
-            self._compare(tensor, low, high, part)
-        return runs
-
     def _merge(self, tensor: MergedTensor, portion: Portion, part: memoryview) -> None:
         """Write a portion of a tensor to `part`, with its update added; replicas are compared before that."""
         self._merged = tensor  # keeps its factors in memory
@@ -318,7 +278,7 @@ class Worker:
             # A stored type wider than the written one needs several rounds for one window.
             high = min(low + step, portion.high)
             stored = self._stored[: (high - low) * width]
-            self._bring(tensor.stored, low, high, stored)
+            self._fill(tensor.stored, low, high, stored)
             target = part[(low - portion.low) * target_width : (high - portion.low) * target_width]
             try:
                 add_low_rank(stored, plan.source_dtype, factors, low, target, plan.output.dtype)
@@ -328,13 +288,17 @@ class Worker:
     def _whole(self, tensor: PreparedTensor) -> memoryview:
         """Return all of a small tensor, checked and compared like written ones."""
         memory = take_memory(tensor.plan.output.nbytes, f"{tensor.plan.output.name}, a factor of an update")
-        self._bring(tensor, 0, tensor.plan.output.num_elements, memory)
+        self._fill(tensor, 0, tensor.plan.output.num_elements, memory)
         return memory
 
     def _fill(
-        self, tensor: PreparedTensor, low: int, high: int, part: memoryview, there: Container[int]
+        self, tensor: PreparedTensor, low: int, high: int, part: memoryview, there: Container[int] = ()
     ) -> list[SharedRun]:
-        """Copy elements [low, high) of a tensor to `part`; return the runs of bytes that were read unchanged."""
+        """Copy elements [low, high) of a tensor to `part`, and compare them with every replica of them.
+
+        Pieces whose first byte in `part` is in `there` are read already. Return the runs of bytes that were read
+        unchanged.
+        """
         runs = []
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
@@ -357,12 +321,6 @@ class Worker:
                     copy_cast(values, dtype, part, plan.output.dtype, tile.target, tile.loops)
                 except CastOverflowError as overflow:
                     raise overflow_error(plan, int(plan.copies.rank[row]), overflow.value) from None
-        return runs
-
-    def _compare(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
-        """Compare elements [low, high) in `part` with every replica of them."""
-        plan = tensor.plan
-        width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.replicas.cut(low, high):
             different = 0
             for tile, data in self._tiles(record, nest, width):
@@ -376,6 +334,7 @@ class Worker:
                 raise difference_error(self._shared.plan, plan, row, self._shared.source)
             if different:
                 self._shared.differs(plan.output.name, int(plan.replicas.rank[row]), different)
+        return runs
 
     def _tiles(self, record: int, nest: Nest, width: int) -> Iterator[tuple[Tile, memoryview]]:
         """Yield a nest's tiles, each with its bytes, which stay valid until the next."""
@@ -469,16 +428,16 @@ def execute(
     parts = None
     if share_memory is not None:
         largest_nbytes = max((file.output.nbytes for file in plan.files), default=0)
-        parts = share_memory(budget.parts_room(is_straight=is_straight), largest_nbytes)
+        allowed = max(budget.allowed_nbytes, budget.nbytes)
+        parts = share_memory(allowed * 5 // 8 if is_straight else allowed // 3, largest_nbytes)
     if objects is not None:
         in_memory = hasattr(target, "place")
         budget = budget.share_with(objects, parts, in_memory=in_memory, is_straight=is_straight)
+    checksums = checksums or RecordChecksums(plan.source.records, partial(raise_mismatch, plan))
     state = _Execution(
-        plan, source, target, replicas, begin, finish, finish_share, cancelled, progress, budget.num_windows
+        plan, source, target, replicas, begin, finish, finish_share, cancelled, progress, budget.num_windows, checksums
     )
     state.file_hashes = file_hashes
-    if checksums is not None:
-        state.checksums = checksums
     state.queue = state.windows([(index, None) for index in whole] if shares is None else shares.items())
     workers = [Worker(state, budget.staging_nbytes, budget.num_windows) for _ in range(budget.workers)]
     threads = [threading.Thread(target=worker.work, name=f"xrank-worker-{i}") for i, worker in enumerate(workers)]
@@ -527,7 +486,9 @@ class _Execution:
         cancelled: Callable[[], bool],
         progress: Callable[[int], None],
         num_windows: int,
+        checksums: RecordChecksums,
     ) -> None:
+        self.checksums = checksums
         self.plan, self.source, self.target, self.replicas = plan, source, target, replicas
         self._begin, self._finish, self._finish_share = begin, finish, finish_share
         self._cancelled, self._progress, self._num_windows = cancelled, progress, num_windows
@@ -535,7 +496,6 @@ class _Execution:
         self.outcome = Outcome()
         self.failure: BaseException | None = None
         self.extents = SharedExtents(source, target)
-        self.checksums = RecordChecksums(plan.source.records, partial(raise_mismatch, plan))
         self._merged: WeakValueDictionary[tuple[int, int], MergedTensor] = WeakValueDictionary()
         """Tensors whose factors are in memory, by file and number: each as long as a worker refers to it."""
         self.file_hashes: FileHashes | None = None

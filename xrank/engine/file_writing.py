@@ -11,9 +11,9 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from time import monotonic
 
 import xxhash
@@ -25,9 +25,9 @@ from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import COPY
 from xrank.engine.planner import Plan, make_plan
 from xrank.engine.report import FileFacts
-from xrank.engine.rounds import LocalOutputs, Work
+from xrank.engine.rounds import Outputs, Work
 from xrank.engine.sources import open_source
-from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, digest_text, make_finished_file
+from xrank.engine.windows import FinishedFile, JoinedFile, digest_text, make_finished_file
 from xrank.errors import AGAIN, CorruptError, XrankError
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
@@ -63,10 +63,7 @@ class FileDigests(Struct, frozen=True):
 def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None = None) -> Outcome:
     """Execute a plan and discard its bytes: for their digests, checksums and comparisons alone.
 
-    Args:
-        plan: the records to read, and the files that they would form.
-        budget: threads and buffers.
-        progress: called with (bytes assembled so far, bytes in all).
+    `progress` is called with (bytes assembled so far, bytes in all).
 
     Raises:
         CorruptError, ContradictionError: as `execute`; or a file changed during the reading.
@@ -98,54 +95,40 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
     with open_regular(path) as file:
         status = file.status
         if status.st_size != output.nbytes:
-            raise CorruptError(
-                f"{path} has another size than it was given",
-                file=path,
-                got=f"{status.st_size:,} bytes",
-                next_step="let nothing write to the file meanwhile, and copy it again from where it was written",
-            )
+            what, got = f"{path} has another size than it was given", f"{status.st_size:,} bytes"
+            next_step = "let nothing write to the file meanwhile, and copy it again from where it was written"
+            raise CorruptError(what, file=path, got=got, next_step=next_step)
         header = file.read(0, len(output.header))
         fragments = tuple((at, file.read(at, len(data))) for at, data in output.fragments)
         # For the places alone, which do not depend on the checksums.
         ending = output.ending([0] * len(output.tensors)) if output.ending is not None else ()
         found = tuple((at, file.read(at, len(data))) for at, data in ending)
     rows = [(0, tensor.offset, tensor.nbytes, NO_CHECKSUM) for tensor in output.tensors]
-    records, offset, nbytes, crc32 = (int_array(row[i] for row in rows) for i in range(4))
+    numbers, offsets, sizes, crc32 = (int_array(row[i] for row in rows) for i in range(4))
+    records = RecordTable(numbers, offsets, sizes, crc32)
     # As bytes, and under numbers: every tensor is one record, whichever part of a tensor it is.
-    tensors = tuple(OutputTensor(str(i), "U8", (row[2],), row[1]) for i, row in enumerate(rows))
-    model = StoredModel(
-        format="file",
-        path=path,
-        files=(SourceFile.from_status(path, status),),
-        records=RecordTable(records, offset, nbytes, crc32),
-        shards=tuple(_as_bytes(tensor, record) for record, tensor in enumerate(tensors)),
-    )
-    again = OutputFile(
-        output.name, header, tensors, output.nbytes, fragments, None if output.ending is None else lambda crc32: found
-    )
-    done = read_through(make_plan(model, [again]), budget).files[0]
+    tensors, shards = [], []
+    for record, (_, offset, nbytes, _) in enumerate(rows):
+        tensors.append(OutputTensor(str(record), "U8", (nbytes,), offset))
+        nests = [canonical(Nest(0, 0, ((nbytes, 1, 1),)))] if nbytes else []
+        rank, of_record = int_array([0] * len(nests)), int_array([record] * len(nests))
+        shards.append(StoredShard(str(record), "U8", (nbytes,), rank, of_record, NestTable.from_nests(nests)))
+    files = (SourceFile.from_status(path, status),)
+    model = StoredModel(format="file", path=path, files=files, records=records, shards=tuple(shards))
+    known_ending = None if output.ending is None else lambda crc32: found
+    again = OutputFile(output.name, header, tuple(tensors), output.nbytes, fragments, known_ending)
+    return digests_of(output, read_through(make_plan(model, [again]), budget).files[0])
+
+
+def digests_of(output: OutputFile, done: FinishedFile) -> FileDigests:
+    """Return a finished file's digests by name."""
     names = [tensor.name for tensor in output.tensors]
     return FileDigests(output.name, output.nbytes, done.digest, dict(zip(names, done.tensor_digests, strict=True)))
 
 
-def _as_bytes(tensor: OutputTensor, record: int) -> StoredShard:
-    nests = [canonical(Nest(0, 0, ((tensor.nbytes, 1, 1),)))] if tensor.nbytes else []
-    rank, records = int_array([0] * len(nests)), int_array([record] * len(nests))
-    return StoredShard(tensor.name, "U8", tensor.shape, rank, records, NestTable.from_nests(nests))
-
-
-def digests_of(plan: Plan, outcome: Outcome) -> list[FileDigests]:
-    """Return the digests of all files of an executed plan."""
-    return [_digests_of(plan, outcome.files[index]) for index in range(len(plan.files))]
-
-
 @contextmanager
 def hash_beside(recorded: Sequence[RecordedHash], team: Team) -> Iterator[Callable[[], None]]:
-    """Compare files with the hashes that their source records, while the caller reads its tensors.
-
-    Args:
-        recorded: all files and their hashes.
-        team: the ranks that share the files.
+    """Compare files with the hashes that their source records, shared by a team, while the caller reads its tensors.
 
     Yields:
         A function that all ranks call; it waits until all files are compared, and raises CorruptError for the first
@@ -227,25 +210,25 @@ def identify_output(plan_digest: str, small_files: Mapping[str, str]) -> str:
 def find_together(
     team: Team, out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
 ) -> tuple[FileFacts, ...] | None:
-    """Return the result of `find_earlier_output` on the first rank, and on the others whether there is one."""
-    found = find_earlier_output(out, plan_digest, companions, texts) if team.is_first else None
-    answer = ("to be made" if found is None else "made") if team.is_first else None
-    return (found or ()) if team.broadcast("whether the output is made", answer) == "made" else None
+    """Return the weights' files of an output that this plan has made, none on other ranks than the first.
 
-
-def find_earlier_output(
-    out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
-) -> tuple[FileFacts, ...] | None:
-    """Return the weights' files of an output that this plan has made; None if there is no such output.
-
-    Sizes are compared with the manifest, contents are not read: `xrank verify` does.
+    None: there is no such output. Sizes are compared with the manifest, contents are not read: `xrank verify` does.
 
     Args:
+        team: the ranks.
         out: the output.
         plan_digest: digest of the plan.
         companions: files to copy.
         texts: name -> content of the small files that are written from the plan; they replace companions of that name.
     """
+    found = _find_earlier_output(out, plan_digest, companions, texts) if team.is_first else None
+    answer = ("to be made" if found is None else "made") if team.is_first else None
+    return (found or ()) if team.broadcast("whether the output is made", answer) == "made" else None
+
+
+def _find_earlier_output(
+    out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
+) -> tuple[FileFacts, ...] | None:
     try:
         manifest = read_output_manifest(out)
         small = {one.name: digest_plain_file(one.path) for one in companions if one.name not in texts}
@@ -289,14 +272,9 @@ class WrittenFiles(Struct, frozen=True):
 def write_files(
     work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team, *, verify: bool = False
 ) -> WrittenFiles:
-    """Write every file of a plan that the stage does not yet hold.
+    """Write every file of a plan that the stage does not yet hold, with a team of which this rank is the first.
 
-    Args:
-        work: the plan, and how this rank carries it out.
-        stage: the stage to write into.
-        progress: called with (bytes written so far, bytes in all).
-        team: the ranks that help, of which this is the first.
-        verify: whether to read all files back after writing.
+    `progress` is called with (bytes written so far, bytes in all); `verify` reads all files back after writing.
 
     Raises:
         CorruptError, ContradictionError: the source does not match its metadata.
@@ -324,11 +302,18 @@ def write_files(
         from xrank.engine.shared_writing import write_together  # one process does not need this module
 
         outcome = write_together(team, work, stage, unfinished, count)
-    digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
+    digests = {**resumed, **{i: digests_of(plan.files[i].output, done) for i, done in outcome.files.items()}}
     if verify and isinstance(stage, FolderStage):  # a store has confirmed each part by its checksum
         _verify_stage(plan, stage, digests, work.budget)
-    # A run compares all replicas of a live model, whichever files it kept.
-    return WrittenFiles(digests, resumed_nbytes, outcome, _num_compared(plan, () if is_live else resumed))
+    # A run compares all replicas of a live model, whichever files it kept. A record may be compared part by part.
+    compared = {
+        (tensor.output.name, record)
+        for index in (range(len(plan.files)) if is_live else unfinished)
+        for tensor in plan.files[index].tensors
+        for replicas in tensor.compared
+        for record in replicas.record.tolist()
+    }
+    return WrittenFiles(digests, resumed_nbytes, outcome, len(compared))
 
 
 def _write_alone(
@@ -361,7 +346,7 @@ def _write_alone(
     return outcome
 
 
-class _Writing(LocalOutputs):
+class _Writing(Outputs):
     """Opens, counts and finishes the stage's files as the executor asks."""
 
     def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int], None]) -> None:
@@ -386,9 +371,6 @@ class _Writing(LocalOutputs):
         """Explain the file system's errors in the body."""
         return explain_errors(self._stage.path)
 
-    def finish_share(self, part: FilePart) -> None:
-        """Do nothing: this process makes all parts."""
-
     def finish_joined(self, file: JoinedFile, index: int) -> FinishedFile:
         """Finish a file after its only part is joined."""
         finished, _ = file.finish()
@@ -404,21 +386,6 @@ class _Writing(LocalOutputs):
         self._files.close()
 
 
-def _num_compared(plan: Plan, resumed: Container[int]) -> int:
-    """Count the replicas that are compared with written data, in all files but the resumed ones."""
-    # A record may be compared part by part, with several files.
-    return len(
-        {
-            (tensor.output.name, record)
-            for index, file in enumerate(plan.files)
-            if index not in resumed
-            for tensor in file.tensors
-            for replicas in tensor.compared
-            for record in replicas.record.tolist()
-        }
-    )
-
-
 def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget, *, signs: bool) -> dict[int, FileDigests]:
     """Return the files that an interrupted run finished and that did not change since; discard the others.
 
@@ -426,42 +393,29 @@ def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget, *, signs: bool
     """
     resumed = {}
     for index, file in enumerate(plan.files):
-        line = stage.finished.get(file.output.name)
+        output = file.output
+        line = stage.finished.get(output.name)
         if line is None:
             continue
-        recalled = stage.recall(file.output.name)
-        if recalled is not None:
-            if signs:  # its SHA-256 is not known, and it cannot be read before the commit
-                stage.discard(file.output.name)
-                continue
+        found = None
+        recalled = stage.recall(output.name)
+        if recalled is None:
+            with suppress(XrankError):
+                read = reread(os.path.join(stage.path, output.name), output, budget)
+                found = read if digest_text(read.digest) == line.digest else None
+        elif not signs:  # otherwise its SHA-256 is not known, and it cannot be read before the commit
             digest, tensors = recalled
-            if _may_be_of(file.output, line.nbytes, digest, tensors):
-                resumed[index] = _digests_of(plan, FinishedFile(index, digest, tuple(tensors)))
-            else:
-                stage.discard(file.output.name)
-            continue
-        try:
-            digests = reread(os.path.join(stage.path, file.output.name), file.output, budget)
-        except XrankError:
-            stage.discard(file.output.name)
-            continue
-        if digest_text(digests.digest) == line.digest:
-            resumed[index] = digests
+            is_alike = (line.nbytes, len(tensors)) == (output.nbytes, len(output.tensors))
+            is_alike = is_alike and all(len(one) == len(digest) for one in tensors)
+            if is_alike and output.ending is None:  # the digest of an archive also covers CRCs that no record has
+                is_alike = make_finished_file(output, 0, tensors, ()).digest == digest
+            if is_alike:
+                found = digests_of(output, FinishedFile(index, digest, tuple(tensors)))
+        if found is None:
+            stage.discard(output.name)
         else:
-            stage.discard(file.output.name)
+            resumed[index] = found
     return resumed
-
-
-def _may_be_of(output: OutputFile, nbytes: int, digest: bytes, tensors: Sequence[bytes]) -> bool:
-    """Return whether a file's recorded digests agree with each other and with its plan."""
-    if (
-        nbytes != output.nbytes
-        or len(tensors) != len(output.tensors)
-        or any(len(one) != len(digest) for one in tensors)
-    ):
-        return False
-    # The digest of an archive also covers CRCs that no record has.
-    return output.ending is not None or make_finished_file(output, 0, tensors, ()).digest == digest
 
 
 def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
@@ -474,23 +428,14 @@ def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], t
         copied, last = work.split_files(sorted(resumed))
         now = execute(work.plan, work.source, NullTarget(), budget=work.budget, files=copied).files
         if last:
-            from xrank.engine.rounds import NoOutputs
             from xrank.engine.transformed_files import make_transformed
 
-            now |= make_transformed(team, work, last, NoOutputs(), what="what was kept").files
+            now |= make_transformed(team, work, last, Outputs(), what="what was kept").files
     for index, kept in list(resumed.items()):
-        if _digests_of(work.plan, now[index]) != kept:
+        if digests_of(work.plan.files[index].output, now[index]) != kept:
             stage.discard(kept.name)
             del resumed[index]
     return resumed
-
-
-def _digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
-    """Return a finished file's digests by name."""
-    output = plan.files[done.index].output
-    names = [tensor.name for tensor in output.tensors]
-    tensors = dict(zip(names, done.tensor_digests, strict=True))
-    return FileDigests(output.name, output.nbytes, done.digest, tensors)
 
 
 def _verify_stage(plan: Plan, stage: FolderStage, digests: dict[int, FileDigests], budget: Budget) -> None:
@@ -503,10 +448,7 @@ def _verify_stage(plan: Plan, stage: FolderStage, digests: dict[int, FileDigests
         found = reread(path, plan.files[index].output, budget)
         if found != expected:
             stage.discard(expected.name)
-            raise CorruptError(
-                f"{path} does not read back as it was written",
-                file=path,
-                got=digest_text(found.digest),
-                want=digest_text(expected.digest),
-                next_step=f"check the disk; then {AGAIN}, which writes this file again",
-            )
+            what = f"{path} does not read back as it was written"
+            got, want = (digest_text(one.digest) for one in (found, expected))
+            next_step = f"check the disk; then {AGAIN}, which writes this file again"
+            raise CorruptError(what, file=path, got=got, want=want, next_step=next_step)

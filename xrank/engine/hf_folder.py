@@ -29,6 +29,7 @@ _ALIGNMENT = 4096
 
 _MAX_HEADER_NBYTES = 100_000_000  # safetensors/src/tensor.rs: MAX_HEADER_SIZE
 _HEADER_FRAME_NBYTES = 2 * _ALIGNMENT  # metadata, braces, padding
+_ENTRY_FRAME_NBYTES = len('"":{"dtype":"","shape":[],"data_offsets":[,]},') + 2 * 20  # offsets of 20 digits at most
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
@@ -101,7 +102,12 @@ def _split(units: Iterable[Sequence[OutputTensor]], max_shard_nbytes: int) -> li
     groups: list[list[OutputTensor]] = []
     data = header = 0
     for unit in units:
-        nbytes, entries = sum(tensor.nbytes for tensor in unit), sum(map(_entry_nbytes, unit))
+        nbytes = sum(tensor.nbytes for tensor in unit)
+        # An upper bound: JSON escaped to ASCII is never shorter than UTF-8.
+        entries = sum(
+            len(json.dumps(t.name)) + len(t.dtype) + sum(len(str(n)) + 1 for n in t.shape) + _ENTRY_FRAME_NBYTES
+            for t in unit
+        )
         fits = data + nbytes <= max_shard_nbytes and header + entries <= _MAX_HEADER_NBYTES - _HEADER_FRAME_NBYTES
         if not groups or not fits:
             groups.append([])
@@ -110,13 +116,6 @@ def _split(units: Iterable[Sequence[OutputTensor]], max_shard_nbytes: int) -> li
         data += nbytes
         header += entries
     return groups
-
-
-def _entry_nbytes(tensor: OutputTensor) -> int:
-    # An upper bound: JSON escaped to ASCII is never shorter than UTF-8, and offsets have 20 digits at most.
-    digits = sum(len(str(n)) + 1 for n in tensor.shape)
-    frame = len('"":{"dtype":"","shape":[],"data_offsets":[,]},') + 2 * 20
-    return len(json.dumps(tensor.name)) + len(tensor.dtype) + digits + frame
 
 
 def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
@@ -145,7 +144,7 @@ def lay_out_state(
         record: rank, world size and run of the state.
         config: plain values.
         tensors: the rank's parts, with their local shapes; their offsets do not matter.
-        names: name in the state, in its order -> tensor; tied names have the same tensor.
+        names: name in the state -> tensor; tied names have the same tensor.
     """
     keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
     views = {

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from xrank.engine.planner import divide_pieces
+from xrank.engine.planner import Pieces, divide_pieces
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion, companion_shape
@@ -46,7 +46,7 @@ def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
         parts: the part of each rank; y is the row-major address in the tensor.
         shape: the tensor's global shape.
     """
-    _, _, fault = divide_pieces(parts.first_ranks[parts.owner], parts.nests, math.prod(shape))
+    _, _, fault = divide_pieces(Pieces(parts.first_ranks[parts.owner], parts.nests), math.prod(shape))
     if fault is None:
         return None
     at = fault.address

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -24,24 +25,31 @@ from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.words import ranks_text
 
 
-def compose(pieces: NestTable, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
-    """Return the pieces of a part, sorted by y: for each its row in `pieces` and its nest.
+class Pieces:
+    """Pieces of a tensor as a cache key; `side` is their ranks or their x. A model has some dozens of distinct ones."""
+
+    def __init__(self, side: IntArray, nests: NestTable) -> None:
+        self.side, self.nests = side, nests
+        self._key = (side.tobytes(), nests.y.tobytes(), nests.loops.tobytes())
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pieces) and self._key == other._key
+
+
+@lru_cache(maxsize=1024)
+def compose(pieces: Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
+    """Return the pieces of a part, sorted by y: for each its row in `pieces`, and the nest from its record to the part.
 
     Args:
         pieces: x is an address in a record, y in the tensor.
         part: canonical; x is an address in the part, y in the tensor.
 
-    Returns:
-        Rows, and nests from the records' addresses to the part's.
-
     Raises:
         LayoutError: two cuts have strides that do not divide each other, and would make too many pieces.
     """
-    return _compose(_PieceKey(pieces.x, pieces), part)
-
-
-@lru_cache(maxsize=1024)
-def _compose(pieces: _PieceKey, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
     starts, ends = pieces.nests.y, pieces.nests.y_ends
     found: list[tuple[int, Nest]] = []
     for nest in part:
@@ -171,29 +179,25 @@ def make_plan(
             whole[output.name] = copies, replicas, others
         copies, replicas, others = whole[output.name]
         if output.part is not None:
-            copies, replicas = _part_of(copies, output.part.nests), _part_of(replicas, output.part.compared)
-            _check_part(output, copies)
-        update = (updates or {}).get(output.name)
-        return TensorPlan(
-            output,
-            shard.dtype,
-            copies,
-            replicas,
-            others,
-            None if update is None else plan_update(update),
-            {
-                record: (part.factor, part.added)
-                for part in reversed([shard, *ties])
-                if (part.factor, part.added) != (1.0, 0)
-                for record in part.record.tolist()
-            },
-        )
-
-    def plan_update(update: LowRank) -> UpdatePlan:
-        a, b = (
-            plan_tensor(OutputTensor(name, shards[name].dtype, shards[name].shape)) for name in (update.a, update.b)
-        )
-        return UpdatePlan(a, b, update)
+            part = output.part
+            copies, replicas = (
+                Copies(every.rank[rows], every.record[rows], nests)
+                for every, wanted in ((copies, part.nests), (replicas, part.compared))
+                for rows, nests in [compose(Pieces(every.nests.x, every.nests), wanted)]
+            )
+            _check_part(output, copies, NestTable.from_nests([swap(nest) for nest in part.nests]))
+        changed = {
+            record: (part.factor, part.added)
+            for part in reversed([shard, *ties])
+            if (part.factor, part.added) != (1.0, 0)
+            for record in part.record.tolist()
+        }
+        update = None
+        if rule := (updates or {}).get(output.name):
+            pair = (OutputTensor(name, shards[name].dtype, shards[name].shape) for name in (rule.a, rule.b))
+            a, b = map(plan_tensor, pair)
+            update = UpdatePlan(a, b, rule)
+        return TensorPlan(output, shard.dtype, copies, replicas, others, update, changed)
 
     return Plan(source, tuple(FilePlan(file, tuple(map(plan_tensor, file.tensors))) for file in files))
 
@@ -204,27 +208,14 @@ def select_tensors(plan: Plan, tensors: Iterable[TensorPlan]) -> Plan:
     return Plan(plan.source, tuple(FilePlan(f, (replace(tensor, output=f.tensors[0]),)) for f, tensor in files))
 
 
-def _part_of(copies: Copies, part: tuple[Nest, ...]) -> Copies:
-    rows, nests = compose(copies.nests, part)
-    return Copies(copies.rank[rows], copies.record[rows], nests)
-
-
-def _check_part(output: OutputTensor, copies: Copies) -> None:
+def _check_part(output: OutputTensor, copies: Copies, wanted: NestTable) -> None:
     """Prove on the destination, once more, that the part is covered exactly once."""
-    part = output.part
-    assert part is not None
-    wanted = NestTable.from_nests([swap(nest) for nest in part.nests])
-    fault = _part_fault(_PieceKey(copies.rank, copies.nests), _PieceKey(wanted.x, wanted), output.num_elements)
+    fault = _part_fault(Pieces(copies.rank, copies.nests), Pieces(wanted.x, wanted), output.num_elements)
     if fault is not None:
         where = range_text(output.shape, fault.address, fault.address)
-        raise ContradictionError(
-            f"{output.name}: a part of shape {list(output.shape)} is not covered exactly once",
-            tensor=output.name,
-            index_range=where,
-            got=f"{fault.kind} at {where}",
-            want="every element exactly once",
-            next_step="report both layouts: this is a fault of xrank",
-        )
+        what = f"{output.name}: a part of shape {list(output.shape)} is not covered exactly once"
+        got, next_step = f"{fault.kind} at {where}", "report both layouts: this is a fault of xrank"
+        raise ContradictionError(what, tensor=output.name, index_range=where, got=got, want=_ONCE, next_step=next_step)
 
 
 def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:
@@ -236,7 +227,7 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
         IncompleteError, ContradictionError: as `make_plan`.
     """
     num_elements = math.prod(shard.shape)
-    first, others, fault = divide_pieces(shard.rank, shard.nests, num_elements)
+    first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), num_elements)
     copies, replicas = (
         Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows)) for rows in (first, others)
     )
@@ -245,32 +236,12 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
     return copies, replicas
 
 
-class _PieceKey:
-    """Nests of pieces as a cache key, with their ranks or x sides; a model has some dozens of distinct ones at most."""
-
-    def __init__(self, side: IntArray, nests: NestTable) -> None:
-        self.side, self.nests = side, nests
-        self._key = (side.tobytes(), nests.y.tobytes(), nests.loops.tobytes())
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _PieceKey) and self._key == other._key
-
-
-def divide_pieces(
-    rank: IntArray, nests: NestTable, num_elements: int
-) -> tuple[IntArray, IntArray, CoverageFault | None]:
+@lru_cache(maxsize=256)
+def divide_pieces(pieces: Pieces, num_elements: int) -> tuple[IntArray, IntArray, CoverageFault | None]:
     """Return the rows of the first piece of each place, the rows that repeat them, both by rising y, and the fault.
 
     The lowest rank's piece of a place is first; the first pieces must cover [0, num_elements) exactly once.
     """
-    return _divide_pieces(_PieceKey(rank, nests), num_elements)
-
-
-@lru_cache(maxsize=256)
-def _divide_pieces(pieces: _PieceKey, num_elements: int) -> tuple[IntArray, IntArray, CoverageFault | None]:
     # Stable by rank, so that the first of equal destinations is the lowest rank's on every rank that plans.
     by_rank = np.argsort(pieces.side, kind="stable")
     is_first = first_of_equal(destination_keys(pieces.nests)[by_rank])
@@ -281,7 +252,7 @@ def _divide_pieces(pieces: _PieceKey, num_elements: int) -> tuple[IntArray, IntA
 
 
 @lru_cache(maxsize=1024)
-def _part_fault(pieces: _PieceKey, wanted: _PieceKey, num_elements: int) -> CoverageFault | None:
+def _part_fault(pieces: Pieces, wanted: Pieces, num_elements: int) -> CoverageFault | None:
     return find_fault(pieces.nests, num_elements, wanted.nests)
 
 
@@ -298,13 +269,10 @@ def _join_copies(a: Copies, b: Copies) -> Copies:
 def _collect_tied_copies(shard: StoredShard, other: StoredShard, source: StoredModel) -> Copies:
     """Return all pieces of a tensor that is tied to `shard`, as replicas of `shard`."""
     if (shard.dtype, shard.shape) != (other.dtype, other.shape):
-        raise ContradictionError(
-            f"{other.name} is tied to {shard.name}, but they differ in kind",
-            tensor=other.name,
-            got=f"{other.dtype} {list(other.shape)}",
-            want=f"{shard.dtype} {list(shard.shape)}",
-            next_step="correct tie_word_embeddings in config.json, or the [alias] of the layout file",
-        )
+        what = f"{other.name} is tied to {shard.name}, but they differ in kind"
+        got, want = (f"{one.dtype} {list(one.shape)}" for one in (other, shard))
+        next_step = "correct tie_word_embeddings in config.json, or the [alias] of the layout file"
+        raise ContradictionError(what, tensor=other.name, got=got, want=want, next_step=next_step)
     copies, replicas = divide_replicas(other, source)
     return _join_copies(copies, replicas)
 
@@ -324,48 +292,36 @@ def _check_types(shard: StoredShard, output: OutputTensor) -> None:
 
 
 _CHECK_LAYOUT = f"check the layout that the ranks recorded, or the one given by {option('layouts')}"
+_ONCE = "every element exactly once"
 
 
 def coverage_error(
     shard: StoredShard, copies: Copies, fault: CoverageFault, num_elements: int, source: StoredModel
 ) -> XrankError:
     """Return the error that names a fault's tensor, range, ranks and files."""
-    table = [copies.nests[i] for i in range(len(copies))]
+    name, table = shard.name, [copies.nests[i] for i in range(len(copies))]
     if fault.kind == "gap":
         # The gap ends where the next piece begins, which is exact for whole missing shards.
-        later = [nest.y for nest in table if nest.y > fault.address]
-        where = range_text(shard.shape, fault.address, min(later, default=num_elements) - 1)
-        return IncompleteError(
-            f"{shard.name}, {where}: no rank left these elements",
-            tensor=shard.name,
-            index_range=where,
-            got=f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all",
-            want="every element exactly once",
-            next_step=f"let the missing rank write again, then {AGAIN}; nothing was written",
-        )
+        end = min((nest.y for nest in table if nest.y > fault.address), default=num_elements)
+        where = range_text(shard.shape, fault.address, end - 1)
+        what = f"{name}, {where}: no rank left these elements"
+        got = f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all"
+        next_step = f"let the missing rank write again, then {AGAIN}; nothing was written"
+        return IncompleteError(what, tensor=name, index_range=where, got=got, want=_ONCE, next_step=next_step)
     holders = [
         (int(copies.rank[i]), source.files[int(source.records.file[copies.record[i]])].path)
         for i, nest in enumerate(table)
         if contains(nest, fault.address)
     ]
+    holder: tuple[int, str] | tuple[None, None] = (None, None)
     if fault.kind == "outside":
-        return ContradictionError(
-            f"{shard.name}: a rank holds elements outside the tensor",
-            tensor=shard.name,
-            rank=holders[0][0] if holders else None,
-            file=holders[0][1] if holders else None,
-            got=f"address {fault.address:,}",
-            want=f"less than {num_elements:,}, the size of {list(shard.shape)}",
-            next_step=_CHECK_LAYOUT,
-        )
-    where = range_text(shard.shape, fault.address, fault.address)
-    return ContradictionError(
-        f"{shard.name}, from {where} on: held twice, by {ranks_text(rank for rank, _ in holders)}, cut differently",
-        tensor=shard.name,
-        rank=holders[-1][0] if holders else None,
-        file=holders[-1][1] if holders else None,
-        index_range=where,
-        got=", ".join(f"rank {rank} in {path}" for rank, path in holders),
-        want="every element exactly once, or equal pieces as replicas",
-        next_step=_CHECK_LAYOUT,
-    )
+        holder, at = holders[0] if holders else holder, None
+        what, got = f"{name}: a rank holds elements outside the tensor", f"address {fault.address:,}"
+        want = f"less than {num_elements:,}, the size of {list(shard.shape)}"
+    else:
+        holder, at = holders[-1] if holders else holder, range_text(shard.shape, fault.address, fault.address)
+        what = f"{name}, from {at} on: held twice, by {ranks_text(rank for rank, _ in holders)}, cut differently"
+        got = ", ".join(f"rank {rank} in {path}" for rank, path in holders)
+        want = f"{_ONCE}, or equal pieces as replicas"
+    facts: dict[str, Any] = {"tensor": name, "rank": holder[0], "file": holder[1], "index_range": at}
+    return ContradictionError(what, got=got, want=want, next_step=_CHECK_LAYOUT, **facts)

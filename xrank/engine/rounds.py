@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -60,11 +60,8 @@ _MOST_PLACES = 1 << 20
 def assign_makers(files: Sequence[FilePlan], starts: Sequence[int], holder: IntArray, num_ranks: int) -> IntArray:
     """Return the rank that makes each window; all ranks make nearly equally many.
 
-    Args:
-        files: the windows' files.
-        starts: number of each file's first window, and the number of windows at the end.
-        holder: by source record, the rank that holds it.
-        num_ranks: number of ranks.
+    `starts` has the number of each file's first window, and at the end the number of windows; `holder` has by source
+    record the rank that holds it.
     """
     makers = np.full(starts[-1], -1, np.int64)
     loads = np.zeros(num_ranks, np.int64)
@@ -182,14 +179,11 @@ class Division(Struct, frozen=True, eq=False):
         """Mask of the records that several ranks read, so that none of them can check one alone."""
         return self.first_rank < self.last_rank
 
-    def find_own_records(self, rank: int, number: int) -> list[int]:
-        """Return the records that this rank alone reads, for the last time in that round."""
-        mine = (self.first_rank == rank) & (self.last_rank == rank) & (self.last_round == number)
-        return [int(record) for record in np.flatnonzero(mine)]
-
-    def find_open_records(self, number: int) -> list[int]:
-        """Return the records that several ranks read, for the last time in that round."""
-        return [int(record) for record in np.flatnonzero(self.left_open & (self.last_round == number))]
+    def find_records(self, number: int, rank: int | None = None) -> list[int]:
+        """Return the records that this rank alone reads, or several if it is None, for the last time in that round."""
+        alone = (self.first_rank == rank) & (self.last_rank == rank)
+        wanted = self.left_open if rank is None else alone
+        return [int(record) for record in np.flatnonzero(wanted & (self.last_round == number))]
 
 
 def divide(
@@ -327,7 +321,6 @@ class PartialResults(Struct, frozen=True):
     """Differences in this round, as in `Outcome.differences`."""
     shared_nbytes: int = 0
     """Bytes in this round, as in `Outcome.shared_nbytes`."""
-
     odd: Sequence[tuple[int, int, bytes]] = ()
     """(File, offset, bytes) of pages that the first rank writes."""
 
@@ -349,22 +342,24 @@ Finish = Callable[[JoinedFile, int], FinishedFile]
 """Finishes a file after all its parts are joined, on the first rank: (the file, its index) -> the finished file."""
 
 
-class Outputs(Protocol):
-    """The files of a rank's shares. Each round calls `begin`, `target.write`, `finish_share`, then `close`."""
+class Outputs:
+    """The files of a rank's shares. Each round calls `begin`, `target.write`, `finish_share`, then `close`.
 
-    @property
-    def target(self) -> Target:
-        """The target that the executor writes to."""
+    The base class discards every byte: for digests alone.
+    """
 
-    @property
-    def writes_anywhere(self) -> bool:
-        """Whether a rank may write any bytes of a file; if not, it writes whole units of `unit_nbytes`."""
+    target: Target = NullTarget()
+    """The target that the executor writes to."""
+    writes_anywhere: ClassVar[bool] = True
+    """Whether a rank may write any bytes of a file; if not, it writes whole units of `unit_nbytes`."""
 
     def unit_nbytes(self, index: int) -> int:
         """Return the bytes of which a multiple is the beginning of every rank's share of a file."""
+        return windows.WINDOW_NBYTES
 
     def explain_errors(self) -> AbstractContextManager[None]:
         """Explain errors of the body in terms of these outputs."""
+        return nullcontext()
 
     def begin(self, index: int) -> None:
         """Prepare for writes to a file."""
@@ -374,49 +369,13 @@ class Outputs(Protocol):
 
     def take_receipt(self) -> str:
         """Return a text about the shares of a round, which the first rank gets; empty if it needs none."""
+        return ""
 
     def accept(self, receipt: str) -> None:
         """Take, on the first rank, the text of one rank about a round, before the round's files are finished."""
 
     def close(self) -> None:
         """Release the files that a failure left open."""
-
-
-class LocalOutputs:
-    """Base of outputs that need no receipts and have no units."""
-
-    writes_anywhere = True
-
-    def unit_nbytes(self, index: int) -> int:
-        """Return the bytes of a window."""
-        return windows.WINDOW_NBYTES
-
-    def take_receipt(self) -> str:
-        """Return no text."""
-        return ""
-
-    def accept(self, receipt: str) -> None:
-        """Do nothing."""
-
-
-class NoOutputs(LocalOutputs):
-    """Discards every byte: for digests alone."""
-
-    def __init__(self) -> None:
-        self.target = NullTarget()
-
-    def explain_errors(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
-    def begin(self, index: int) -> None:
-        """Do nothing."""
-
-    def finish_share(self, part: FilePart) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def finish_nothing(file: JoinedFile, index: int) -> FinishedFile:
@@ -439,7 +398,7 @@ def make_in_rounds(
     Args:
         team: the ranks.
         work: the work of this rank.
-        files: indices of the files to make; transformed files are not among them.
+        files: indices of the files; transformed files are not among them.
         outputs: the destination of this rank's shares.
         what: a short name of the files, for errors.
         finish: finishes a file, on the first rank.
@@ -458,7 +417,8 @@ def make_in_rounds(
     division = divide(plan, files, team.size, holder=work.holder, units=units)
     share = _Share(team, work, division, outputs)
     joining = _Joining(work, division, finish)
-    done, total = 0, _nbytes(plan, files)
+    sizes = {index: plan.files[index].output.nbytes for index in files}
+    done, total = 0, sum(sizes.values())
 
     def count(nbytes: int) -> None:
         # Rank 0 assumes that the others are equally far: they report only at the end of a round.
@@ -474,7 +434,7 @@ def make_in_rounds(
                 accept_shares(outputs, messages)
                 joining.join(number, [PartialResults.from_message(message) for message in messages])
         if team.is_first:
-            done = sum(_nbytes(plan, r.files) for r in division.rounds[: number + 1])
+            done = sum(sizes[index] for r in division.rounds[: number + 1] for index in r.files)
             progress(done)
             _logger.debug("round %d of %d: %d files", number + 1, len(division.rounds), len(round_.files))
     if division.rounds:
@@ -503,9 +463,8 @@ class _Share:
         self._team, self._work, self._division, self._outputs = team, work, division, outputs
         plan, holder = work.plan, work.holder
         self._plan = plan if holder is None else prefer_own_copies(plan, holder, team.position)
-        self._checksums = RecordChecksums(
-            plan.source.records, partial(raise_mismatch, plan), left_open=division.left_open
-        )
+        mismatch = partial(raise_mismatch, plan)
+        self._checksums = RecordChecksums(plan.source.records, mismatch, left_open=division.left_open)
 
     def make(self, number: int, count: Callable[[int], None]) -> PartialResults:
         """Make this rank's windows of a round, and flush them; call `count` with the bytes of each."""
@@ -528,10 +487,10 @@ class _Share:
         finally:
             self._outputs.close()
         # Only of records that no other rank reads: of the others the first rank joins the parts, and reads the rest.
-        read_rest(self._checksums, work.source, division.find_own_records(rank, number), _staging(work.budget))
+        read_rest(self._checksums, work.source, division.find_records(number, rank), _staging(work.budget))
         return PartialResults(
             tuple(outcome.parts.values()),
-            self._checksums.take_parts(division.find_open_records(number)),
+            self._checksums.take_parts(division.find_records(number)),
             self._checksums.num_checked,
             outcome.differences,
             outcome.shared_nbytes,
@@ -547,15 +506,10 @@ class _Joining:
         self._joined: dict[int, JoinedFile] = {}  # files that later rounds continue to read
         self._outcome = Outcome()
         self._num_checked: Sequence[int] = ()
-        self._last_round = {index: max(self._read_last(index), default=0) for r in division.rounds for index in r.files}
-
-    def _read_last(self, index: int) -> list[int]:
-        return [
-            int(self._division.last_round[copies.record].max())
-            for tensor in self._plan.files[index].tensors
-            for copies in tensor.read
-            if len(copies)
-        ]
+        self._last_round = dict.fromkeys((index for r in division.rounds for index in r.files), 0)
+        for index in self._last_round:
+            read = (copies for tensor in self._plan.files[index].tensors for copies in tensor.read if len(copies))
+            self._last_round[index] = max((int(division.last_round[c.record].max()) for c in read), default=0)
 
     def join(self, number: int, found: Sequence[PartialResults]) -> None:
         """Join the findings of all ranks in a round; finish each file whose sources are all checked."""
@@ -575,7 +529,7 @@ class _Joining:
         self._num_checked = [results.num_checksums for results in found]
         # A record is missing here if no rank read it, or if two ranks read it in overlapping cuts.
         staging = _staging(self._work.budget)
-        read_rest(self._checksums, self._work.source, self._division.find_open_records(number), staging)
+        read_rest(self._checksums, self._work.source, self._division.find_records(number), staging)
         # A file with a record that later rounds read waits: its bytes are not proven before the record's checksum is.
         for index in [index for index in self._joined if self._last_round[index] <= number]:
             self._outcome.files[index] = self._finish(self._joined.pop(index), index)
@@ -585,10 +539,6 @@ class _Joining:
         assert not self._joined, "files were made and never finished"
         self._outcome.num_checksums = sum(self._num_checked) + self._checksums.num_checked
         return self._outcome
-
-
-def _nbytes(plan: Plan, files: Iterable[int]) -> int:
-    return sum(plan.files[index].output.nbytes for index in files)
 
 
 def _staging(budget: Budget) -> memoryview:

@@ -22,7 +22,7 @@ from xrank.engine import windows
 from xrank.engine.buffers import FileTarget
 from xrank.engine.executor import Outcome
 from xrank.engine.planner import Plan
-from xrank.engine.rounds import Finish, LocalOutputs, NoOutputs, Outputs, Work, finish_nothing, make_in_rounds
+from xrank.engine.rounds import Finish, Outputs, Work, finish_nothing, make_in_rounds
 from xrank.engine.windows import FilePart, FinishedFile, JoinedFile, digest_text
 from xrank.errors import AGAIN, UsageError, XrankError, option
 from xrank.ranks.directory_messages import STALE_SECONDS
@@ -45,14 +45,10 @@ _ELSEWHERE_SECONDS = 5.0
 """Seconds to look for the stage in a folder that differs from rank 0's."""
 
 
-def read_together(team: Team, work: Work, files: Sequence[int]) -> dict[int, FinishedFile]:
-    """Return, on rank 0 and with the help of all others, files as a run would write them now; write nothing."""
-    team.broadcast("files to read", json.dumps([*files]))
-    return _read(team, work, files).files
-
-
-def _read(team: Team, work: Work, files: Sequence[int]) -> Outcome:
-    return make_together(team, work, files, NoOutputs(), what="what was kept")
+def read_together(team: Team, work: Work, files: Sequence[int] | None = None) -> dict[int, FinishedFile]:
+    """Return, on rank 0, which gives the files, those that a run of all ranks would write now; write nothing."""
+    files = json.loads(team.broadcast("files to read", None if files is None else json.dumps([*files])))
+    return make_together(team, work, files, Outputs(), what="what was kept").files
 
 
 def write_together(
@@ -60,12 +56,7 @@ def write_together(
 ) -> Outcome:
     """Write, as rank 0, the unfinished files of a plan with the help of all other ranks.
 
-    Args:
-        team: the ranks.
-        work: the work of this rank.
-        stage: the stage to write into.
-        unfinished: indices of the files to write.
-        progress: called with the bytes of these files that are written so far.
+    `progress` is called with the bytes of these files that are written so far.
 
     Raises:
         CorruptError, ContradictionError: the source does not match its metadata.
@@ -73,7 +64,7 @@ def write_together(
         RankFailedError: a rank failed; finished files are kept.
     """
     if not isinstance(stage, FolderStage):
-        return upload_together(team, work, stage, unfinished, progress)
+        return _upload_together(team, work, stage, unfinished, progress)
     files = work.plan.files
     # Before the broadcast: the other ranks open these files and never make them.
     for index in unfinished:
@@ -113,18 +104,21 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
         RankFailedError: another rank failed.
     """
     if work.holder is not None:
-        _read(team, work, json.loads(team.broadcast("files to read")))
+        read_together(team, work)
     if is_url(out):
-        help_to_upload(team, work, out)
+        told = json.loads(team.broadcast("uploads"))
+        uploads = {int(index): (Upload(*upload), resumed) for index, (*upload, resumed) in told.items()}
+        shares = _SharedUploads(team, work.plan, BucketPlace.from_url(out), uploads)
+        make_together(team, work, [*uploads], shares, what="the files")
         return
     told = json.loads(team.broadcast("stage"))
     parts = SharedParts(os.path.join(OutputPlace.from_path(out).parent, told["name"]))
     if told["files"]:  # otherwise rank 0 does not wait, and the stage may be the output already
         # A folder that certainly differs does not appear later: do not wait for a network file system's client.
-        seconds = _ELSEWHERE_SECONDS if _is_elsewhere(parts.path, told["above"]) else STALE_SECONDS
-        _await_sight(
-            lambda: parts.has_plan(plan_digest) or None, team.make_failure_check(), parts.path, team.rank, seconds
-        )
+        nearest, theirs = _list_parents(parts.path)[:1], [tuple(one) for one in told["above"]]
+        seconds = _ELSEWHERE_SECONDS if nearest and nearest[0] not in theirs else STALE_SECONDS
+        failures = team.make_failure_check()
+        _await_sight(lambda: parts.has_plan(plan_digest) or None, failures, parts.path, team.rank, seconds)
     make_together(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
 
 
@@ -148,8 +142,10 @@ def make_together(
     return outcome
 
 
-class _Parts(LocalOutputs):
+class _Parts(Outputs):
     """The files of a stage, into which one rank writes its shares."""
+
+    target: FileTarget
 
     def __init__(self, team: Team, plan: Plan, parts: SharedParts) -> None:
         self.target = FileTarget({})
@@ -193,12 +189,6 @@ def _list_parents(path: str) -> list[tuple[str, int]]:
     return found
 
 
-def _is_elsewhere(path: str, above: Sequence[Sequence[object]]) -> bool:
-    """Return whether the nearest existing folder above a path here is not among rank 0's."""
-    here = _list_parents(path)
-    return bool(here) and here[0] not in {(folder, inode) for folder, inode in above}
-
-
 def _await_sight(
     look: Callable[[], Seen | None],
     failures: Callable[[], bool],
@@ -216,25 +206,18 @@ def _await_sight(
     while (found := look()) is None:
         failures()
         if monotonic() > end:
-            raise UsageError(
-                f"rank {rank} does not see {path}, which rank 0 made",
-                rank=rank,
-                file=path,
-                got="nothing there",
-                want=f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place",
-                next_step=f"choose an {option('out')} on a file system that all ranks share, then {AGAIN}",
-            )
+            what, got = f"rank {rank} does not see {path}, which rank 0 made", "nothing there"
+            want = f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place"
+            next_step = f"choose an {option('out')} on a file system that all ranks share, then {AGAIN}"
+            raise UsageError(what, rank=rank, file=path, got=got, want=want, next_step=next_step)
         sleep(_PAUSE_SECONDS)
     return found
 
 
-def upload_together(
+def _upload_together(
     team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
-    """Upload, as rank 0, the unfinished files of a plan with the help of all other ranks.
-
-    Arguments and errors as `xrank.engine.shared_writing.write_together`.
-    """
+    """Upload, as rank 0, the unfinished files of a plan with the help of all other ranks."""
     assert isinstance(stage, BucketStage), "a stage is on a disk or in a store"
     files = work.plan.files
     outputs = [files[index].output for index in unfinished]
@@ -247,9 +230,8 @@ def upload_together(
     def finish(file: JoinedFile, index: int) -> FinishedFile:
         finished, _ = file.finish()
         name, nbytes = files[index].output.name, files[index].output.nbytes
-        stage.finish_parts(
-            name, nbytes, shares.take_parts(index), digest_text(finished.digest), finished.tensor_digests
-        )
+        digest, parts = digest_text(finished.digest), shares.take_parts(index)
+        stage.finish_parts(name, nbytes, parts, digest, finished.tensor_digests)
         _logger.info("finished %s, %s bytes", name, f"{nbytes:,}")
         return finished
 
@@ -258,16 +240,8 @@ def upload_together(
     return outcome
 
 
-def help_to_upload(team: Team, work: Work, out: str) -> None:
-    """Run the part of any other rank in `upload_together`; errors as there."""
-    told = json.loads(team.broadcast("uploads"))
-    uploads = {int(index): (Upload(*upload), resumed) for index, (*upload, resumed) in told.items()}
-    shares = _SharedUploads(team, work.plan, BucketPlace.from_url(out), uploads)
-    make_together(team, work, [*uploads], shares, what="the files")
-
-
-class _SharedUploads(PartsTarget):
-    """The parts of uploads that one rank sends; see `xrank.engine.rounds.Outputs`."""
+class _SharedUploads(PartsTarget, Outputs):
+    """The parts of uploads that one rank sends."""
 
     writes_anywhere = False
 
@@ -294,18 +268,11 @@ class _SharedUploads(PartsTarget):
         """Look up the parts that an interrupted run has sent."""
         output, (upload, resumed) = self._plan.files[index].output, self._begun[index]
         key = self._place.file_key(upload.name)
-        known = self.uploads.list_parts(key, upload.upload_id) if resumed else None
-        if self._pool is None:
-            self._pool = PartPool()
+        known = self.uploads.list_parts(key, upload.upload_id) if resumed else {}
+        pool = self._pool = self._pool or PartPool()
+        sizes = (output.nbytes, upload.part_nbytes)
         self._files[index] = UploadedFile(
-            self.uploads,
-            self._pool,
-            key,
-            upload.upload_id,
-            output.nbytes,
-            upload.part_nbytes,
-            known or {},
-            output.late_places,
+            self.uploads, pool, key, upload.upload_id, *sizes, known or {}, output.late_places
         )
 
     def finish_share(self, part: FilePart) -> None:

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from xrank import dtypes
 from xrank.engine.executor import Outcome
-from xrank.engine.planner import Plan, TensorPlan
+from xrank.engine.planner import Plan
 from xrank.engine.replicas import prefer_own_copies
 from xrank.engine.rounds import (
     ROUND_NBYTES,
@@ -55,18 +55,7 @@ def make_transformed(
     what: str,
     finish: Finish = finish_nothing,
 ) -> Outcome:
-    """Make transformed files together with all other ranks, which make the same call.
-
-    Args:
-        team: the ranks.
-        work: the work of this rank.
-        files: indices of the files to make, all of them transformed.
-        outputs: the destination of this rank's shares.
-        what: a short name of the files, for errors.
-        finish: finishes a file, on the first rank.
-
-    Returns:
-        On the first rank, the same outcome as from one process; an empty outcome elsewhere.
+    """Make transformed files; arguments and result are those of `make_in_rounds`.
 
     Raises:
         UsageError: the transform's output differs from its declaration. Its own exceptions propagate.
@@ -74,10 +63,9 @@ def make_transformed(
     """
     plan, transforms, holder = work.plan, work.transforms, work.holder
     assert transforms is not None
-    size, position = team.size, team.position
-    sources = (
-        transforms.sources if holder is None or size == 1 else prefer_own_copies(transforms.sources, holder, position)
-    )
+    size, position, sources = team.size, team.position, transforms.sources
+    if holder is not None and size > 1:
+        sources = prefer_own_copies(sources, holder, position)
     whole = WholeTensors(sources, work.source, work.budget)
     shares_pages = not team.is_one_host and outputs.writes_anywhere
     failures = team.make_failure_check()
@@ -85,12 +73,12 @@ def make_transformed(
     rounds = list(group_files(plan, files, size * ROUND_NBYTES))
     for number, group in enumerate(rounds):
         tensors = transforms.find_by_files(group)
-        owners = dict.fromkeys(group, 0) if outputs.writes_anywhere else _owners(plan, group, size)
-        makers = (
-            _makers(transforms.sources, tensors, holder, size)
-            if outputs.writes_anywhere
-            else [owners[tensor.file] for tensor in tensors]
-        )
+        if outputs.writes_anywhere:
+            owners = dict.fromkeys(group, 0)
+            makers = _makers(transforms.sources, tensors, holder, size)
+        else:
+            owners = _owners(plan, group, size)
+            makers = [owners[tensor.file] for tensor in tensors]
         made = _RoundOutputs(outputs, shares_pages)
         try:
             for index in group:
@@ -100,11 +88,16 @@ def make_transformed(
                 if maker == position:
                     failures()
                     _make(tensor, transforms, whole, made, failures)
-            parts = made.finish()
+            results = PartialResults(made.finish(), (), 0, {}, odd=made.odd)
         except BaseException:
             outputs.close()
             raise
-        found = _collect(team, f"{what} of transform, round {number + 1}", parts, made.odd, outputs)
+        found = [results]
+        if size > 1:
+            message = {**results.to_message(), **describe_share(outputs)}
+            with team.collect(f"{what} of transform, round {number + 1}", message) as messages:
+                accept_shares(outputs, messages)
+                found = [PartialResults.from_message(one) for one in messages]
         if position == 0:
             _finish(plan, group, found, outputs, finish, outcome)
     if rounds and size > 1:  # one process checks its source after the last file
@@ -118,9 +111,14 @@ def _makers(sources: Plan, tensors: Sequence[TransformedTensor], holder: IntArra
     loads = np.zeros(num_ranks, np.int64)
     makers = [0] * len(tensors)
     plans = [sources.files[tensor.number].tensors[0] for tensor in tensors]
-    for i in sorted(range(len(tensors)), key=lambda i: (-_source_nbytes(plans[i]), i)):
+    for i in sorted(range(len(tensors)), key=lambda i: (-plans[i].output.nbytes, i)):
+        held = np.zeros(num_ranks, np.int64)
+        if holder is not None:
+            width = dtypes.dtype(plans[i].source_dtype).nbytes
+            for copies in (plans[i].copies, plans[i].replicas):
+                np.add.at(held, holder[copies.record], copies.nests.sizes * width)
         # A byte from another rank counts twice: it is read, and moved.
-        cost = 2 * _source_nbytes(plans[i]) - _count_held(plans[i], holder, num_ranks)
+        cost = 2 * plans[i].output.nbytes - np.minimum(held, plans[i].output.nbytes)
         makers[i] = int((loads + cost).argmin())
         loads[makers[i]] += cost[makers[i]]
     return makers
@@ -134,20 +132,6 @@ def _owners(plan: Plan, files: Sequence[int], num_ranks: int) -> dict[int, int]:
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += plan.files[index].output.nbytes
     return owners
-
-
-def _source_nbytes(tensor: TensorPlan) -> int:
-    return tensor.output.nbytes
-
-
-def _count_held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> IntArray:
-    """Count the bytes of a tensor that each rank holds itself."""
-    held = np.zeros(num_ranks, np.int64)
-    width = dtypes.dtype(tensor.source_dtype).nbytes
-    for copies in (tensor.copies, tensor.replicas) if holder is not None else ():
-        assert holder is not None
-        np.add.at(held, holder[copies.record], copies.nests.sizes * width)
-    return np.minimum(held, tensor.output.nbytes)
 
 
 class _RoundOutputs(Struct):
@@ -173,11 +157,10 @@ class _RoundOutputs(Struct):
         """Write a tensor to its place, and record its digest."""
         digest = TensorDigest(output.nbytes)
         content = local_bytes(tensor)
-        first, last = output.offset, output.offset + output.nbytes
-        low, high = (-(-first // _PAGE_NBYTES), last // _PAGE_NBYTES) if self.shares_pages else (first, last)
+        start = first = low = output.offset
+        last = high = first + output.nbytes
         if self.shares_pages:
-            low, high = low * _PAGE_NBYTES, high * _PAGE_NBYTES
-        start = first
+            low, high = -(-first // _PAGE_NBYTES) * _PAGE_NBYTES, last // _PAGE_NBYTES * _PAGE_NBYTES
         while start < last:
             stop = min(last, (start // _CHUNK_NBYTES + 1) * _CHUNK_NBYTES)
             data = staging[: stop - start]
@@ -229,31 +212,21 @@ def _make(
         made.put_tensor(tensor.file, slot, output, results.pop(0), staging)
 
 
-_Found = tuple[tuple[FilePart, ...], Sequence[tuple[int, int, bytes]]]
-
-
-def _collect(
-    team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple[int, int, bytes]], outputs: Outputs
-) -> list[_Found]:
-    """Return on the first rank the findings of all ranks, and nothing on the others."""
-    if team.size == 1:
-        return [(parts, odd)]
-    told = {**PartialResults(parts, (), 0, {}, odd=odd).to_message(), **describe_share(outputs)}
-    with team.collect(key, told) as messages:
-        accept_shares(outputs, messages)
-        return [(one.parts, one.odd) for one in map(PartialResults.from_message, messages)]
-
-
 def _finish(
-    plan: Plan, files: Sequence[int], found: Sequence[_Found], outputs: Outputs, finish: Finish, outcome: Outcome
+    plan: Plan,
+    files: Sequence[int],
+    found: Sequence[PartialResults],
+    outputs: Outputs,
+    finish: Finish,
+    outcome: Outcome,
 ) -> None:
     """Join the outputs of all ranks for some files, write the bytes that came to the first, and finish the files."""
     joined = {index: JoinedFile(plan.files[index].output, index) for index in files}
     rest: dict[int, list[tuple[int, bytes]]] = {}
-    for parts, odd in found:
-        for part in parts:
+    for results in found:
+        for part in results.parts:
             joined[part.index].join(part)
-        for file, offset, data in odd:
+        for file, offset, data in results.odd:
             rest.setdefault(file, []).append((offset, data))
     try:
         with outputs.explain_errors():

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.engine.planner import compose
+from xrank.engine.planner import Pieces, compose
 from xrank.errors import ContradictionError, LayoutError, UsageError, XrankError, option
 from xrank.layout.local_part import global_size, names_of_dim
 from xrank.layout.nest_table import join_rows
@@ -310,7 +310,7 @@ def make_shard(name: str, shape: tuple[int, ...], parts: Iterable[tuple[StoredSh
             made.append(replace(shard, name=name, shape=shape))
             continue
         # Only what the nests cover remains: rows of padding and of the source's other parts drop out here.
-        rows, table = compose(shard.nests, tuple(map(swap, nests)))
+        rows, table = compose(Pieces(shard.nests.x, shard.nests), tuple(map(swap, nests)))
         made.append(
             replace(shard, name=name, shape=shape, rank=shard.rank[rows], record=shard.record[rows], nests=table)
         )

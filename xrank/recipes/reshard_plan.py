@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from xrank.engine.companions import CompanionFile, check_companions
 from xrank.engine.hf_folder import lay_out_state
-from xrank.engine.planner import Plan, divide_pieces, make_plan
+from xrank.engine.planner import Pieces, Plan, divide_pieces, make_plan
 from xrank.errors import LayoutError
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
@@ -92,7 +92,7 @@ def _prove(
         found[rank] = part
     rows = [(rank, nest) for rank, part in found.items() for nest in part.nests]
     table = NestTable.from_nests([nest for _, nest in rows])
-    first, _, fault = divide_pieces(int_array(rank for rank, _ in rows), table, math.prod(shape))
+    first, _, fault = divide_pieces(Pieces(int_array(rank for rank, _ in rows), table), math.prod(shape))
     compared: dict[int, list[Nest]] = {}
     for row in first.tolist():
         rank, nest = rows[row]
