@@ -48,7 +48,6 @@ from xrank.engine.windows import (
     PreparedTensor,
     Read,
     RecordChecksums,
-    make_finished_file,
     read_rest,
 )
 from xrank.errors import UsageError, option
@@ -588,14 +587,12 @@ class _Execution:
             with self._lock:
                 self.outcome.parts[file.index] = part
             return
-        ending = file.ending()
+        finished, ending = file.finish()
         if self._late is None:
             for offset, data in ending:
                 self.target.write(file.index, offset, memoryview(data))
         elif ending:
             self.write_late(file, ending[-1])
-        digests = [digest.digest() for digest in file.digests]
-        finished = make_finished_file(file.plan.output, file.index, digests, ending)
         self._finish(finished)
         with self._lock:
             self.outcome.files[file.index] = finished

@@ -85,13 +85,12 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
     used = any((c.record == record).any() for tensor in plan.tensors for c in tensor.read)
     owner = find_owner(plan.source, record) if used else None
-    if owner is None:
-        return CorruptError(
-            f"checksum of {path} at byte {offset:,} is wrong", file=path, got=got, want=want, next_step=COPY
-        )
-    what = f"{owner.subject}: checksum of rank {owner.rank}'s {path} at byte {offset:,} is wrong"
-    next_step = f"let rank {owner.rank} write again, or copy the file again, then {AGAIN}"
-    return CorruptError(what, file=path, got=got, want=want, next_step=next_step, **owner.facts)
+    what, next_step, facts = f"checksum of {path} at byte {offset:,} is wrong", COPY, {}
+    if owner is not None:
+        what = f"{owner.subject}: checksum of rank {owner.rank}'s {path} at byte {offset:,} is wrong"
+        next_step = f"let rank {owner.rank} write again, or copy the file again, then {AGAIN}"
+        facts = owner.facts
+    return CorruptError(what, file=path, got=got, want=want, next_step=next_step, **facts)
 
 
 class RecordOwner(NamedTuple):
@@ -139,7 +138,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
 
     Reads both pieces once more, in chunks.
     """
-    nest = swap(tensor.replicas.nests[row])
+    nest, name = swap(tensor.replicas.nests[row]), tensor.output.name
     low, high = nest.x, nest.x + span(nest.loops)
     rank = int(tensor.replicas.rank[row])
     # Corrupt bytes first: they explain the difference, and "make the ranks equal" would be the wrong advice.
@@ -159,20 +158,18 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             _gather(tensor.copies, other, start, stop, width, source, ours)
         found.add(start, ours, theirs, mask)
     if not found.count:
-        return ContradictionError(
-            f"{tensor.output.name}: changed while it was being read",
-            tensor=tensor.output.name,
-            rank=rank,
-            got="copies that differed, and are equal now",
-            want="the same values until all of it is read",
-            next_step=f"let nothing write to the source meanwhile, then {AGAIN}",
-        )
-    other_rank = _rank_holding(tensor.copies, found.first)
-    address = tensor.output.global_address(found.first)
+        what, got = f"{name}: changed while it was being read", "copies that differed, and are equal now"
+        want, next_step = "the same values until all of it is read", "let nothing write to the source meanwhile, then "
+        return ContradictionError(what, tensor=name, rank=rank, got=got, want=want, next_step=next_step + AGAIN)
+    first = found.first
+    copies = tensor.copies
+    holding = (i for i in range(len(copies)) if restrict(swap(copies.nests[i]), first, first + 1))
+    other_rank = next((int(copies.rank[i]) for i in holding), -1)
+    address = tensor.output.global_address(first)
     where = range_text(tensor.output.global_shape, address, address)
     record, total = int(tensor.replicas.record[row]), int(tensor.replicas.nests.sizes[row])
     path, tied = _file_of(plan, record), tensor.tied.get(record)
-    message = f"{tensor.output.name}: rank {rank} holds other values than rank {other_rank}"
+    message = f"{name}: rank {rank} holds other values than rank {other_rank}"
     want = "equal replicas"
     next_step = either(
         "find out why the ranks diverged, and make them equal",
@@ -180,28 +177,12 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
         needs("model_or_state_dict", f"if they are parts of one tensor, describe its cut with {option('layouts')}"),
     )
     if tied is not None:
-        name = tensor.output.name
         message = f"{tied} is tied to {name}, but rank {rank}'s differs from rank {other_rank}'s {name}"
         want = "equal tensors"
         alias = f"the [alias] of {option('layouts')}"
         next_step = f"if they are two tensors, correct tie_word_embeddings in config.json, or {alias}"
-    return ContradictionError(
-        message,
-        tensor=tensor.output.name,
-        rank=rank,
-        file=path,
-        index_range=where,
-        got=found.describe(total, where),
-        want=want,
-        next_step=next_step,
-    )
-
-
-def _rank_holding(copies: Copies, address: int) -> int:
-    for row in range(len(copies)):
-        if restrict(swap(copies.nests[row]), address, address + 1):
-            return int(copies.rank[row])
-    return -1
+    facts: dict[str, Any] = {"tensor": name, "rank": rank, "file": path, "index_range": where}
+    return ContradictionError(message, got=found.describe(total, where), want=want, next_step=next_step, **facts)
 
 
 def _check_records(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -24,7 +25,7 @@ from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest, canonical, size
 from xrank.layout.notation import LayoutTree, axes_of
 from xrank.layout.tensor_layout import axis_lengths, flat_of
-from xrank.layout.tensor_name import NameTable, TensorName, name_table
+from xrank.layout.tensor_name import NameTable, name_table
 from xrank.words import ranks_text
 
 
@@ -42,9 +43,7 @@ class Misfit(Struct, frozen=True):
 def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
     """Return the first elements that are not held exactly once; nests with equal y sides are replicas, and count once.
 
-    Args:
-        parts: the part of each rank; y is the row-major address in the tensor.
-        shape: the tensor's global shape.
+    `parts` has y as the row-major address in the tensor of that global shape.
     """
     _, _, fault = divide_pieces(Pieces(parts.first_ranks[parts.owner], parts.nests), math.prod(shape))
     if fault is None:
@@ -202,17 +201,13 @@ def apply_parts(start: Holdings, parts: MeshParts, sums: tuple[str, ...] = ()) -
 
 def apply_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdings:
     """Return a tensor's holdings by rank -> nests, of which only the y sides count."""
-    placed = {rank: tuple(map(_drop_local_addresses, nests)) for rank, nests in held.items()}
-    return apply_parts(
-        start, MeshParts.from_held({rank: (nests, None, sum(map(size, nests))) for rank, nests in placed.items()})
-    )
-
-
-def _drop_local_addresses(nest: Nest) -> Nest:
-    """Return a nest without its local addresses, which differ between files."""
-    # With x equal to y, canonical merges loops by the y side alone, however a file orders the elements.
-    y_side = canonical(Nest(nest.y, nest.y, tuple((n, stride, stride) for n, _, stride in nest.loops)))
-    return Nest(0, y_side.y, tuple((n, 0, stride) for n, _, stride in y_side.loops))
+    placed: dict[int, tuple[tuple[Nest, ...], None, int]] = {}
+    for rank, nests in held.items():
+        # With x equal to y, canonical merges loops by the y side alone, however a file orders the elements.
+        sides = (canonical(Nest(n.y, n.y, tuple((count, y, y) for count, _, y in n.loops))) for n in nests)
+        own = tuple(Nest(0, side.y, tuple((n, 0, y) for n, _, y in side.loops)) for side in sides)
+        placed[rank] = own, None, sum(map(size, own))
+    return apply_parts(start, MeshParts.from_held(placed))
 
 
 def sum_held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], int]) -> dict[int, int]:
@@ -246,13 +241,9 @@ def find_problem(one: Holdings) -> LayoutError | None:
         return one.problem
     if one.rule is None and not one.shares:
         dims = ", ".join(f"d{i}" for i in range(len(one.shape)))
-        return LayoutError(
-            f"{one.name}: no rule says how it is cut",
-            tensor=one.name,
-            got=f"shape {list(one.shape)}",
-            want="a rule for every tensor",
-            next_step=f'add a rule, such as "{one.name}" = "[{dims}]" for a tensor that every rank holds whole',
-        )
+        next_step = f'add a rule, such as "{one.name}" = "[{dims}]" for a tensor that every rank holds whole'
+        what, got = f"{one.name}: no rule says how it is cut", f"shape {list(one.shape)}"
+        return LayoutError(what, tensor=one.name, got=got, want="a rule for every tensor", next_step=next_step)
     misfit = one.misfit
     if misfit is None:
         return None
@@ -261,16 +252,13 @@ def find_problem(one: Holdings) -> LayoutError | None:
         "overlap": f"held by {ranks_text(misfit.ranks)} in different cuts",
         "outside": f"outside the tensor, on {ranks_text(misfit.ranks)}",
     }[misfit.kind]
-    return LayoutError(
-        f"{one.name}, {misfit.where}: {what}",
-        tensor=one.name,
-        rank=misfit.ranks[0] if misfit.ranks else None,
-        index_range=misfit.where,
-        got=f"{one.text or 'what the ranks recorded'} of {list(one.shape)}"
-        + ("" if one.mesh is None else f" on {one.mesh.grid}"),
-        want="every element exactly once, or in equal parts as replicas",
-        next_step="correct the layout" if one.rule is None else f"correct the rule {one.rule!r}",
-    )
+    got = f"{one.text or 'what the ranks recorded'} of {list(one.shape)}"
+    got += "" if one.mesh is None else f" on {one.mesh.grid}"
+    want = "every element exactly once, or in equal parts as replicas"
+    next_step = "correct the layout" if one.rule is None else f"correct the rule {one.rule!r}"
+    rank, where = misfit.ranks[0] if misfit.ranks else None, misfit.where
+    facts: dict[str, Any] = {"tensor": one.name, "rank": rank, "index_range": where}
+    return LayoutError(f"{one.name}, {where}: {what}", got=got, want=want, next_step=next_step, **facts)
 
 
 def survey(
@@ -343,9 +331,8 @@ class _Compiler:
             rule = self.layouts.rule_for(self.layouts.aliases[name])
         deciding = [each for each in (rule, companion, *member_of) if each is not None]
         if len(deciding) > 1:
-            raise LayoutError(
-                f"{name}: several rules decide for it", got=str(deciding), want="one", next_step="keep one of them"
-            )
+            what = f"{name}: several rules decide for it"
+            raise LayoutError(what, got=str(deciding), want="one", next_step="keep one of them")
         if not deciding:
             return start
         self.rules[name] = deciding[0]
@@ -364,11 +351,8 @@ class _Compiler:
     def _mesh(self, layout: TensorLayout) -> DeviceMesh:
         mesh = layout.device_mesh or self.layouts.device_mesh
         if mesh is None:
-            raise LayoutError(
-                "the mesh of its ranks is not given",
-                got=str(layout),
-                next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
-            )
+            next_step = 'add a table like [mesh] with grid = "dp=2 tp=2" to the layout file'
+            raise LayoutError("the mesh of its ranks is not given", got=str(layout), next_step=next_step)
         return mesh
 
     def _apply_name(self, whole: Holdings, layout: TensorLayout) -> Holdings:
@@ -414,28 +398,27 @@ class _Compiler:
         return apply_parts(start, self._flats[rule][start.name], layout.tree.sums)
 
     def _companion(self, start: Holdings) -> Holdings:
-        companion = self.layouts.companions[start.rule or ""]
+        companion, has_name = (
+            self.layouts.companions[start.rule or ""],
+            self.layouts.name_of(start.rule or "") is not None,
+        )
         layout = base_layout(companion, self.layouts)
-        bases = self._bases(start, companion)
+        bases: Mapping[str, tuple[int, ...]] = self.shapes  # with a name, the name decides
+        if companion.of is None:
+            bases = {}
+        elif not has_name:
+            # Once for each companion: looking through all tensors for each scale would be quadratic.
+            if companion not in self._fitting:
+                fitting = self._fitting.setdefault(companion, {})
+                for name, shape in self.shapes.items():
+                    with suppress(LayoutError):
+                        fitting.setdefault(companion_shape(companion, shape), {})[name] = shape
+            bases = self._fitting[companion].get(start.shape, {})
         base = base_of_shape(companion, self.layouts, start.name, start.shape, bases)
         mesh = self._mesh(layout)
         parts = companion_mesh_parts(companion, layout, mesh, base, sizes=self.layouts.sizes)
         found = apply_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
-        return found if self.layouts.name_of(start.rule or "") is None else self._apply_name(found, layout)
-
-    def _bases(self, of: Holdings, companion: Companion) -> Mapping[str, tuple[int, ...]]:
-        """Return the tensors that a companion may follow from: those of a fitting shape."""
-        if companion.of is None:
-            return {}
-        if self.layouts.name_of(of.rule or "") is not None:
-            return self.shapes  # the name decides
-        # Once for each companion: looking through all tensors for each scale would be quadratic.
-        if companion not in self._fitting:
-            fitting = self._fitting.setdefault(companion, {})
-            for name, shape in self.shapes.items():
-                with suppress(LayoutError):
-                    fitting.setdefault(companion_shape(companion, shape), {})[name] = shape
-        return self._fitting[companion].get(of.shape, {})
+        return self._apply_name(found, layout) if has_name else found
 
 
 def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -456,13 +439,13 @@ def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict
         assert stated is not None
         try:
             if isinstance(stated, Companion):
-                base = base_layout(stated, layouts)
-                mesh, pattern = base.device_mesh or layouts.device_mesh, layouts.name_of(rule)
-                names = [rule] if pattern is None or mesh is None else _names(pattern, base, mesh, layouts)
-                for name in names:
+                for name in _names(rule, base_layout(stated, layouts), layouts):
                     shapes[name] = companion_shape(stated, _base_shape(name, stated, layouts, shapes))
-            else:
-                shapes.update(_shapes_of(rule, stated, layouts))
+                continue
+            mesh, flat = stated.device_mesh or layouts.device_mesh, flat_of(stated)
+            trees = {rule: stated.tree} if flat is None else {m.name: LayoutTree(m.dims) for m in flat.members}
+            found = {name: _shape_of(tree, layouts, mesh, stated.view_mesh) for name, tree in trees.items()}
+            shapes |= found if flat is not None else dict.fromkeys(_names(rule, stated, layouts), found[rule])
         # `global_size` looks names up; the key is the missing size.
         except KeyError as error:
             unknown[rule] = f"the size {error.args[0]!r} is not known"
@@ -473,18 +456,6 @@ def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict
                 raise LayoutError(what, tensor=rule, got=error.got, want=error.want, next_step=next_step) from error
             unknown[rule] = error.message
     return shapes, unknown
-
-
-def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[str, tuple[int, ...]]:
-    mesh, flat, name = layout.device_mesh or layouts.device_mesh, flat_of(layout), layouts.name_of(rule)
-    if flat is not None:
-        return {
-            member.name: _shape_of(LayoutTree(member.dims), layouts, mesh, layout.view_mesh) for member in flat.members
-        }
-    shape = _shape_of(layout.tree, layouts, mesh, layout.view_mesh)
-    if name is None or mesh is None:
-        return {rule: shape}
-    return dict.fromkeys(_names(name, layout, mesh, layouts), shape)
 
 
 def _base_shape(
@@ -498,7 +469,11 @@ def _base_shape(
     return found.pop()
 
 
-def _names(name: TensorName, layout: TensorLayout, mesh: DeviceMesh, layouts: LayoutMap) -> list[str]:
+def _names(rule: str, layout: TensorLayout, layouts: LayoutMap) -> list[str]:
+    """Return the names of a rule's tensors; without a name with dims, or a mesh, the rule itself."""
+    mesh, name = layout.device_mesh or layouts.device_mesh, layouts.name_of(rule)
+    if name is None or mesh is None:
+        return [rule]
     for rank in mesh.ranks:
         table = name_table(name, layout, mesh, mesh.coordinate(rank), sizes=layouts.sizes)
         # Every rank's table has the global sizes, so the first one suffices.

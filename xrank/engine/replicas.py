@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -30,70 +31,50 @@ DIGEST_STAGING_NBYTES = _CHUNK_NBYTES = 1 << 20
 def prefer_own_copies(plan: Plan, holder: IntArray, rank: int) -> Plan:
     """Return the plan for one rank of a source with equal twins: the rank reads its own twin of a piece if it has one.
 
-    Args:
-        plan: the plan of all ranks.
-        holder: by record, the rank that holds it.
-        rank: the rank that reads.
+    `holder` has by record the rank that holds it.
     """
-    files = tuple(
-        FilePlan(f.output, tuple(_prefer_own_copies(tensor, holder, rank) for tensor in f.tensors)) for f in plan.files
-    )
-    return replace(plan, files=files)
 
+    def choose(number: int, twins: Sequence[_Row]) -> _Row:
+        own = [(copies, row) for copies, row in twins if holder[copies.record[row]] == rank]
+        # A copy in the rank's own memory needs no exchange.
+        return own[-1] if own and own[0] != twins[0] else twins[0]
 
-def _prefer_own_copies(tensor: TensorPlan, holder: IntArray, rank: int) -> TensorPlan:
-    if not len(tensor.replicas):
-        return tensor
-    twin = find_twins(tensor)
-    own = np.flatnonzero((twin >= 0) & (holder[tensor.replicas.record] == rank))
-    # A copy in the rank's own memory needs no exchange.
-    own = own[holder[tensor.copies.record[twin[own]]] != rank]
-    pairs = dict(zip(twin[own].tolist(), own.tolist(), strict=True))
-    rows = [
-        (tensor.replicas, pairs[row]) if row in pairs else (tensor.copies, row) for row in range(len(tensor.copies))
-    ]
-    copies = tensor.copies if not pairs else _pick_rows(rows)
-    rest = np.flatnonzero(twin < 0)
-    return replace(tensor, copies=copies, replicas=tensor.replicas.take(rest))
+    return _choose_twins(plan, choose, keeps_others=True)
 
 
 def spread_copies(plan: Plan, number: int) -> Plan:
     """Return the plan for one reader of several: readers of neighbouring numbers read different twins of a piece.
 
-    The pieces of one reader are spread, too, so that ranks which hold the same serve equal shares.
-
-    Args:
-        plan: the plan of a source with equal twins; the result has no replicas.
-        number: the reader's.
+    The pieces of one reader are spread, too, so that ranks which hold the same serve equal shares. The result has no
+    replicas.
     """
-    count = 0
-    files = []
-    for file in plan.files:
-        tensors = []
-        for tensor in file.tensors:
-            tensors.append(_spread_copies(tensor, number + count))
-            count += 1
-        files.append(FilePlan(file.output, tuple(tensors)))
-    return replace(plan, files=tuple(files))
+    return _choose_twins(plan, lambda tensor, twins: twins[(number + tensor) % len(twins)], keeps_others=False)
 
 
-def _spread_copies(tensor: TensorPlan, number: int) -> TensorPlan:
-    if not len(tensor.replicas):
-        return tensor
-    choices: dict[int, list[tuple[Copies, int]]] = {row: [(tensor.copies, row)] for row in range(len(tensor.copies))}
-    for row, twin in enumerate(find_twins(tensor).tolist()):
-        if twin >= 0:
-            choices[twin].append((tensor.replicas, row))
-    copies = _pick_rows([its[number % len(its)] for its in choices.values()])
-    return replace(tensor, copies=copies, replicas=tensor.replicas.take(np.zeros(0, np.int64)))
+_Row: TypeAlias = tuple[Copies, int]
 
 
-def _pick_rows(rows: Sequence[tuple[Copies, int]]) -> Copies:
-    return Copies(
-        np.array([copies.rank[row] for copies, row in rows], np.int64),
-        np.array([copies.record[row] for copies, row in rows], np.int64),
-        NestTable.from_nests([copies.nests[row] for copies, row in rows]),
-    )
+def _choose_twins(plan: Plan, choose: Callable[[int, Sequence[_Row]], _Row], *, keeps_others: bool) -> Plan:
+    """Read, of a copy and its replicas with the same destination, the one that `choose` returns for (tensor, rows)."""
+    numbers = count()
+
+    def apply(tensor: TensorPlan) -> TensorPlan:
+        number, twin = next(numbers), find_twins(tensor) if len(tensor.replicas) else None
+        if twin is None:
+            return tensor
+        choices: list[list[_Row]] = [[(tensor.copies, row)] for row in range(len(tensor.copies))]
+        for row in np.flatnonzero(twin >= 0).tolist():
+            choices[twin[row]].append((tensor.replicas, row))
+        rows = [choose(number, twins) for twins in choices]
+        copies = Copies(
+            np.array([copies.rank[row] for copies, row in rows], np.int64),
+            np.array([copies.record[row] for copies, row in rows], np.int64),
+            NestTable.from_nests([copies.nests[row] for copies, row in rows]),
+        )
+        rest = np.flatnonzero((twin < 0) & keeps_others)
+        return replace(tensor, copies=copies, replicas=tensor.replicas.take(rest))
+
+    return replace(plan, files=tuple(FilePlan(file.output, tuple(map(apply, file.tensors))) for file in plan.files))
 
 
 def find_twins(tensor: TensorPlan) -> IntArray:
@@ -113,11 +94,8 @@ def find_twins(tensor: TensorPlan) -> IntArray:
 def _pairs(plan: Plan) -> Iterator[tuple[TensorPlan, int, int]]:
     """Yield (tensor, row of its replicas, row of its copies) of all twins that are distinct memory."""
     for tensor in plan.tensors:
-        if not len(tensor.replicas):
-            continue
-        for row, twin in enumerate(find_twins(tensor).tolist()):
-            is_one = twin >= 0 and tensor.replicas.record[row] == tensor.copies.record[twin]
-            if twin >= 0 and not is_one:
+        for row, twin in enumerate(find_twins(tensor).tolist()) if len(tensor.replicas) else ():
+            if twin >= 0 and tensor.replicas.record[row] != tensor.copies.record[twin]:
                 yield tensor, row, twin
 
 
@@ -153,10 +131,7 @@ def digest_twins(
 def find_different_twin(plan: Plan, holder: IntArray, digests: Sequence[bytes]) -> tuple[TensorPlan, int] | None:
     """Return the first tensor with twins that differ, and the row of its replicas; None if all are equal.
 
-    Args:
-        plan: the plan of all ranks.
-        holder: by record, the rank that holds it.
-        digests: by rank, the bytes that `digest_twins` returned there.
+    `digests` has by rank the bytes that `digest_twins` returned there.
     """
     position = [0] * len(digests)
     known: dict[tuple[int, bool, int], bytes] = {}
@@ -175,10 +150,7 @@ def find_different_twin(plan: Plan, holder: IntArray, digests: Sequence[bytes]) 
 def cut_digest_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tuple[int, Sequence[Tile]]]:
     """Yield (number of elements, their reads) for each chunk of a piece, by rising destination.
 
-    Args:
-        nest: the piece's nest.
-        width: bytes of an element.
-        staging_nbytes: bytes of the buffer that receives a read.
+    An element has `width` bytes, and a read at most `staging_nbytes`.
     """
     turned = swap(nest)
     counts = [n for n, _, _ in turned.loops]
@@ -210,15 +182,15 @@ def _digest(
 ) -> bytes:
     """Return the digest of a piece's elements by rising destination."""
     state = xxhash.xxh3_128()
-    for count, chunk in cut_digest_tiles(nest, width, len(staging)):
+    for length, chunk in cut_digest_tiles(nest, width, len(staging)):
         cancelled()
-        if len(chunk) == 1 and chunk[0].loops == ((count, 1, 1),):  # contiguous and in order: no copy is needed
-            state.update(source.fetch(record, chunk[0].start * width, count * width, staging))
+        if len(chunk) == 1 and chunk[0].loops == ((length, 1, 1),):  # contiguous and in order: no copy is needed
+            state.update(source.fetch(record, chunk[0].start * width, length * width, staging))
             continue
         for tile in chunk:
             data = source.fetch(record, tile.start * width, tile.length * width, staging)
             copy_same(data, window, tile.target, tile.loops, width)
-        state.update(window[: count * width])
+        state.update(window[: length * width])
     return state.digest()
 
 

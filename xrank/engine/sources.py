@@ -19,8 +19,9 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import numpy as np
 from msgspec import Struct, field
@@ -331,7 +332,7 @@ class ObjectSource:
         try:
             self._read(file, offset + read.start, read.nbytes, memory[read.place : read.place + read.nbytes])
         except Exception as error:
-            raise _named(error, self._model.files[file].path) from error
+            raise _make_error(self._model.files[file].path, error) from error
 
     def _read(self, number: int, start: int, nbytes: int, into: memoryview | None = None) -> memoryview:
         """Return bytes of a file by one request, in `into` if it is given."""
@@ -339,13 +340,9 @@ class ObjectSource:
         assert opened is not None
         store, name = opened
         if start + nbytes > file.nbytes:
-            raise CorruptError(
-                f"{file.path} ends before byte {start + nbytes:,}",
-                file=file.path,
-                got=f"{file.nbytes:,} bytes",
-                want=f"at least {start + nbytes:,} bytes",
-                next_step="copy the object again from where it was written",
-            )
+            what, want = f"{file.path} ends before byte {start + nbytes:,}", f"at least {start + nbytes:,} bytes"
+            got, next_step = f"{file.nbytes:,} bytes", "copy the object again from where it was written"
+            raise CorruptError(what, file=file.path, got=got, want=want, next_step=next_step)
         return store.read(name, start, nbytes, file.in_store, into=into, stop=self._stop)
 
     def _load(self, key: tuple[int, int], block: _Block) -> None:
@@ -354,7 +351,7 @@ class ObjectSource:
         try:
             block.data = self._read(unit.file, unit.start + key[1] * unit.step, block.nbytes)
         except Exception as error:
-            block.error = _named(error, file.path)
+            block.error = _make_error(file.path, error)
             with self._lock:
                 self._drop(key, block)
         except BaseException:
@@ -364,12 +361,8 @@ class ObjectSource:
             block.done.set()
 
 
-def _named(error: Exception, url: str) -> XrankError:
-    return error if isinstance(error, XrankError) else _make_error(url, str(error))
-
-
-def _make_error(url: str, problem: str) -> XrankError:
-    return XrankError(f"{url}: {problem}", file=url, next_step=AGAIN)
+def _make_error(url: str, problem: Exception | str) -> XrankError:
+    return problem if isinstance(problem, XrankError) else XrankError(f"{url}: {problem}", file=url, next_step=AGAIN)
 
 
 _CHUNK_NBYTES = 256 << 10
@@ -384,14 +377,8 @@ def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
         folder: folder on a disk with room for the decoded records; it must exist when the first record is
             read. None: that of `scratch_folder`.
     """
-    records = model.records
-    if records.encoded_nbytes is None and not records.inline:
-        return open_files(model)
-    return DecodedSource(model, folder)
-
-
-def open_files(model: StoredModel) -> FileSource | ObjectSource:
-    """Return a source of a model's records as they are stored."""
+    if model.records.encoded_nbytes is not None or model.records.inline:
+        return DecodedSource(model, folder)
     return ObjectSource(model) if holds_objects(model) else FileSource(model)
 
 
@@ -405,7 +392,7 @@ class DecodedSource:
 
     def __init__(self, model: StoredModel, folder: str | None = None) -> None:
         self._model = model
-        self._files = open_files(model)
+        self._files = ObjectSource(model) if holds_objects(model) else FileSource(model)
         self._folder = folder
         self._inline = model.records.inline
         self._nbytes = model.records.nbytes
@@ -413,7 +400,11 @@ class DecodedSource:
         self._encoded = np.full(len(model.records), PLAIN) if encoded is None else encoded
         room = np.where(self._encoded != PLAIN, self._nbytes, 0)
         self._place = np.cumsum(room) - room
-        self._neighbours = _last_neighbours(model)
+        self._last = np.arange(len(model.records))
+        """For each record the last one that a tensor with a piece in it has."""
+        for shard in model.shards:
+            if len(shard.record):
+                np.maximum.at(self._last, shard.record, int(shard.record.max()))
         self._scratch: int | None = None
         self._drop_scratch: Callable[[], object] = lambda: None
         self._done = bytearray(len(model.records))
@@ -477,15 +468,16 @@ class DecodedSource:
             with self._changed:
                 if self._done[record]:
                     return
-                last = int(self._neighbours[record])
-                free = (other for other in range(record, last + 1) if self._is_free(other))
+                later, taken = range(record, int(self._last[record]) + 1), self._claimed
+                free = (r for r in later if self._encoded[r] != PLAIN and not self._done[r] and r not in taken)
                 mine = next(free, None)
                 if mine is None:
                     self._changed.wait()
                     continue
                 self._claimed.add(mine)
                 if self._scratch is None:
-                    self._scratch = self._make_scratch()
+                    with self._explain_scratch_errors() as folder, tempfile.TemporaryFile(dir=folder) as file:
+                        self._scratch = os.dup(file.fileno())
                     self._drop_scratch = weakref.finalize(self, os.close, self._scratch)
             try:
                 self._decode(mine, self._scratch)
@@ -498,50 +490,38 @@ class DecodedSource:
                 self._done[mine] = 1
                 self._changed.notify_all()
 
-    def _is_free(self, record: int) -> bool:
-        return self._encoded[record] != PLAIN and not self._done[record] and record not in self._claimed
-
-    def _make_scratch(self) -> int:
-        folder = self._folder or scratch_folder(environ())
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                return os.dup(file.fileno())
-        except OSError as error:
-            raise self._scratch_error(error, folder) from error
-
     def _decode(self, record: int, scratch: int) -> None:
         reader = open_frame(_Frame(self._files, record, int(self._encoded[record])))
         buffer = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
         wanted, done = int(self._nbytes[record]), 0
         try:
             while done <= wanted and (count := reader.readinto(buffer)):
-                self._write(scratch, int(self._place[record]) + done, buffer[: min(count, wanted - done)])
+                data, offset = buffer[: min(count, wanted - done)], int(self._place[record]) + done
+                with self._explain_scratch_errors():
+                    while data:
+                        written = write_at(scratch, data, offset)
+                        data, offset = data[written:], offset + written
                 done += count
         except import_zstandard().ZstdError as error:
             raise self._corrupt(record, got=str(error)) from error
         if done != wanted:
             raise self._corrupt(record, got=f"{'more than ' if done > wanted else ''}{min(done, wanted):,} bytes")
 
-    def _write(self, scratch: int, offset: int, data: memoryview) -> None:
+    @contextmanager
+    def _explain_scratch_errors(self) -> Iterator[str]:
+        """Yield the scratch folder; explain errors of its disk."""
+        folder = self._folder or scratch_folder(environ())
         try:
-            while data:
-                count = write_at(scratch, data, offset)
-                data, offset = data[count:], offset + count
+            yield folder
         except OSError as error:
-            raise self._scratch_error(error, self._folder or scratch_folder(environ())) from error
-
-    def _scratch_error(self, error: OSError, folder: str) -> XrankError:
-        needed = int(np.where(self._encoded != PLAIN, self._nbytes, 0).sum())
-        what = f"{folder}: {os.strerror(error.errno or 0)}, where compressed tensors are decoded"
-        if error.errno in _NO_SPACE:
-            return NoSpaceError(
-                what,
-                file=folder,
-                needed_nbytes=needed,
-                want=f"{needed:,} bytes beside the output",
-                next_step=f"free space there, then {AGAIN}",
-            )
-        return XrankError(what, file=folder, next_step=f"set TMPDIR to a folder on a disk with room, then {AGAIN}")
+            needed = int(np.where(self._encoded != PLAIN, self._nbytes, 0).sum())
+            what = f"{folder}: {os.strerror(error.errno or 0)}, where compressed tensors are decoded"
+            if error.errno in _NO_SPACE:
+                want, next_step = f"{needed:,} bytes beside the output", f"free space there, then {AGAIN}"
+                facts = {"needed_nbytes": needed}
+                raise NoSpaceError(what, file=folder, want=want, next_step=next_step, **facts) from error
+            next_step = f"set TMPDIR to a folder on a disk with room, then {AGAIN}"
+            raise XrankError(what, file=folder, next_step=next_step) from error
 
     def _corrupt(self, record: int, *, got: str) -> CorruptError:
         records = self._model.records
@@ -549,9 +529,8 @@ class DecodedSource:
         owner = find_owner(self._model, record)
         what = f"{path} holds no sound chunk at byte {offset:,}"
         want = f"a frame of zstd with {int(self._nbytes[record]):,} bytes"
-        if owner is None:
-            return CorruptError(what, file=path, got=got, want=want, next_step=COPY)
-        return CorruptError(f"{owner.subject}: {what}", file=path, got=got, want=want, next_step=COPY, **owner.facts)
+        what, facts = (what, {}) if owner is None else (f"{owner.subject}: {what}", owner.facts)
+        return CorruptError(what, file=path, got=got, want=want, next_step=COPY, **facts)
 
 
 class _Frame:
@@ -567,12 +546,3 @@ class _Frame:
         self._files.read_into(self._record, self._position, memoryview(data))
         self._position += len(data)
         return bytes(data)
-
-
-def _last_neighbours(model: StoredModel) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return for each record the last one that a tensor with a piece in it has."""
-    last = np.arange(len(model.records))
-    for shard in model.shards:
-        if len(shard.record):
-            np.maximum.at(last, shard.record, int(shard.record.max()))
-    return last

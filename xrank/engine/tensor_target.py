@@ -13,12 +13,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from msgspec import Struct
-
 from xrank import dtypes
 from xrank.engine.buffers import Source
 from xrank.engine.executor import Budget, CancelledError, execute
-from xrank.engine.planner import Plan, TensorPlan
+from xrank.engine.planner import Plan
 from xrank.engine.windows import WINDOW_NBYTES
 from xrank.errors import UsageError
 from xrank.ranks.memory import address_of, locate_elements, memory_at, runs_of
@@ -35,11 +33,8 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count > 1 and stride <= reach:
             got = f"strides {list(tensor.stride())} for the shape {list(tensor.shape)}"
-            what, want = (
-                f"{name}: its elements share memory, so it cannot be filled",
-                "a contiguous tensor in its place",
-            )
-            raise UsageError(what, tensor=name, got=got, want=want)
+            what = f"{name}: its elements share memory, so it cannot be filled"
+            raise UsageError(what, tensor=name, got=got, want="a contiguous tensor in its place")
         reach += (count - 1) * stride
 
 
@@ -52,8 +47,7 @@ class TensorTarget:
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
         self._tensors = {file: _Fillable(tensor) for file, tensor in tensors.items()}
         self._buffers = _PinnedBuffers()
-        for device in self._devices():
-            _synchronize(device)  # queued work may still read the old values
+        self.finish()  # queued work may still read the old values
 
     def part_nbytes(self, file: int) -> int:
         """Return the bytes of a contiguous tensor in this process's memory; 0: of another one."""
@@ -72,11 +66,10 @@ class TensorTarget:
 
     def finish(self) -> None:
         """Wait until all written bytes are on their devices."""
-        for device in self._devices():
-            _synchronize(device)
+        for device in {tensor.device for tensor in self._tensors.values() if tensor.device.type == "cuda"}:
+            import torch
 
-    def _devices(self) -> set[torch.device]:
-        return {tensor.device for tensor in self._tensors.values() if tensor.device.type == "cuda"}
+            torch.cuda.synchronize(device)
 
 
 class _Fillable:
@@ -139,12 +132,6 @@ class _PinnedBuffers(threading.local):
         return ready[0]
 
 
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    torch.cuda.synchronize(device)
-
-
 _LOOK_SECONDS = 0.2
 """Seconds between two checks for failed ranks while a thread waits for a tensor."""
 _LEAST_BUFFERS_NBYTES = 2 << 20
@@ -180,43 +167,21 @@ class WholeTensors:
         return self._plan.files[number].output.nbytes
 
     def make(self, numbers: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> list[torch.Tensor]:
-        """Return these tensors; this object keeps no reference to them.
+        """Return these tensors, of which this object keeps no reference; errors are those of `execute`."""
+        import torch
 
-        Args:
-            numbers: numbers of the tensors.
-            cancelled: called by threads before each window; it may also raise.
-
-        Raises:
-            XrankError, CancelledError: as `execute`.
-        """
-        made = {number: _empty(self._plan.files[number].tensors[0]) for number in numbers}
-        execute(
-            self._plan,
-            self._source,
-            TensorTarget(made),
-            budget=self._budget,
-            files=numbers,
-            cancelled=cancelled,
-        )
+        made = {}
+        for number in numbers:
+            output = self._plan.files[number].tensors[0].output
+            dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
+            if output.nbytes < _MAPPED_NBYTES:
+                made[number] = torch.empty(output.shape, dtype=dtype, device="cpu")
+            else:
+                # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
+                made[number] = torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
+        target = TensorTarget(made)
+        execute(self._plan, self._source, target, budget=self._budget, files=numbers, cancelled=cancelled)
         return list(made.values())
-
-
-def _empty(tensor: TensorPlan) -> torch.Tensor:
-    import torch
-
-    output = tensor.output
-    dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
-    if output.nbytes < _MAPPED_NBYTES:
-        return torch.empty(output.shape, dtype=dtype, device="cpu")
-    # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
-    return torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
-
-
-class _Bucket(Struct):
-    """Tensors that are made together, and the bytes that they occupy until the caller takes them."""
-
-    numbers: list[int]
-    nbytes: int
 
 
 class TensorsAhead:
@@ -243,11 +208,7 @@ class TensorsAhead:
         self._thread.start()
 
     def take(self, number: int) -> torch.Tensor:
-        """Return the next tensor, which must have this number; it belongs to the caller alone.
-
-        Raises:
-            XrankError: as `WholeTensors.make`, or a rank has failed.
-        """
+        """Return the next tensor, which must have this number; it belongs to the caller alone. Raises for failures."""
         with self._changed:
             while not self._ready:
                 if self._error is not None:
@@ -269,14 +230,15 @@ class TensorsAhead:
 
     def _work(self) -> None:
         try:
-            for bucket in self._buckets():
+            for numbers, nbytes in self._buckets():
                 with self._changed:
-                    while not self._stopped and not self._has_room(bucket.nbytes):
+                    # A bucket that is larger than the room is made once nothing else waits; else it never would be.
+                    while not self._stopped and self._untaken_nbytes > max(0, self._room_nbytes - nbytes):
                         self._changed.wait()
                     if self._stopped:
                         return
-                    self._untaken_nbytes += bucket.nbytes
-                made = self._tensors.make(bucket.numbers, self._is_cancelled)
+                    self._untaken_nbytes += nbytes
+                made = self._tensors.make(numbers, lambda: self._stopped or self._failures())
                 with self._changed:
                     self._ready.extend(made)
                     del made
@@ -288,24 +250,18 @@ class TensorsAhead:
                 self._error = error
                 self._changed.notify_all()
 
-    def _has_room(self, nbytes: int) -> bool:
-        # A tensor that is larger than the room is made once nothing else waits; otherwise it never would be.
-        return not self._untaken_nbytes or self._untaken_nbytes + nbytes <= self._room_nbytes
-
-    def _is_cancelled(self) -> bool:
-        return self._stopped or self._failures()
-
-    def _buckets(self) -> Iterator[_Bucket]:
+    def _buckets(self) -> Iterator[tuple[list[int], int]]:
         """Yield all tensors in order, in buckets of half the room: one is made while the caller takes the last one."""
-        bucket = _Bucket([], 0)
+        numbers: list[int] = []
+        total = 0
         for number, nbytes in enumerate(self._nbytes):
-            if bucket.numbers and bucket.nbytes + nbytes > self._room_nbytes // 2:
-                yield bucket
-                bucket = _Bucket([], 0)
-            bucket.numbers.append(number)
-            bucket.nbytes += nbytes
-        if bucket.numbers:
-            yield bucket
+            if numbers and total + nbytes > self._room_nbytes // 2:
+                yield numbers, total
+                numbers, total = [], 0
+            numbers.append(number)
+            total += nbytes
+        if numbers:
+            yield numbers, total
 
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def make_transformed(
     outcome = Outcome()
     rounds = list(group_files(plan, files, size * ROUND_NBYTES))
     for number, group in enumerate(rounds):
-        tensors = transforms.find_by_files(group)
+        tensors = [tensor for tensor in transforms.tensors if tensor.file in group]
         if outputs.writes_anywhere:
             owners = dict.fromkeys(group, 0)
             makers = _makers(transforms.sources, tensors, holder, size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]"
 """Function of a name and a whole tensor that returns tensors by name."""
 
-_NEXT_STEP = "let names, shapes and dtypes follow from those of the tensor alone; where values are looked at, as by "
-_NEXT_STEP += "item() or an if, leave that out if tensor.is_meta, "
-_NEXT_STEP += "and return a new tensor: {name: the same one} copies"
+_NEXT_STEP = (
+    "let names, shapes and dtypes follow from those of the tensor alone; where values are looked at, as by item() or "
+    "an if, leave that out if tensor.is_meta, and return a new tensor: {name: the same one} copies"
+)
 
 
 def probe_outputs(
@@ -207,11 +208,6 @@ class Transforms(Struct, frozen=True, eq=False):
         """Output name -> name of the tensor that the transform made it from."""
         return {output.name: tensor.name for tensor in self.tensors for output in tensor.outputs}
 
-    def find_by_files(self, files: Sequence[int]) -> list[TransformedTensor]:
-        """Return the tensors whose outputs lie in these files of the plan."""
-        wanted = set(files)
-        return [tensor for tensor in self.tensors if tensor.file in wanted]
-
     def describe_kinds(self, names: Iterable[str]) -> list[str]:
         """Return a short code for each name: "" if copied, "-" if left out, else a digest of its outputs."""
         kinds = {tensor.name: [(o.name, o.dtype, o.shape) for o in tensor.outputs] for tensor in self.tensors}
@@ -246,11 +242,25 @@ def plan_transformed(
     plan = make_plan(stored, files[:num_plain], tied=selection.tied)
     wholes = [OutputTensor(name, shards[name].dtype, shards[name].shape) for name in apart]
     sources = make_plan(stored, list(map(OutputFile.bare, wholes)), tied=selection.tied)
-    tensors = tuple(_place_outputs(apart, files, num_plain))
-    made_of = {output.name: tensor for tensor in tensors for output in tensor.outputs}
-    more = [_file_plan(file, made_of, sources) for file in files[num_plain:]]
+    places = {
+        tensor.name: (index, slot, tensor)
+        for index, file in enumerate(files[num_plain:], start=num_plain)
+        for slot, tensor in enumerate(file.tensors)
+    }
+    tensors: list[TransformedTensor] = []
+    plans: dict[str, TensorPlan] = {}  # for the manifest, each output refers to the pieces of its source tensor
+    for number, (name, made) in enumerate(apart.items()):
+        indices, slots, outputs = zip(*(places[output.name] for output in made), strict=True)
+        tensors.append(TransformedTensor(number, name, indices[0], outputs, slots))
+        source = sources.files[number].tensors[0]
+        # The comparison of replicas counts once, however many outputs a source tensor has.
+        replicas = source.replicas
+        for output in outputs:
+            plans[output.name] = TensorPlan(output, source.source_dtype, source.copies, replicas, source.tied)
+            replicas = source.replicas.take(np.empty(0, np.int64))
+    more = [FilePlan(file, tuple(plans[output.name] for output in file.tensors)) for file in files[num_plain:]]
     order = tuple(output.name for output in selection.outputs if told.get(output.name) != ())
-    transforms = Transforms(function, sources, tensors, order)
+    transforms = Transforms(function, sources, tuple(tensors), order)
     return replace(plan, files=(*plan.files, *more)), _selection_after(selection, copied, told), transforms
 
 
@@ -260,33 +270,6 @@ def plan_held_tensors(plan: Plan, transforms: Transforms | None) -> Plan:
         return plan
     copied = (file for index, file in enumerate(plan.files) if index not in transforms.files)
     return replace(plan, files=(*copied, *transforms.sources.files))
-
-
-def _place_outputs(
-    apart: Mapping[str, tuple[OutputTensor, ...]], files: Sequence[OutputFile], first: int
-) -> Iterator[TransformedTensor]:
-    """Yield each transformed tensor with the places of its outputs, which lie in the files from number `first` on."""
-    places = {
-        tensor.name: (index, slot, tensor)
-        for index, file in enumerate(files[first:], start=first)
-        for slot, tensor in enumerate(file.tensors)
-    }
-    for number, (name, made) in enumerate(apart.items()):
-        found = [places[output.name] for output in made]
-        yield TransformedTensor(number, name, found[0][0], tuple(f[2] for f in found), tuple(f[1] for f in found))
-
-
-def _file_plan(file: OutputFile, made_of: Mapping[str, TransformedTensor], sources: Plan) -> FilePlan:
-    """Return the plan of a file for the manifest: each output refers to the pieces of its source tensor."""
-    tensors = []
-    for output in file.tensors:
-        tensor = made_of[output.name]
-        source = sources.files[tensor.number].tensors[0]
-        # The comparison of replicas counts once, however many outputs a source tensor has.
-        is_first = output.name == tensor.outputs[0].name
-        replicas = source.replicas if is_first else source.replicas.take(np.empty(0, np.int64))
-        tensors.append(TensorPlan(output, source.source_dtype, source.copies, replicas, source.tied))
-    return FilePlan(file, tuple(tensors))
 
 
 def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ...]]) -> None:

@@ -240,10 +240,8 @@ class TensorDigest:
         """Return the part that has been added so far."""
         stretches: list[tuple[int, int]] = []
         for first, last in sorted(self._known):
-            if stretches and stretches[-1][1] == first:
-                stretches[-1] = stretches[-1][0], last
-            else:
-                stretches.append((first, last))
+            before = stretches.pop() if stretches and stretches[-1][1] == first else (first, last)
+            stretches.append((before[0], last))
         blocks = tuple((first, bytes(self._blocks[first * 16 : last * 16])) for first, last in stretches)
         return DigestPart(blocks, tuple(edge for _, parts in sorted(self._edges.items()) for edge in parts))
 
@@ -305,26 +303,26 @@ class JoinedFile:
     """Collects the parts of one file, each byte of which is in one of them."""
 
     def __init__(self, output: OutputFile, index: int) -> None:
-        self._output, self._index = output, index
-        self._digests = [TensorDigest(tensor.nbytes) for tensor in output.tensors]
+        self.output, self.index = output, index
+        self.digests = [TensorDigest(tensor.nbytes) for tensor in output.tensors]
         self._crcs = [JoinedCrc32(tensor.nbytes) for tensor in output.tensors] if output.ending else []
 
     def join(self, part: FilePart) -> None:
         """Add a part."""
         for tensor, digest in part.digests:
-            self._digests[tensor].join(digest)
+            self.digests[tensor].join(digest)
         for tensor, start, end, crc in part.crcs:
             self._crcs[tensor].add(start, end, crc)
 
     def finish(self) -> tuple[FinishedFile, Sequence[PlacedBytes]]:
         """Return the file's result and the ending that is still to be written; all parts must have been added."""
         ending: Sequence[PlacedBytes] = ()
-        if self._output.ending is not None:
+        if self.output.ending is not None:
             values = [crc.value for crc in self._crcs]
             assert None not in values, "bytes of a tensor were never read for its CRC"
-            ending = self._output.ending([value for value in values if value is not None])
-        digests = [digest.digest() for digest in self._digests]
-        return make_finished_file(self._output, self._index, digests, ending), ending
+            ending = self.output.ending([value for value in values if value is not None])
+        digests = [digest.digest() for digest in self.digests]
+        return make_finished_file(self.output, self.index, digests, ending), ending
 
 
 WINDOW_NBYTES = 1 << 20
@@ -419,36 +417,26 @@ def share_all(plan: Plan) -> dict[int, tuple[range]]:
     return {i: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for i, file in enumerate(plan.files)}
 
 
-class FileWindows:
+class FileWindows(JoinedFile):
     """The windows of one output file, its tensors' digests, and how many windows are still to be written.
 
-    Args:
-        plan: plan of the file.
-        index: number of the file in the whole plan.
-        share: ranges of the windows that are made here, rising; all if None.
+    `share` has ranges of the windows that are made here, rising; all if None.
     """
 
     def __init__(self, plan: FilePlan, index: int, share: Sequence[range] | None = None) -> None:
+        super().__init__(plan.output, index)
         self.plan = plan
-        self.index = index
-        self.count = -(-plan.output.nbytes // WINDOW_NBYTES)
         self.is_whole = share is None
+        self.count = -(-plan.output.nbytes // WINDOW_NBYTES)
         self.share = (range(self.count),) if share is None else tuple(share)
         self.remaining = sum(map(len, self.share))
-        self.digests = [TensorDigest(tensor.output.nbytes) for tensor in plan.tensors]
-        self._crcs = [JoinedCrc32(tensor.output.nbytes) for tensor in plan.tensors] if plan.output.ending else []
         self._lock = threading.Lock()
         self._offsets = [tensor.output.offset for tensor in plan.tensors]
         self._fragment_offsets = [offset for offset, _ in plan.output.fragments]
         self._prepared: dict[int, PreparedTensor] = {}
 
     def runs(self, stretch: int, unit: int) -> Iterator[range]:
-        """Yield the windows in order, in runs.
-
-        Args:
-            stretch: most windows of a run.
-            unit: no run goes beyond a multiple of it.
-        """
+        """Yield the windows in order, in runs of at most `stretch`, none of which goes beyond a multiple of `unit`."""
         for share in self.share:
             low = share.start
             while low < share.stop:
@@ -503,13 +491,6 @@ class FileWindows:
                 return self.plan.output.trailer(tensor, whole)
         return None
 
-    def ending(self) -> list[tuple[int, bytes]]:
-        """Return (offset, bytes) of the file's ending, which depends on the CRCs; all windows must be done."""
-        if self.plan.output.ending is None:
-            return []
-        crcs = [crc.value for crc in self._crcs]
-        return list(self.plan.output.ending([crc for crc in crcs if crc is not None]))
-
     def part(self) -> FilePart:
         """Return the digests and CRCs of the share's windows, which must all be done."""
         digests = ((tensor, digest.part()) for tensor, digest in enumerate(self.digests))
@@ -539,12 +520,8 @@ class FileWindows:
                 for row, record, nest in copies.cut(portion.low, portion.high):
                     elements = 1 + sum((count - 1) * step for count, step, _ in nest.loops)
                     place = tensor.find_place(row, record, nest) if copies is tensor.copies else None
-                    yield Read(
-                        record,
-                        nest.x * width,
-                        elements * width,
-                        None if place is None else portion.start + place,
-                    )
+                    place = None if place is None else portion.start + place
+                    yield Read(record, nest.x * width, elements * width, place)
 
     @property
     def records(self) -> list[int]:
