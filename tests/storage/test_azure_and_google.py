@@ -95,15 +95,15 @@ def test_never_replaces_an_object_unasked(place: Place) -> None:
     with pytest.raises(OutputExistsError):
         uploads.complete("model", upload_id, [part], "stage")
     with pytest.raises(OutputExistsError):
-        uploads.complete("model", upload_id, [part], "stage", if_version='"0x99"')
+        uploads.complete("model", upload_id, [part], "stage", condition='"0x99"')
     with pytest.raises(OutputExistsError):
         uploads.put_new("model", b"newer", "stage")
     assert place.read_all() == {"model": b"older"}
     there = uploads.head("model")
     assert there is not None
-    uploads.complete("model", upload_id, [part], "stage", if_version=there.etag)
+    uploads.complete("model", upload_id, [part], "stage", condition=there.etag)
     assert place.read_all() == {"model": b"newer"}
-    uploads.put_new("model", b"newest", "other", replaces=True)
+    uploads.put_new("model", b"newest", "other", condition=None)
     assert place.read_all() == {"model": b"newest"}
     other = uploads.create("other", "stage")
     part = uploads.put_part("other", other, 1, b"x")

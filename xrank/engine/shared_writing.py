@@ -30,7 +30,7 @@ from xrank.ranks.team import Team
 from xrank.storage.bucket_stage import BucketPlace, BucketStage, Upload
 from xrank.storage.commit import Stage
 from xrank.storage.disk import explain_errors, is_in_memory
-from xrank.storage.folder_stage import FolderStage, SharedParts
+from xrank.storage.folder_stage import FolderStage, Journal, open_shared_part, read_journal
 from xrank.storage.output_place import OutputPlace
 from xrank.storage.uploads import PartPool, PartsTarget, UploadedFile, UploadedPart, Uploads
 from xrank.storage.url import is_url
@@ -72,13 +72,12 @@ def write_together(
         os.close(stage.create_part(output.name, output.nbytes))
     told = {"name": os.path.basename(stage.path), "files": [*unfinished], "above": _list_parents(stage.path)}
     team.broadcast("stage", json.dumps(told))
-    parts = SharedParts(stage.path)
 
     def finish(file: JoinedFile, index: int) -> FinishedFile:
         output = files[index].output
         path = os.path.join(stage.path, f"{output.name}.part")
         finished, ending = file.finish()
-        fd = _await_sight(lambda: parts.open(output.name, output.nbytes), lambda: False, path, 0)
+        fd = _await_sight(lambda: open_shared_part(path, output.nbytes), lambda: False, path, 0)
         try:
             with explain_errors(path):
                 for offset, data in ending:
@@ -90,7 +89,7 @@ def write_together(
         _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
         return finished
 
-    outputs = _Parts(team, work.plan, parts)
+    outputs = _Parts(team, work.plan, stage.path)
     return make_together(team, work, unfinished, outputs, what="the files", finish=finish, progress=progress)
 
 
@@ -112,14 +111,18 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
         make_together(team, work, [*uploads], shares, what="the files")
         return
     told = json.loads(team.broadcast("stage"))
-    parts = SharedParts(os.path.join(OutputPlace.from_path(out).parent, told["name"]))
+    path = os.path.join(OutputPlace.from_path(out).parent, told["name"])
     if told["files"]:  # otherwise rank 0 does not wait, and the stage may be the output already
         # A folder that certainly differs does not appear later: do not wait for a network file system's client.
-        nearest, theirs = _list_parents(parts.path)[:1], [tuple(one) for one in told["above"]]
+        nearest, theirs = _list_parents(path)[:1], [tuple(one) for one in told["above"]]
         seconds = _ELSEWHERE_SECONDS if nearest and nearest[0] not in theirs else STALE_SECONDS
-        failures = team.make_failure_check()
-        _await_sight(lambda: parts.has_plan(plan_digest) or None, failures, parts.path, team.rank, seconds)
-    make_together(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
+
+        def look() -> Journal | None:
+            journal = read_journal(path)
+            return journal if journal is not None and journal.plan == plan_digest else None
+
+        _await_sight(look, team.make_failure_check(), path, team.rank, seconds)
+    make_together(team, work, told["files"], _Parts(team, work.plan, path), what="the files")
 
 
 def make_together(
@@ -147,16 +150,16 @@ class _Parts(Outputs):
 
     target: FileTarget
 
-    def __init__(self, team: Team, plan: Plan, parts: SharedParts) -> None:
+    def __init__(self, team: Team, plan: Plan, stage: str) -> None:
         self.target = FileTarget({})
-        self._plan, self._parts, self._rank = plan, parts, team.rank
+        self._plan, self._stage, self._rank = plan, stage, team.rank
         self._failures = team.make_failure_check()  # also for threads that are not in a gather
 
     def begin(self, index: int) -> None:
         """Open a file, which may become visible here a little after rank 0 created it."""
         output = self._plan.files[index].output
-        path = os.path.join(self._parts.path, f"{output.name}.part")
-        fd = _await_sight(lambda: self._parts.open(output.name, output.nbytes), self._failures, path, self._rank)
+        path = os.path.join(self._stage, f"{output.name}.part")
+        fd = _await_sight(lambda: open_shared_part(path, output.nbytes), self._failures, path, self._rank)
         self.target.in_memory = is_in_memory(fd)
         self.target.descriptors[index] = fd
 
@@ -170,7 +173,7 @@ class _Parts(Outputs):
 
     def explain_errors(self) -> AbstractContextManager[None]:
         """Explain the file system's errors in the body."""
-        return explain_errors(self._parts.path)
+        return explain_errors(self._stage)
 
     def close(self) -> None:
         """Close all files."""

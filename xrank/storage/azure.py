@@ -22,7 +22,6 @@ from xrank.storage.client import (
     ABSENT,
     FaultError,
     FaultKind,
-    StoreSettings,
     check_https,
     hide_debug_logs,
     is_set,
@@ -35,7 +34,7 @@ from xrank.storage.obstore_backend import PartsBackend
 from xrank.storage.uploads import PART_NAME, Body, KnownParts, UploadedObject, UploadedPart, part_name
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    pass
 
 _EMULATOR_ACCOUNT = "devstoreaccount1"
 _MARK = "xrank_stage"
@@ -55,17 +54,9 @@ def find_endpoint(variables: Mapping[str, str], account: str) -> str:
 
 
 class AzureBackend(PartsBackend):
-    """One container; see `xrank.storage.uploads.WritableBackend`.
+    """One container; see `xrank.storage.uploads.WritableBackend`."""
 
-    Args:
-        store: reads it.
-        root: ``az://container`` or ``abfs://container@account``.
-        settings: patience, and whether plain http is allowed.
-    """
-
-    def __init__(self, store: ObjectStore, root: str, settings: StoreSettings) -> None:
-        super().__init__(store, root, settings)
-        self._client: Any = None
+    _client: Any = None
 
     def check_writable(self, url: str) -> None:
         """Make the client; raise UsageError without its package, an account or credentials."""
@@ -106,14 +97,8 @@ class AzureBackend(PartsBackend):
     def put(self, key: str, data: bytes | memoryview, condition: str | None, mark: str = "") -> str:
         """Write an object at one instant and return its version; the store refuses it if its MD5 is another."""
         with _faults():
-            answer = self._blob(key).upload_blob(
-                bytes(data),
-                length=len(data),
-                overwrite=True,
-                metadata={_MARK: mark} if mark else None,
-                validate_content=True,
-                **_condition(condition),
-            )
+            options = {"metadata": {_MARK: mark} if mark else None, "validate_content": True, **_condition(condition)}
+            answer = self._blob(key).upload_blob(bytes(data), length=len(data), overwrite=True, **options)
             return str(answer["etag"])
 
     def look(self, key: str) -> UploadedObject | None:
@@ -147,10 +132,9 @@ class AzureBackend(PartsBackend):
         from azure.storage.blob import BlobBlock
 
         blocks = [BlobBlock(part_name(upload_id, part)) for part in parts]
+        options = {"metadata": {_MARK: mark}, "validate_content": True, **_condition(condition)}
         with _faults():
-            self._blob(key).commit_block_list(
-                blocks, metadata={_MARK: mark}, validate_content=True, **_condition(condition)
-            )
+            self._blob(key).commit_block_list(blocks, **options)
 
     def abort(self, key: str, upload_id: str) -> None:
         """Remove the blocks of a blob that is nothing but blocks of uploads; Azure has no other way to remove blocks.
@@ -186,11 +170,7 @@ class AzureBackend(PartsBackend):
 
 
 def _find_credential(variables: Mapping[str, str], account: str, url: str) -> Any:
-    """Return the credential of the environment, a token, key or signature; else the one that azure-identity finds.
-
-    Raises:
-        UsageError: there is nothing.
-    """
+    """Return the credential of the environment, a token, key or signature; else the one that azure-identity finds."""
     from azure.core.credentials import AccessToken, AzureNamedKeyCredential, AzureSasCredential
 
     token = variables.get("AZURE_STORAGE_TOKEN")
@@ -210,10 +190,8 @@ def _find_credential(variables: Mapping[str, str], account: str, url: str) -> An
     try:
         from azure.identity import DefaultAzureCredential
     except ImportError:
-        next_step = (
-            "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or install azure-identity for logins, roles"
-        )
-        raise make_credentials_error(url, next_step, "no credentials") from None
+        next_step = "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or install azure-identity for logins, "
+        raise make_credentials_error(url, next_step + "roles", "no credentials") from None
     return DefaultAzureCredential()
 
 

@@ -231,48 +231,40 @@ class OpenJournal:
     """
 
     def __init__(self, place: BucketPlace, content: BucketJournal, version: str) -> None:
-        self._place, self._content, self._version = place, content, version
+        self._place, self.content, self._version = place, content, version
+        """`content` is what the journal contains now."""
         self._lock = threading.Lock()
         self._lost: XrankError | None = None
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="xrank-journal", daemon=True)
         self._beating.start()
 
-    @property
-    def content(self) -> BucketJournal:
-        """What the journal contains now."""
-        return self._content
-
     def change(self, **changes: Any) -> None:
         """Record other values of fields."""
         with self._lock:
-            self._write(replace(self._content, **changes))
+            self._write(replace(self.content, **changes))
 
     def add_uploads(self, uploads: Mapping[str, Upload]) -> None:
         """Record uploads, by the name of the file, before their first parts."""
         with self._lock:
-            self._write(replace(self._content, uploads={**self._content.uploads, **uploads}))
+            self._write(replace(self.content, uploads={**self.content.uploads, **uploads}))
 
     def check_owned(self) -> None:
         """Raise if another gather has taken over."""
-        self.change(beat=self._content.beat + 1)
-
-    def put_record(self, name: str, record: FileRecord) -> None:
-        """Record an uploaded file."""
-        self._place.store.put(self._place.record_key(name), _seal(record))
+        self.change(beat=self.content.beat + 1)
 
     def remove(self) -> None:
         """Delete the journal and all records of files."""
         self._stop()
-        for name in self._content.uploads:
+        for name in self.content.uploads:
             self._place.store.delete(self._place.record_key(name))
         self._place.store.delete(self._place.journal_key)
 
     def release(self) -> None:
         """Give the journal up, for the next run to go on with."""
         self._stop()
-        with self._lock, suppress(XrankError):
-            self._write(replace(self._content, host="", pid=0))
+        with suppress(XrankError):
+            self.change(host="", pid=0)
 
     def _stop(self) -> None:
         self._ended.set()
@@ -286,7 +278,7 @@ class OpenJournal:
         except (ContradictionError, IncompleteError, OutputExistsError):
             self._lost = make_exists_error(self._place.url, "another gather to it took over this one's journal")
             raise self._lost from None
-        self._content = content
+        self.content = content
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
@@ -374,16 +366,20 @@ def _read(store: ObjectStore, key: str) -> tuple[bytes, str] | None:
     return b"", ""
 
 
-def find_replaced(place: BucketPlace) -> Replaced | None:
-    """Return the model that is at a place; None where nothing is.
+def find_replaced(place: BucketPlace, *, overwrite: bool) -> Replaced | None:
+    """Return the model that an output replaces; None where nothing is.
 
     Raises:
-        OutputExistsError: something else is there.
+        OutputExistsError: something else is there, or `overwrite` is not given.
         UsageError: a store cannot replace it.
     """
     there = place.store.list_folder(place.key)
     if not there.objects and not there.folders:
         return None
+    if not overwrite:
+        next_step = f"choose another {option('out')}, or add {option('overwrite', True)} to replace a model"
+        what = f"exists already (a prefix that holds {_list(there)})"
+        raise make_exists_error(place.url, what, want="nothing there", next_step=next_step)
     try:
         content, manifest_version = _read_small(place, MANIFEST_NAME)
     except IncompleteError as error:
@@ -405,19 +401,6 @@ def find_replaced(place: BucketPlace) -> Replaced | None:
 
 def _list(there: Folder) -> str:
     return list_text(map(repr, sorted([*there.objects, *(f"{name}/" for name in there.folders)])), 3)
-
-
-def name_weights(name: str, replaced: Replaced, stage: str, url: str) -> str:
-    """Return the name of a weights file of the model that replaces another one.
-
-    Raises:
-        UsageError: a reader would find it by its own name before the index is replaced.
-    """
-    if replaced.has_index and _NUMBERED.search(name):
-        return _NUMBERED.sub(rf"-{stage[:8]}-\1", name)
-    if name != replaced.last:
-        raise make_unlike_error(url, f"its readers begin with {replaced.last}, and those of the new model with {name}")
-    return name
 
 
 def make_unlike_error(url: str, why: str) -> UsageError:
@@ -466,20 +449,21 @@ class BucketStage(Stage):
         """Return the name in the output of a weights file that the plan calls so.
 
         Raises:
-            UsageError: the weights that are there cannot be replaced by such a file.
+            UsageError: the weights that are there cannot be replaced by such a file, as a reader would find it by its
+                own name before the index is replaced.
         """
-        content = self._journal.content
-        if content.replaced is None:
-            return name
-        return name_weights(name, content.replaced, content.stage, self.path)
+        replaced, stage = self._journal.content.replaced, self._journal.content.stage
+        if replaced is not None and replaced.has_index and _NUMBERED.search(name):
+            return _NUMBERED.sub(rf"-{stage[:8]}-\1", name)
+        if replaced is not None and name != replaced.last:
+            why = f"its readers begin with {replaced.last}, and those of the new model with {name}"
+            raise make_unlike_error(self.path, why)
+        return name
 
-    def begin_file(self, name: str, nbytes: int, pool: PartPool, late: Sequence[tuple[int, int]] = ()) -> UploadedFile:
-        """Begin to upload a file of weights, or go on with it."""
-        return self._begin(name, self.final_name(name), nbytes, pool, late)
-
-    def _begin(
+    def begin_file(
         self, name: str, final: str, nbytes: int, pool: PartPool, late: Sequence[tuple[int, int]] = ()
     ) -> UploadedFile:
+        """Begin to upload a file under its final name, or go on with it."""
         check_inner_name(final)
         upload, known = self._find_or_create(name, final, nbytes)
         if known is None:
@@ -531,27 +515,15 @@ class BucketStage(Stage):
             got = f"{len(parts)} parts, {sum(part.nbytes for part in parts):,} bytes"
             what = f"{url}: the ranks have sent {got} of it, not {len(sizes)} parts, {nbytes:,} bytes"
             raise CorruptError(what, file=url, next_step="run the same version of xrank on all ranks")
-        self._record(name, upload.upload_id, nbytes, digest, tensors, tuple(parts))
+        hexes = tuple(one.hex() for one in tensors)
+        record = FileRecord(self._journal.content.stage, upload.upload_id, nbytes, digest, hexes, tuple(parts))
+        self._place.store.put(self._place.record_key(name), _seal(record))
+        self._records[name], self._finished[name] = record, JournalLine(name, nbytes, digest)
 
     def finish_file(self, name: str, file: UploadedFile, digest: str, tensors: Sequence[bytes]) -> None:
         """Wait for the last part of a file, and record it as finished."""
-        parts = file.finish()
-        self._record(name, file.upload_id, file.nbytes, digest, tensors, parts)
+        self.finish_parts(name, file.nbytes, file.finish(), digest, tensors)
         self.kept_nbytes += file.kept_nbytes
-
-    def _record(
-        self,
-        name: str,
-        upload_id: str,
-        nbytes: int,
-        digest: str,
-        tensors: Sequence[bytes],
-        parts: tuple[UploadedPart, ...],
-    ) -> None:
-        hexes = tuple(one.hex() for one in tensors)
-        record = FileRecord(self._journal.content.stage, upload_id, nbytes, digest, hexes, parts)
-        self._journal.put_record(name, record)
-        self._records[name], self._finished[name] = record, JournalLine(name, nbytes, digest)
 
     def discard(self, name: str) -> None:
         """Forget a finished file; it is made again."""
@@ -573,7 +545,7 @@ class BucketStage(Stage):
         elif len(content) > _SMALL_NBYTES:
             pool = PartPool()
             try:
-                file = self._begin(name, name, len(content), pool)
+                file = self.begin_file(name, name, len(content), pool)
                 file.write(0, memoryview(content))
                 self.finish_file(name, file, f"xxh128:{digest}", ())
             finally:
@@ -642,17 +614,16 @@ class BucketStage(Stage):
                 return
             url = self._place.store.url(self._key_of(name))
             next_step = f"choose another {option('out')}, and let nothing else write there"
-            raise make_exists_error(
-                url, "another program wrote it while this gather ran", next_step=next_step
-            ) from error
+            what = "another program wrote it while this gather ran"
+            raise make_exists_error(url, what, next_step=next_step) from error
 
     def _make_object(self, name: str, version: str | None) -> None:
         """Make an object where none is there, or in the place of that version."""
         key, stage, record = self._key_of(name), self._journal.content.stage, self._records.get(name)
         if record is None:
-            self._uploads.put_new(key, self._small[name], stage, if_version=version)
+            self._uploads.put_new(key, self._small[name], stage, version or ABSENT)
         else:
-            self._uploads.complete(key, record.upload_id, record.parts, stage, if_version=version)
+            self._uploads.complete(key, record.upload_id, record.parts, stage, version or ABSENT)
 
     def _key_of(self, name: str) -> str:
         upload = self._journal.content.uploads.get(name) if name in self._records else None
@@ -664,10 +635,8 @@ class BucketStage(Stage):
         states = {rank: name for name in names if (rank := rank_of(name)) is not None}
         if states:  # readers want all of them
             return states[max(states)]
-        for name in sorted(names):
-            if name.endswith(".safetensors.index.json"):
-                return name
-        return "config.json" if "config.json" in names else names[-1]
+        indexes = sorted(name for name in names if name.endswith(_INDEX_END))
+        return indexes[0] if indexes else "config.json" if "config.json" in names else names[-1]
 
     def _recall(self) -> None:
         """Read the records of the files that an interrupted run has finished and that the store still has."""
@@ -678,7 +647,11 @@ class BucketStage(Stage):
                 continue
             key = self._place.file_key(upload.name)
             listed = self._uploads.list_parts(key, upload.upload_id)
-            is_there = listed is not None and all(_is_listed(part, listed) for part in record.parts)
+            found = [((listed or {}).get(part.number, (-1, "", None)), part) for part in record.parts]
+            is_there = listed is not None and all(
+                (nbytes, etag.strip('"')) == (part.nbytes, part.etag.strip('"')) and crc32 in (None, part.crc32)
+                for (nbytes, etag, crc32), part in found
+            )
             if not is_there:
                 there = self._uploads.head(key)  # a killed commit may have completed it, and removed parts
                 is_there = there is not None and (there.mark, there.nbytes) == (content.stage, record.nbytes)
@@ -701,11 +674,6 @@ class BucketStage(Stage):
                 raise CorruptError(what, file=url, got=got, want=f"{nbytes:,} bytes", next_step=next_step)
 
 
-def _is_listed(part: UploadedPart, listed: KnownParts) -> bool:
-    nbytes, etag, crc32 = listed.get(part.number, (-1, "", None))
-    return (nbytes, etag.strip('"')) == (part.nbytes, part.etag.strip('"')) and crc32 in (None, part.crc32)
-
-
 class UploadedFiles(PartsTarget):
     """Uploads the files of a plan to a stage; see `xrank.storage.commit.OutputFiles`."""
 
@@ -717,7 +685,8 @@ class UploadedFiles(PartsTarget):
     def begin(self, index: int, name: str, nbytes: int, late: Sequence[tuple[int, int]] = ()) -> None:
         """Begin a file."""
         self._pool = self._pool or PartPool()
-        self._files[index] = self._stage.begin_file(name, nbytes, self._pool, late)
+        final = self._stage.final_name(name)
+        self._files[index] = self._stage.begin_file(name, final, nbytes, self._pool, late)
 
     def finish(self, index: int, name: str, nbytes: int, digest: str, tensors: Sequence[bytes]) -> None:
         """Finish a file."""
@@ -738,19 +707,7 @@ def check_bucket_output(place: BucketPlace, *, overwrite: bool, is_states: bool)
         raise UsageError(what, file=place.url, next_step=f"choose another {option('out')}")
     found = read_journal(place)
     if found is None or found[0] is None or not found[0].is_committing:
-        _find_replaced(place, overwrite=overwrite)
-
-
-def _find_replaced(place: BucketPlace, *, overwrite: bool) -> Replaced | None:
-    """Return the model that an output may replace; refuse any other objects."""
-    if overwrite:
-        return find_replaced(place)
-    there = place.store.list_folder(place.key)
-    if there.objects or there.folders:
-        next_step = f"choose another {option('out')}, or add {option('overwrite', True)} to replace a model"
-        what = f"exists already (a prefix that holds {_list(there)})"
-        raise make_exists_error(place.url, what, want="nothing there", next_step=next_step)
-    return None
+        find_replaced(place, overwrite=overwrite)
 
 
 @contextmanager
@@ -764,7 +721,7 @@ def open_bucket_stage(
     try:
         content = journal.content
         # Again, now that no other gather is under way.
-        if not content.is_committing and (found := _find_replaced(place, overwrite=overwrite)) != content.replaced:
+        if not content.is_committing and (found := find_replaced(place, overwrite=overwrite)) != content.replaced:
             journal.change(replaced=found)
         stage = BucketStage(place, uploads, journal, notes=notes)
     except BaseException:
@@ -846,12 +803,7 @@ def settle_bucket_output(place: BucketPlace) -> None:
 def clean_bucket(url: str, *, dry_run: bool) -> list[dict[str, Any]]:
     """Abort the uploads that dead gathers to an output left, and remove what a killed commit has made visible.
 
-    Args:
-        url: the output.
-        dry_run: whether only to list them.
-
-    Returns:
-        One row for each upload or object.
+    Returns one row for each upload or object.
     """
     place = BucketPlace.from_url(url)
     uploads = Uploads(place.store, place.url)

@@ -157,16 +157,11 @@ def make_fault(status: int, reason: str, code: str = "") -> FaultError:
     return FaultError(_CODES.get(code) or _KINDS.get(status, default), shown)
 
 
+_RIGHTS, _FINISH = "check the credentials in the environment, and their rights on this bucket", "let its writer finish"
 _ERRORS: dict[FaultKind, tuple[type[XrankError], str, str]] = {
     FaultKind.MISSING: (IncompleteError, ": there is no such object", "check the URL, or wait until it is there"),
-    FaultKind.DENIED: (
-        *(UsageError, " may not be {what}"),
-        "check the credentials in the environment, and their rights on this bucket",
-    ),
-    FaultKind.CHANGED: (
-        *(ContradictionError, " changed while it was being read"),
-        f"let its writer finish, then {AGAIN}",
-    ),
+    FaultKind.DENIED: (UsageError, " may not be {what}", _RIGHTS),
+    FaultKind.CHANGED: (ContradictionError, " changed while it was being read", f"{_FINISH}, then {AGAIN}"),
     FaultKind.EXISTS: (OutputExistsError, " exists", "give another output, or look who else writes there"),
     FaultKind.REFUSED: (UsageError, " cannot be {what}", "check the URL and the endpoint"),
 }
@@ -241,11 +236,7 @@ def is_set(text: str | None) -> bool:
 
 
 def check_https(endpoint: str, url: str, *, allow_http: bool) -> None:
-    """Refuse plain http without permission; the error names the place `url` in the store.
-
-    Raises:
-        UsageError: the endpoint is plain http, and that is not permitted.
-    """
+    """Refuse plain http without permission; the error names the place `url` in the store."""
     if endpoint.lower().startswith("http:") and not allow_http:
         what = "would be reached over plain http, where others can read and change the bytes and the credentials"
         permit = either(f"give {option('allow_http', True)}", "set XRANK_ALLOW_HTTP=1")
@@ -275,11 +266,7 @@ def copy_bytes(source: memoryview | bytes, into: memoryview) -> None:
 
 
 def receive(read: Callable[[int], bytes]) -> bytes:
-    """Return all bytes of a small answer, whatever it says of its length.
-
-    Raises:
-        FaultError: there are too many.
-    """
+    """Return all bytes of a small answer, whatever it says of its length; raise FaultError if there are too many."""
     pieces, nbytes = [], 0
     while piece := read(1 << 20):
         pieces.append(piece)
@@ -303,9 +290,8 @@ def make_session(session: Any, connections: int) -> Any:
             raise FaultError(FaultKind.PASSING, "the connection broke") from None
         finally:
             raw.close() if raw.length_remaining else raw.release_conn()
-        answer.raw = urllib3.HTTPResponse(
-            content, raw.headers, raw.status, preload_content=False, enforce_content_length=False
-        )
+        options = {"preload_content": False, "enforce_content_length": False}
+        answer.raw = urllib3.HTTPResponse(content, raw.headers, raw.status, **options)
         return answer
 
     adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=connections)
@@ -442,9 +428,8 @@ class ObjectStore:
             found = self.backend.read(key, offset, offset + nbytes, status, mine.take)
             add_traffic(StoreTraffic(read_nbytes=mine.nbytes))
             if status is not None and (found.nbytes, found.version) != (status.nbytes, status.version):
-                raise FaultError(
-                    FaultKind.CHANGED, f"{found.nbytes:,} bytes, version {found.version}, not {status.version}"
-                )
+                text = f"{found.nbytes:,} bytes, version {found.version}, not {status.version}"
+                raise FaultError(FaultKind.CHANGED, text)
             if mine.nbytes != nbytes:
                 raise FaultError(FaultKind.PASSING, f"{mine.nbytes:,} of {nbytes:,} bytes")
 
@@ -521,9 +506,6 @@ def _send_within(send: Callable[[], _Result], seconds: float, stop: threading.Ev
     """Send a request in a thread of its own, which is left behind if it does not end in time.
 
     Clients bound the time of a single read of a connection; an answer that comes byte by byte has no end for them.
-
-    Raises:
-        FaultError: as `send`; or the time is over, or `stop` was set after the first moment.
     """
     ended: SimpleQueue[tuple[_Result | None, BaseException | None]] = SimpleQueue()
 

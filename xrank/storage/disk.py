@@ -9,7 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import xxhash
 
@@ -146,16 +146,12 @@ def _make_space_error(number: int, path: str, needed: int | None) -> NoSpaceErro
         # ENOSPC stands for used-up inodes, too; file systems without a fixed number of them count 0 in all.
         if status.f_files and not status.f_favail:
             what = "no inode left (too many files)"
-    need = "" if needed is None else f", {needed} bytes needed"
-    have = "" if free is None else f", {free} bytes free"
+    want, got = None if needed is None else f"{needed} bytes", None if free is None else f"{free} bytes free"
+    what = f"{path}: {what}{f', {want} needed' if want else ''}{f', {got}' if got else ''}"
     next_step = f"free space there, then {AGAIN}, which goes on from the files already finished; or choose another "
-    facts = {
-        "got": None if free is None else f"{free} bytes free",
-        "want": None if needed is None else f"{needed} bytes",
-        "next_step": next_step + option("out"),
-    }
-    what = f"{path}: {what}{need}{have}"
-    return NoSpaceError(what, file=path, needed_nbytes=needed, free_nbytes=free, **facts)
+    next_step += option("out")
+    facts: dict[str, Any] = {"file": path, "needed_nbytes": needed, "free_nbytes": free}
+    return NoSpaceError(what, got=got, want=want, next_step=next_step, **facts)
 
 
 def _find_existing(path: str) -> str:
@@ -219,10 +215,8 @@ def open_companion(path: str) -> Iterator[int]:
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if not unchanged or nbytes != before.st_size:
         got, want = f"{nbytes} bytes read", f"{before.st_size} bytes, unchanged"
-        next_step = f"let nothing write to the source, then {AGAIN}"
-        raise ContradictionError(
-            f"{path}: changed while it was read", file=path, got=got, want=want, next_step=next_step
-        )
+        what, next_step = f"{path}: changed while it was read", f"let nothing write to the source, then {AGAIN}"
+        raise ContradictionError(what, file=path, got=got, want=want, next_step=next_step)
 
 
 def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:

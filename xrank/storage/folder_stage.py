@@ -15,6 +15,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import xxhash
 from msgspec import Struct, convert, to_builtins
@@ -231,10 +232,9 @@ class FolderStage(Stage):
     def _check_whole(self) -> None:
         with self._explain_errors(self.path):
             for path in self._list_parts():
+                what = f"{path}: was not finished, so the output is not whole"
                 next_step = f"{AGAIN}, which goes on from the files already finished"
-                raise XrankError(
-                    f"{path}: was not finished, so the output is not whole", file=path, next_step=next_step
-                )
+                raise XrankError(what, file=path, next_step=next_step)
             for line in self._finished.values():
                 path = self._path_of(line.file)
                 # The size alone: digests were made from the written bytes; reading all again costs as much as writing.
@@ -252,9 +252,6 @@ class FolderStage(Stage):
             self._replaced = self._take_output_name()
         self._is_committed = True
         sync_folder(self._place.parent)
-        self._read_back()
-
-    def _read_back(self) -> None:
         # NFS: the answer to a rename may be stale or repeated; only a new open shows the folder that is there.
         path = os.path.join(self._place.path, MANIFEST_NAME)
         with self._explain_errors(path), open(path, "rb") as file:
@@ -378,10 +375,8 @@ def _discarded(fd: int, path: str) -> Iterator[None]:
 
 def _check_size(path: str, what: str, found: int, wanted: int) -> None:
     if found != wanted:
-        next_step = f"let nothing else write into the folder, then {AGAIN}"
-        raise CorruptError(
-            f"{path}: {what}", file=path, got=f"{found} bytes", want=f"{wanted} bytes", next_step=next_step
-        )
+        got, want, next_step = f"{found} bytes", f"{wanted} bytes", "let nothing else write into the folder, then "
+        raise CorruptError(f"{path}: {what}", file=path, got=got, want=want, next_step=next_step + AGAIN)
 
 
 class PartFiles:
@@ -408,46 +403,32 @@ class PartFiles:
         self.target.descriptors.clear()
 
 
-class SharedParts(Struct, frozen=True):
-    """The files of a stage of another process, to which all ranks of a gather write; rank 0 makes and commits them.
+def open_shared_part(path: str, nbytes: int) -> int | None:
+    """Return a descriptor of a file of another process's stage, to which all ranks of a gather write.
 
-    That process may fail, and its successor take over the stage by a rename. Then no file is found here, and writes to
-    open files do not change the successor's, which makes new ones.
+    None if it is not visible here, not yet or not any more: rank 0 makes and commits it. That process may fail, and its
+    successor take over the stage by a rename. Then no file is found here, and writes to open files do not change the
+    successor's, which makes new ones.
+
+    Raises:
+        CorruptError: it has another size.
     """
-
-    path: str
-    """Path of the stage."""
-
-    def has_plan(self, plan_digest: str) -> bool:
-        """Return whether the stage is visible here and belongs to that plan."""
-        journal = read_journal(self.path)
-        return journal is not None and journal.plan == plan_digest
-
-    def open(self, name: str, nbytes: int) -> int | None:
-        """Return a descriptor of the file that will be finished under that name, for reading and writing.
-
-        None if it is not visible here, not yet or not any more: it is never made here.
-
-        Raises:
-            CorruptError: it has another size.
-        """
-        path = os.path.join(self.path, f"{name}.part")
-        with explain_errors(path):
-            try:
-                fd = os.open(path, system.UPDATE)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ESTALE):
-                    return None
-                raise
-        status = os.fstat(fd)
-        # Rank 0 sizes the files before it sends the stage's name, so a file of another size is not rank 0's.
-        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-            os.close(fd)
-            got, want = f"{status.st_size:,} bytes ({describe(path)})", f"a file of {nbytes:,} bytes"
-            next_step = f"let nothing else write beside the output, then {AGAIN}"
-            what = f"{path}: is not the file that rank 0 made"
-            raise CorruptError(what, file=path, got=got, want=want, next_step=next_step)
-        return fd
+    with explain_errors(path):
+        try:
+            fd = os.open(path, system.UPDATE)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return None
+            raise
+    status = os.fstat(fd)
+    # Rank 0 sizes the files before it sends the stage's name, so a file of another size is not rank 0's.
+    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+        os.close(fd)
+        got, want = f"{status.st_size:,} bytes ({describe(path)})", f"a file of {nbytes:,} bytes"
+        next_step = f"let nothing else write beside the output, then {AGAIN}"
+        what = f"{path}: is not the file that rank 0 made"
+        raise CorruptError(what, file=path, got=got, want=want, next_step=next_step)
+    return fd
 
 
 @contextmanager
@@ -462,15 +443,8 @@ def open_folder_stage(
             roll_forward(place)
             check_folder_output(place.path, overwrite=overwrite, replaces_states=replaces_states)  # now under the lock
             path, finished, notes = _claim(place, plan_digest, resume=resume)
-            stage = FolderStage(
-                place,
-                path,
-                plan_digest,
-                overwrite=overwrite,
-                replaces_states=replaces_states,
-                finished=finished,
-                notes=notes,
-            )
+            known: dict[str, Any] = {"finished": finished, "notes": notes, "overwrite": overwrite}
+            stage = FolderStage(place, path, plan_digest, replaces_states=replaces_states, **known)
         except XrankError as error:
             if isinstance(error.__cause__, FileNotFoundError):  # the lock did not exclude another host's gather
                 raise make_takeover_error(place) from error
@@ -513,8 +487,7 @@ def _claim(
 ) -> tuple[str, tuple[JournalLine, ...], tuple[str, ...]]:
     """Take over the stage of an interrupted run of the same plan, or make one; remove this user's other stages.
 
-    Returns:
-        Its path, its finished files, and notes about the folders that were removed.
+    Return its path, its finished files, and notes about the folders that were removed.
     """
     path, finished, notes = "", tuple[JournalLine, ...](), []
     pending = set(place.identifiers("-old"))

@@ -33,7 +33,6 @@ from xrank.storage.client import (
     ABSENT,
     FaultError,
     FaultKind,
-    StoreSettings,
     check_https,
     hide_debug_logs,
     make_credentials_error,
@@ -45,7 +44,7 @@ from xrank.storage.obstore_backend import PartsBackend
 from xrank.storage.uploads import PART_NAME, Body, KnownParts, UploadedObject, UploadedPart, part_name
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    pass
 
 PARTS = ".xrank-parts"
 """Prefix in the bucket of all parts."""
@@ -73,18 +72,10 @@ class _Source(Struct, frozen=True):
 
 
 class GoogleBackend(PartsBackend):
-    """One bucket; see `xrank.storage.uploads.WritableBackend`.
+    """One bucket; see `xrank.storage.uploads.WritableBackend`."""
 
-    Args:
-        store: reads it.
-        root: ``gs://bucket``.
-        settings: patience, and whether plain http is allowed.
-    """
-
-    def __init__(self, store: ObjectStore, root: str, settings: StoreSettings) -> None:
-        super().__init__(store, root, settings)
-        self._session: Any = None
-        self._address = ""
+    _session: Any = None
+    _address = ""
 
     def check_writable(self, url: str) -> None:
         """Make the session; raise UsageError without google-auth or credentials."""
@@ -99,15 +90,13 @@ class GoogleBackend(PartsBackend):
 
         hide_debug_logs("google", "urllib3.connectionpool")
         self._address = f"{endpoint.rstrip('/')}/{self._root.partition('://')[2]}"
-        self._session = make_session(
-            AuthorizedSession(_find_credentials(variables, account, url)), self._settings.connections
-        )
+        session = AuthorizedSession(_find_credentials(variables, account, url))
+        self._session = make_session(session, self._settings.connections)
 
     def put(self, key: str, data: bytes | memoryview, condition: str | None, mark: str = "") -> str:
         """Write an object at one instant and return its version; the store refuses it if its MD5 is another."""
         headers = self._condition(key, condition) | ({_MARK: mark} if mark else {})
-        md5 = hashlib.md5(data, usedforsecurity=False).digest()
-        return self._put(key, Body(data), headers, md5)
+        return self._put(key, Body(data), headers, hashlib.md5(data, usedforsecurity=False).digest())
 
     def _delete(self, key: str) -> None:
         self._send("DELETE", key)
@@ -214,15 +203,12 @@ class GoogleBackend(PartsBackend):
         return _Source(key, nbytes, there.get(_GENERATION))
 
     def _compose(self, key: str, sources: Sequence[_Source], headers: Mapping[str, str]) -> None:
-        pieces = "".join(
-            f"<Component><Name>{escape(one.key)}</Name>"
-            + (f"<Generation>{one.generation}</Generation>" if one.generation else "")
-            + "</Component>"
-            for one in sources
-        )
+        pieces = ""
+        for one in sources:
+            generation = f"<Generation>{one.generation}</Generation>" if one.generation else ""
+            pieces += f"<Component><Name>{escape(one.key)}</Name>{generation}</Component>"
         body = f"<ComposeRequest>{pieces}</ComposeRequest>".encode()
-        md5 = hashlib.md5(body, usedforsecurity=False).digest()
-        self._put(key, Body(body), headers, md5, {"compose": ""})
+        self._put(key, Body(body), headers, hashlib.md5(body, usedforsecurity=False).digest(), {"compose": ""})
 
     def _clear(self, key: str, known: Sequence[str], upload_id: str = "") -> None:
         """Delete the known parts of an object, and all others of an upload, or of all."""
@@ -316,11 +302,7 @@ def _read_account(variables: Mapping[str, str], url: str) -> dict[str, Any]:
 
 
 def _find_credentials(variables: Mapping[str, str], account: Mapping[str, Any], url: str) -> Any:
-    """Return a token of the environment, a service account, or what google-auth finds.
-
-    Raises:
-        UsageError: there is nothing.
-    """
+    """Return a token of the environment, a service account, or what google-auth finds."""
     import google.auth
     from google.oauth2 import credentials, service_account
 

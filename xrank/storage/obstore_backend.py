@@ -46,11 +46,7 @@ _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "mtime", "LastModified", "la
 
 
 class ObstoreBackend:
-    """One obstore store; see `Backend`.
-
-    Args:
-        store: the store.
-    """
+    """One obstore store; see `Backend`."""
 
     fills_memory = False
 
@@ -87,12 +83,9 @@ class ObstoreBackend:
 
 
 class PartsBackend(ObstoreBackend):
-    """A store that uploads parts under names; see `xrank.storage.uploads.WritableBackend`.
+    """A store that obstore reads and that uploads parts under names; see `xrank.storage.uploads.WritableBackend`.
 
-    Args:
-        store: reads it.
-        root: ``gs://bucket``, ``az://container`` or ``abfs://container@account``.
-        settings: patience, and whether plain http is allowed.
+    `root` is ``gs://bucket``, ``az://container`` or ``abfs://container@account``.
     """
 
     lists_only_own = True
@@ -175,14 +168,17 @@ def _name(path: str) -> str:
 
 
 @contextmanager
-def _faults() -> Iterator[None]:
-    """Turn obstore's exceptions into faults. Their texts contain URLs, so only known parts of them are kept."""
+def _faults(*, of_files: bool = False) -> Iterator[None]:
+    """Turn the exceptions of obstore, or of file systems, into faults.
+
+    Their texts contain URLs, so only known parts of them are kept.
+    """
     try:
         yield
     except FaultError:
         raise
     except Exception as error:
-        raise _fault(error) from None
+        raise (_file_fault if of_files else _fault)(error) from None
 
 
 def _fault(error: Exception) -> FaultError:
@@ -230,7 +226,7 @@ class FsspecBackend:
 
     def head(self, key: str) -> ObjectStatus:
         """Return the status of an object."""
-        with _file_faults():
+        with _faults(of_files=True):
             found = self._files.info(self._path(key))
         if found["type"] == "directory":
             raise FaultError(FaultKind.MISSING, "a folder")
@@ -240,7 +236,7 @@ class FsspecBackend:
         self, key: str, start: int, end: int, status: ObjectStatus | None, take: Callable[[memoryview | bytes], None]
     ) -> ObjectStatus:
         """Pass bytes [start, end) of an object to `take`; its version is looked at when the gather ends."""
-        with _file_faults():
+        with _faults(of_files=True):
             take(self._files.cat_file(self._path(key), start=start, end=end))
             return status if status is not None else _file_status(self._files.info(self._path(key)))
 
@@ -249,7 +245,7 @@ class FsspecBackend:
         self._files.invalidate_cache()
 
         def ask() -> list[Any]:
-            with _file_faults():
+            with _faults(of_files=True):
                 return list(self._files.ls(self._path(key), detail=True))
 
         listed = or_none(ask)
@@ -293,17 +289,6 @@ def _file_status(found: Any) -> ObjectStatus:
     if large is not None:
         version = getattr(large, "sha256", None) or large.get("sha256") or version
     return ObjectStatus(found["size"], "" if version is None else str(version), is_etag=False)
-
-
-@contextmanager
-def _file_faults() -> Iterator[None]:
-    """Turn exceptions of file systems into faults; their texts may contain URLs, so only their kinds are kept."""
-    try:
-        yield
-    except FaultError:
-        raise
-    except Exception as error:
-        raise _file_fault(error) from None
 
 
 def _file_fault(error: Exception) -> FaultError:

@@ -105,7 +105,13 @@ def check_folder_output(out: str | os.PathLike[str], *, overwrite: bool, replace
         if not overwrite:
             raise make_taken_error(place.path, "")
         check_replaceable(place.path, replaces_states=replaces_states)
-        _check_owner(place)
+        # In a sticky folder, such as /tmp, only the owner of an output may rename it (inode(7)).
+        folder, output = os.stat(place.parent), os.lstat(place.path)
+        if folder.st_mode & stat.S_ISVTX and system.user_id() not in (0, folder.st_uid, output.st_uid):
+            got = describe(place.path)
+            what = f"another user's, in a folder where only owners replace ({got})"
+            facts = {"got": got, "want": "an output of this user"}
+            raise _refuse(UsageError, place.path, what, ", or let its owner run this", **facts)
     there = place.parent
     while not os.path.lexists(there):
         there = os.path.dirname(there)
@@ -116,35 +122,14 @@ def check_folder_output(out: str | os.PathLike[str], *, overwrite: bool, replace
         # Then owner and mode are not the reason.
         is_read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
         why = "its file system is mounted read-only" if is_read_only else describe(there)
-        raise _refuse(
-            UsageError,
-            there,
-            f"cannot be written to ({why})",
-            ", or change the folder's owner or mode",
-            got=why,
-            want="a writable folder",
-        )
-
-
-def _check_owner(place: OutputPlace) -> None:
-    """Refuse another user's output in a sticky folder, such as /tmp: only its owner may rename it (inode(7))."""
-    folder, output = os.stat(place.parent), os.lstat(place.path)
-    if folder.st_mode & stat.S_ISVTX and system.user_id() not in (0, folder.st_uid, output.st_uid):
-        what = f"another user's, in a folder where only owners replace ({describe(place.path)})"
-        facts = {"got": describe(place.path), "want": "an output of this user"}
-        raise _refuse(UsageError, place.path, what, ", or let its owner run this", **facts)
+        what, otherwise = f"cannot be written to ({why})", ", or change the folder's owner or mode"
+        raise _refuse(UsageError, there, what, otherwise, got=why, want="a writable folder")
 
 
 def check_room(out: str | os.PathLike[str], nbytes: Sequence[int], source: str) -> None:
-    """Refuse an output for which the disk is certainly too small. Writes nothing.
+    """Refuse an output, of files of these bytes, for which the disk is certainly too small. Writes nothing.
 
-    Args:
-        out: the folder to make.
-        nbytes: bytes of each of its files.
-        source: path of the source; on a file system that shares blocks, the output may share the source's.
-
-    Raises:
-        NoSpaceError: there is less room.
+    On a file system that shares blocks, the output may share those of the source.
     """
     if is_url(os.fspath(out)):
         return  # a store has room
@@ -162,9 +147,6 @@ def check_replaceable(path: str, *, replaces_states: bool) -> None:
 
     A model with other folders in it, such as a trainer's checkpoints, or with ranks' states, is refused too, unless the
     output is states itself: they would be removed with it, and cannot be made from a model.
-
-    Raises:
-        OutputExistsError: it is something else; the message describes it.
     """
     status = os.lstat(path)
     if stat.S_ISDIR(status.st_mode):
@@ -173,8 +155,13 @@ def check_replaceable(path: str, *, replaces_states: bool) -> None:
         known = {MANIFEST_NAME, "config.json"}
         if not names or any(name in known or name.endswith(".safetensors") for name in names):
             _check_folders(path, names)
-            if not replaces_states:
-                _check_states(path, names)
+            ranks = sorted(rank for name in names if (rank := rank_of(name)) is not None)
+            if ranks and not replaces_states:
+                what = f"holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put "
+                file, got = os.path.join(path, state_file_name(ranks[0])), _describe_kind(path)
+                facts = {"file": file, "got": got, "want": "a model, or nothing"}
+                what += "a model in their place"
+                raise _refuse(OutputExistsError, path, what, ", or move it elsewhere", **facts)
             return
     kind = _describe_kind(path)
     what = f"is {kind}, not a model, so {option('overwrite', True)} does not replace it"
@@ -199,23 +186,8 @@ def _check_folders(path: str, names: Sequence[str]) -> None:
         raise _refuse(OutputExistsError, path, what, ", or move the folder elsewhere", **facts)
 
 
-def _check_states(path: str, names: Sequence[str]) -> None:
-    ranks = sorted(rank for name in names if (rank := rank_of(name)) is not None)
-    if ranks:
-        what = (
-            f"holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put a model in "
-        )
-        file = os.path.join(path, state_file_name(ranks[0]))
-        facts = {"file": file, "got": _describe_kind(path), "want": "a model, or nothing"}
-        raise _refuse(OutputExistsError, path, f"{what}their place", ", or move it elsewhere", **facts)
-
-
 def check_inner_name(name: str) -> None:
-    """Refuse a file's name that leads out of the output, or that is the journal's.
-
-    Raises:
-        UnsafeError: it is such a name.
-    """
+    """Refuse a file's name that leads out of the output, or that is the journal's."""
     pieces = name.split("/")
     if "\0" in name or not all(piece not in {"", ".", ".."} for piece in pieces) or name == JOURNAL_NAME:
         next_step = "give it a name without .. and without a leading slash"
@@ -235,11 +207,9 @@ def read_listed_files(path: str) -> set[str]:
 
 def make_taken_error(path: str, when: str) -> OutputExistsError:
     """Return the error for an output whose name is taken; ``when`` describes a name taken during the run."""
-    kind = _describe_kind(path)
-    otherwise = f", or add {option('overwrite', True)} to replace it"
-    return _refuse(
-        OutputExistsError, path, f"{when or 'exists already'} ({kind})", otherwise, got=kind, want="nothing there"
-    )
+    kind, otherwise = _describe_kind(path), f", or add {option('overwrite', True)} to replace it"
+    what = f"{when or 'exists already'} ({kind})"
+    return _refuse(OutputExistsError, path, what, otherwise, got=kind, want="nothing there")
 
 
 def make_parents(place: OutputPlace) -> None:
@@ -291,12 +261,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
 
     The kernel (of the NFS server, after the lease) frees the lock with its owner: a lock that outlived it would stop a
     run that a scheduler starts again. If two gathers pass, as they may over NFS, the later one takes over the stage of
-    the earlier by a rename, and the commit decides: work is lost, but no output.
-
-    Args:
-        path: the lock file.
-        out: the output, for the message.
-        owner: returns a description of the lock's owner, for the message.
+    the earlier by a rename, and the commit decides: work is lost, but no output. `owner` describes the lock's owner.
 
     Raises:
         OutputExistsError: another gather holds it.

@@ -220,11 +220,7 @@ def _code(error: OSError) -> str | None:
 
 
 def refuse_pointer(file: RegularFile) -> None:
-    """Refuse a pointer of git-lfs in the place of a file.
-
-    Raises:
-        IncompleteError: it is one.
-    """
+    """Refuse a pointer of git-lfs in the place of a file."""
     if file.nbytes >= len(LFS_MAGIC) and file.read(0, len(LFS_MAGIC)) == LFS_MAGIC:
         got, step = f"{file.nbytes} bytes that name the file", f"fetch the file (git lfs pull), then {AGAIN}"
         raise file.origin.incomplete("is a pointer of git-lfs, not the file itself", got, "the file", step)

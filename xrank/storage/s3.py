@@ -78,9 +78,8 @@ def open_s3(root: str, settings: StoreSettings) -> S3Backend:
         has_key = is_public or session.get_credentials() is not None
         client = session.create_client("s3", region_name=region, endpoint_url=endpoint, config=config)
     except (BotoCoreError, ValueError) as error:  # its text may show parts of the environment
-        raise make_credentials_error(
-            root, "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or none of them", type(error).__name__
-        ) from None
+        next_step = "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or none of them"
+        raise make_credentials_error(root, next_step, type(error).__name__) from None
     if not has_key:
         next_step = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true for a "
         raise make_credentials_error(root, next_step + "public bucket", "no credentials")
@@ -107,12 +106,8 @@ def _make_sender(seconds: float, connections: int, variables: Mapping[str, str])
     def send(request: Any, **_: object) -> Any:
         host = urlsplit(request.url).netloc
         if host not in sessions:
-            sessions[host] = URLLib3Session(
-                verify=trusted,
-                proxies=get_environ_proxies(request.url),
-                timeout=(seconds, seconds),
-                max_pool_connections=connections,
-            )
+            options = {"timeout": (seconds, seconds), "max_pool_connections": connections}
+            sessions[host] = URLLib3Session(verify=trusted, proxies=get_environ_proxies(request.url), **options)
         is_object, request.stream_output = request.stream_output, True
         answer = sessions[host].send(request)
         if is_object and answer.status_code < 300:
@@ -129,13 +124,7 @@ class _Received(io.BytesIO):
 
 
 class S3Backend:
-    """One bucket; see `xrank.storage.uploads.WritableBackend`.
-
-    Args:
-        bucket: its name.
-        client: botocore's.
-        endpoint: where requests go; None: Amazon.
-    """
+    """One bucket; see `xrank.storage.uploads.WritableBackend`. Requests go to the `endpoint`; None: to Amazon."""
 
     fills_memory = True
     lists_only_own = False
@@ -164,9 +153,8 @@ class S3Backend:
         """Pass bytes [start, end) of an object to `take`, and return its status with this answer."""
         condition = {"IfMatch": status.version} if status is not None and status.is_etag and status.version else {}
         with _faults():
-            answer = self._client.get_object(
-                Bucket=self._bucket, Key=key, Range=f"bytes={start}-{end - 1}", **condition
-            )
+            wanted = {"Key": key, "Range": f"bytes={start}-{end - 1}", **condition}
+            answer = self._client.get_object(Bucket=self._bucket, **wanted)
             body = answer["Body"]
             try:
                 while piece := body.read(_PIECE_NBYTES):
@@ -191,15 +179,9 @@ class S3Backend:
     def put(self, key: str, data: bytes | memoryview, condition: str | None, mark: str = "") -> str:
         """Write an object at one instant and return its version."""
         crc32 = isal_zlib.crc32(data)
-        metadata: dict[str, Any] = {"Metadata": {MARK: mark}} if mark else {}
-        answer = self._ask(
-            "put_object",
-            Key=key,
-            Body=bytes(data),
-            ChecksumCRC32=_crc32_text(crc32),
-            **metadata,
-            **_condition(condition),
-        )
+        options = {"ChecksumCRC32": _crc32_text(crc32), **_condition(condition)}
+        options |= {"Metadata": {MARK: mark}} if mark else {}
+        answer = self._ask("put_object", Key=key, Body=bytes(data), **options)
         _check_confirmed(answer, hashlib.md5(data, usedforsecurity=False).hexdigest(), crc32)
         return str(answer["ETag"])
 
@@ -219,14 +201,8 @@ class S3Backend:
 
     def put_part(self, key: str, upload_id: str, part: UploadedPart, data: Body) -> str:
         """Upload a part; return its etag when the store has confirmed its bytes by a checksum."""
-        answer = self._ask(
-            "upload_part",
-            Key=key,
-            UploadId=upload_id,
-            PartNumber=part.number,
-            Body=data,
-            ChecksumCRC32=_crc32_text(part.crc32),
-        )
+        place = {"Key": key, "UploadId": upload_id, "PartNumber": part.number}
+        answer = self._ask("upload_part", Body=data, ChecksumCRC32=_crc32_text(part.crc32), **place)
         _check_confirmed(answer, part.etag.strip('"'), part.crc32)
         return str(answer["ETag"])
 
@@ -248,16 +224,10 @@ class S3Backend:
         self, key: str, upload_id: str, parts: Sequence[UploadedPart], mark: str, condition: str | None
     ) -> None:
         """Make the object of the parts."""
-        rows = [
-            {"PartNumber": part.number, "ETag": part.etag, "ChecksumCRC32": _crc32_text(part.crc32)} for part in parts
-        ]
-        answer = self._ask(
-            "complete_multipart_upload",
-            Key=key,
-            UploadId=upload_id,
-            MultipartUpload={"Parts": rows},
-            **_condition(condition),
-        )
+        crcs = [(part, _crc32_text(part.crc32)) for part in parts]
+        rows = [{"PartNumber": part.number, "ETag": part.etag, "ChecksumCRC32": crc32} for part, crc32 in crcs]
+        place = {"Key": key, "UploadId": upload_id, **_condition(condition)}
+        answer = self._ask("complete_multipart_upload", MultipartUpload={"Parts": rows}, **place)
         if not answer.get("ETag"):
             raise FaultError(FaultKind.PASSING, "an answer without ETag")
 

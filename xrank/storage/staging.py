@@ -128,11 +128,7 @@ def output_file_nbytes(out: str, name: str) -> int:
 
 
 def check_store_writer(out: str, *, ranks: int) -> None:
-    """Refuse an output in a store that several ranks would make and sign: no rank could read the others' files.
-
-    Raises:
-        UsageError: it is one.
-    """
+    """Refuse an output in a store that several ranks would make and sign: no rank could read the others' files."""
     if is_url(out) and ranks > 1:
         what = f"{out}: an output in a store is signed by the one process that makes it"
         next_step = f"gather in one process, or leave {option('sign')} out"

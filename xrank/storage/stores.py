@@ -34,24 +34,22 @@ def open_store(url: str) -> tuple[ObjectStore, str]:
         store = _stores.get(identity)
         if store is None:
             settings = StoreSettings.from_environment(variables)
+            backend: Backend
             try:
-                backend = _open_backend(place.scheme, place.root, settings)
+                if place.scheme == "s3":
+                    from xrank.storage.s3 import open_s3
+
+                    backend = open_s3(place.root, settings)
+                elif place.scheme in ("gs", "az", "abfs", "http", "https"):
+                    from xrank.storage.obstore_backend import open_obstore
+
+                    backend = open_obstore(place.root, settings)
+                else:
+                    from xrank.storage.obstore_backend import open_fsspec
+
+                    backend = open_fsspec(place.scheme, place.root, settings)
             except UsageError as error:
                 error.rename(place.root, url)  # the path that the user gave
                 raise
             store = _stores[identity] = ObjectStore(place.root, backend, settings)
     return store, place.key
-
-
-def _open_backend(scheme: str, root: str, settings: StoreSettings) -> Backend:
-    if scheme == "s3":
-        from xrank.storage.s3 import open_s3
-
-        return open_s3(root, settings)
-    if scheme in ("gs", "az", "abfs", "http", "https"):
-        from xrank.storage.obstore_backend import open_obstore
-
-        return open_obstore(root, settings)
-    from xrank.storage.obstore_backend import open_fsspec
-
-    return open_fsspec(scheme, root, settings)

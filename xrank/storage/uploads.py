@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from mmap import mmap
 from typing import Protocol, TypeAlias, cast
 
@@ -207,46 +208,21 @@ class Uploads:
         return self._store.repeat(key, "looked at", lambda: self._backend.list_parts(key, upload_id))
 
     def complete(
-        self,
-        key: str,
-        upload_id: str,
-        parts: Sequence[UploadedPart],
-        mark: str,
-        *,
-        replaces: bool = False,
-        if_version: str | None = None,
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart], mark: str, condition: str | None = ABSENT
     ) -> None:
-        """Make the object of the parts, where none is there yet.
-
-        With `replaces`, also in the place of another one; with `if_version`, only in the place of that one.
+        """Make the object of the parts, where the `condition` of `ObjectStore.put` holds.
 
         Raises:
             OutputExistsError: another object is there.
             IncompleteError: there is no such upload.
         """
-        condition = if_version or (None if replaces else ABSENT)
-
-        def send() -> None:
-            self._backend.complete(key, upload_id, parts, mark, condition)
-
+        send = partial(self._backend.complete, key, upload_id, parts, mark, condition)
         if self._publish(key, send, mark, sum(part.nbytes for part in parts)):
             self.abort(key, upload_id)
 
-    def put_new(
-        self,
-        key: str,
-        data: bytes | memoryview,
-        mark: str,
-        *,
-        replaces: bool = False,
-        if_version: str | None = None,
-    ) -> None:
+    def put_new(self, key: str, data: bytes | memoryview, mark: str, condition: str | None = ABSENT) -> None:
         """Write a small object, as `complete` does; return when the store has confirmed its bytes."""
-        condition = if_version or (None if replaces else ABSENT)
-
-        def send() -> None:
-            self._backend.put(key, data, condition, mark)
-
+        send = partial(self._backend.put, key, data, condition, mark)
         self._publish(key, send, mark, len(data), sent_nbytes=len(data))
 
     def head(self, key: str) -> UploadedObject | None:
@@ -266,7 +242,7 @@ class Uploads:
         now = time.time()
         return [(key, one, now - int(one[:10], 16) if self.lists_only_own else 0.0) for key, one in found]
 
-    def _publish(self, key: str, send: Callable[[], None], mark: str, nbytes: int, sent_nbytes: int = 0) -> bool:
+    def _publish(self, key: str, send: Callable[[], object], mark: str, nbytes: int, sent_nbytes: int = 0) -> bool:
         """Send a request that makes an object; return whether this stage had made it, as where an answer was lost."""
 
         def settle() -> bool:
@@ -293,16 +269,11 @@ def upload_object(
     *,
     nbytes: int,
     mark: str,
-    replaces: bool = False,
 ) -> None:
-    """Upload an object while its bytes are made, in order; it appears whole at one instant, or not at all.
+    """Upload an object while its bytes are made, in order; it appears or is replaced at one instant, or not at all.
 
     `fill` is called once with a function that takes the bytes, piece by piece. `nbytes` is about the object's size.
-    No other object has the `mark`. After an error no part is left, if the store can be reached.
-
-    Raises:
-        OutputExistsError: an object is there, and `replaces` is not set.
-        XrankError: the store does not take the bytes; errors of `fill`.
+    No other object has the `mark`. After an error, of `fill` or the store, no part is left, if it can be reached.
     """
     part_nbytes = part_nbytes_for(nbytes + nbytes // 8)
     buffer, upload_id, sent = bytearray(), "", list[Future[UploadedPart]]()
@@ -339,9 +310,9 @@ def upload_object(
             if upload_id and buffer:
                 send()
             if upload_id:
-                uploads.complete(key, upload_id, [one.result() for one in sent], mark, replaces=replaces)
+                uploads.complete(key, upload_id, [one.result() for one in sent], mark, None)
             else:
-                uploads.put_new(key, memoryview(buffer), mark, replaces=replaces)
+                uploads.put_new(key, memoryview(buffer), mark, None)
         except BaseException:
             senders.shutdown(wait=True, cancel_futures=True)
             if upload_id:
@@ -361,9 +332,7 @@ class _Filling(Struct):
 class PartPool:
     """Buffers and threads that all files of one output share; close it at the end.
 
-    Args:
-        room_nbytes: memory for parts; there are four at least.
-        part_nbytes: bytes of the largest part.
+    Parts of at most `part_nbytes` take the memory `room_nbytes`; there are four at least.
     """
 
     def __init__(self, room_nbytes: int = 0, part_nbytes: int = SMALLEST_PART_NBYTES) -> None:
@@ -519,13 +488,16 @@ class UploadedFile(Struct):
 
     def _send(self, number: int, part: _Filling) -> None:
         view = memoryview(part.buffer)[: part.nbytes]
-        kept = self._find_known(number, view)
-        if kept is not None:
+        nbytes, etag, listed = self.known.get(number, (-1, "", None))
+        crc32 = isal_zlib.crc32(view) if nbytes == len(view) else -1
+        # An etag that is no MD5, as of encrypted objects, only makes the part go again.
+        is_known = crc32 >= 0 and listed in (None, crc32)
+        if is_known and etag.strip('"') == hashlib.md5(view, usedforsecurity=False).hexdigest():
             view.release()
             self.pool.give_back(part.buffer)
             with self._lock:
-                self._done.append(kept)
-                self.kept_nbytes += kept.nbytes
+                self._done.append(UploadedPart(number, nbytes, etag, crc32))
+                self.kept_nbytes += nbytes
             return
 
         def send() -> UploadedPart:
@@ -535,17 +507,6 @@ class UploadedFile(Struct):
         future = self.pool.send(part.buffer, send)
         with self._lock:
             self._sent.append(future)
-
-    def _find_known(self, number: int, view: memoryview) -> UploadedPart | None:
-        """Return the part that the store has, if its bytes are these."""
-        nbytes, etag, crc32 = self.known.get(number, (-1, "", None))
-        if nbytes != len(view):
-            return None
-        here = isal_zlib.crc32(view)
-        # An etag that is no MD5, as of encrypted objects, only makes the part go again.
-        if crc32 not in (None, here) or etag.strip('"') != hashlib.md5(view, usedforsecurity=False).hexdigest():
-            return None
-        return UploadedPart(number, nbytes, etag, here)
 
     def _check_sent(self) -> None:
         with self._lock:

@@ -126,7 +126,7 @@ class ObjectWorkspace(IdentifiedWorkspace):
         with self._naming():
             uploads = place.open_uploads()
             mark = secrets.token_hex(8)
-            upload_object(uploads, key, archive.pass_to, nbytes=archive.nbytes, mark=mark, replaces=True)
+            upload_object(uploads, key, archive.pass_to, nbytes=archive.nbytes, mark=mark)
 
     def read_configs_and_weights_from_rank(
         self, target_rank: int
