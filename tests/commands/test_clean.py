@@ -21,7 +21,7 @@ from xrank.commands.clean import clean
 from xrank.commands.inspect import inspect_source
 from xrank.errors import IncompleteError
 from xrank.ranks.directory_messages import DirectoryMessages
-from xrank.storage import cleaning, folder_stage
+from xrank.storage import folder_stage
 from xrank.storage.folder_stage import encode_journal
 from xrank.storage.output_place import JOURNAL_NAME, OutputPlace, hold_lock
 
@@ -135,7 +135,7 @@ def test_the_age_is_by_the_clock_that_stamps_the_files(tmp_path: Path, monkeypat
 
 
 def test_without_a_file_the_time_is_this_hosts(tmp_path: Path) -> None:
-    assert abs(cleaning.folder_time(str(tmp_path / "absent")) - time.time()) < 5
+    assert abs(folder_stage.folder_time(str(tmp_path / "absent")) - time.time()) < 5
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="only Linux keeps shared memory there")
@@ -298,7 +298,7 @@ def test_a_stage_that_becomes_the_output_meanwhile_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(tmp_path, pid=os.getpid())
-    committed_once_read(monkeypatch, cleaning, tmp_path / "model")
+    committed_once_read(monkeypatch, folder_stage, tmp_path / "model")
     assert clean([tmp_path], dry_run=True).details["stages"] == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from xrank.engine.report import CleanDetails, Report, timed_report
 from xrank.errors import UsageError, names_own_arguments
 from xrank.ranks.directory_messages import MessageName
-from xrank.storage.cleaning import clean_messages, clean_places, folder_time
+from xrank.storage.folder_stage import clean_messages, clean_places, folder_time
 from xrank.storage.url import is_url
 
 
