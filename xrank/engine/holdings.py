@@ -398,10 +398,8 @@ class _Compiler:
         return apply_parts(start, self._flats[rule][start.name], layout.tree.sums)
 
     def _companion(self, start: Holdings) -> Holdings:
-        companion, has_name = (
-            self.layouts.companions[start.rule or ""],
-            self.layouts.name_of(start.rule or "") is not None,
-        )
+        companion = self.layouts.companions[start.rule or ""]
+        has_name = self.layouts.name_of(start.rule or "") is not None
         layout = base_layout(companion, self.layouts)
         bases: Mapping[str, tuple[int, ...]] = self.shapes  # with a name, the name decides
         if companion.of is None:

@@ -204,12 +204,9 @@ def divide_nest(nest: Nest, global_size: int, block: int, at: PlacedDim) -> Nest
     ):
         if number % block:
             companion, layout, i = at
-            raise LayoutError(
-                f"{companion}: dim {i}, {render_dim(layout.dims[i])}: {number} is not a multiple of {block}, so ranks "
-                "would share a block",
-                got=f"{number}, {name} of a rank's part",
-                want=f"a multiple of {block}",
-                next_step=f'cut at multiples only, as "/=axis%{block}" does',
-            )
+            what = f"{companion}: dim {i}, {render_dim(layout.dims[i])}: {number} is not a multiple of {block}, so "
+            what += "ranks would share a block"
+            got, next_step = f"{number}, {name} of a rank's part", f'cut at multiples only, as "/=axis%{block}" does'
+            raise LayoutError(what, got=got, want=f"a multiple of {block}", next_step=next_step)
     inner = (last_run // block, 1, 1)
     return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))

@@ -112,12 +112,9 @@ def _repeat_rows(repeats: IntArray) -> tuple[IntArray, IntArray]:
 
 def _check_size(num_boxes: int) -> None:
     if num_boxes > MAX_BOXES:
-        raise LayoutError(
-            "the cuts of one tensor do not fit each other: the proof would need too many boxes",
-            got=f"{num_boxes:,} boxes",
-            want=f"at most {MAX_BOXES:,}",
-            next_step="choose a layout whose cuts are multiples of each other",
-        )
+        what = "the cuts of one tensor do not fit each other: the proof would need too many boxes"
+        next_step = "choose a layout whose cuts are multiples of each other"
+        raise LayoutError(what, got=f"{num_boxes:,} boxes", want=f"at most {MAX_BOXES:,}", next_step=next_step)
 
 
 def _boxes(starts: IntArray, counts: IntArray, chain: IntArray) -> tuple[IntArray, IntArray]:
@@ -180,12 +177,9 @@ def _compare_corners(
     cut = cut or [0]
     sizes = [int(all_upper[:, d].max()) + 1 for d in cut]
     if math.prod(sizes) >= 1 << 63:
-        raise LayoutError(
-            "a tensor is too large for the proof of coverage",
-            got=f"{math.prod(sizes):,} corners",
-            want="fewer than 2**63",
-            next_step="report this shape: no known checkpoint has it",
-        )
+        what = "a tensor is too large for the proof of coverage"
+        next_step = "report this shape: no known checkpoint has it"
+        raise LayoutError(what, got=f"{math.prod(sizes):,} corners", want="fewer than 2**63", next_step=next_step)
     covered = _corner_keys(lower, upper, cut, sizes)
     whole = _corner_keys(whole_lower, whole_upper, cut, sizes)
     # Sum over boxes minus sum over the whole is zero if and only if both sorted arrays are equal: positive corners of
@@ -218,10 +212,8 @@ def _corner_keys(
     odd: list[IntArray] = []
     for d, size in zip(cut, sizes, strict=True):
         low, high = lower[:, d], upper[:, d]
-        even, odd = (
-            [key * size + low for key in even] + [key * size + high for key in odd],
-            [key * size + low for key in odd] + [key * size + high for key in even],
-        )
+        even = [key * size + low for key in even] + [key * size + high for key in odd]
+        odd = [key * size + low for key in odd] + [key * size + high for key in even]
     empty = np.zeros(0, dtype=np.int64)
     return np.concatenate([*even, empty]), np.concatenate([*odd, empty])
 

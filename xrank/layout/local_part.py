@@ -52,11 +52,8 @@ def bind(
     """
     dims = tree.dims
     if len(dims) != len(shape):
-        raise LayoutError(
-            f"the layout {render(tree)} does not fit the shape {tuple(shape)}: {len(dims)} dims for {len(shape)}",
-            got=f"shape {tuple(shape)}",
-            want=f"{len(dims)} dims",
-        )
+        what = f"the layout {render(tree)} does not fit the shape {tuple(shape)}: {len(dims)} dims for {len(shape)}"
+        raise LayoutError(what, got=f"shape {tuple(shape)}", want=f"{len(dims)} dims")
     bound = collect_known_names(tree, lengths, sizes)
     solve_dims(tree, dict(enumerate(shape)), bound)
     for dim in dims:
@@ -67,12 +64,9 @@ def bind(
     for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         held = global_size(dim, bound)
         if held != size:
-            raise LayoutError(
-                f"the layout {render(tree)} does not fit the shape {tuple(shape)}: dim {i}, {render_dim(dim)}, "
-                f"is {held} in the layout and {size} in the shape",
-                got=f"{size} in dim {i} of shape {tuple(shape)}",
-                want=str(held),
-            )
+            what = f"the layout {render(tree)} does not fit the shape {tuple(shape)}: dim {i}, {render_dim(dim)}, "
+            what += f"is {held} in the layout and {size} in the shape"
+            raise LayoutError(what, got=f"{size} in dim {i} of shape {tuple(shape)}", want=str(held))
     return bound
 
 
@@ -83,11 +77,9 @@ def collect_known_names(tree: LayoutTree, lengths: Mapping[str, int], sizes: Map
         for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
             if name in sizes:
                 if name in lengths:
-                    raise LayoutError(
-                        f"{name!r} is both a size and an axis in the layout {render(tree)}",
-                        got=f"size {sizes[name]}, axis of length {lengths[name]}",
-                        want="another name for the size",
-                    )
+                    what = f"{name!r} is both a size and an axis in the layout {render(tree)}"
+                    got = f"size {sizes[name]}, axis of length {lengths[name]}"
+                    raise LayoutError(what, got=got, want="another name for the size")
                 bound[name] = sizes[name]
         for name in count_names_of_dim(dim):
             if name in lengths:
@@ -132,11 +124,9 @@ def _solve(tree: LayoutTree, i: int, size: int, name: str, bound: dict[str, int]
         return  # another factor is 0, so every value fits
     value = find_least(evaluate, size, size)
     if value is None or evaluate(value) != size:
-        raise LayoutError(
-            f"no size {name!r} makes dim {i} of the layout {render(tree)}, {render_dim(dim)}, as long as {size}",
-            got=f"{size} in dim {i}",
-            want=f"{first} and multiples of {step} more" if evaluate(2) - evaluate(1) == step else "another size",
-        )
+        what = f"no size {name!r} makes dim {i} of the layout {render(tree)}, {render_dim(dim)}, as long as {size}"
+        want = f"{first} and multiples of {step} more" if evaluate(2) - evaluate(1) == step else "another size"
+        raise LayoutError(what, got=f"{size} in dim {i}", want=want)
     bound[name] = value
 
 
@@ -343,18 +333,13 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
 def _uneven(split: Split, size: int, length: int, unit: int) -> LayoutError:
     text = render_dim(split)
     if size % length:
-        return LayoutError(
-            f"{text}: {size} does not divide by {length}, the length of {split.axis!r}",
-            got=f"{size} positions over {length} ranks",
-            want=f"a multiple of {length}",
-            next_step=f'write "/~{split.axis}" if the last ranks hold less',
-        )
-    return LayoutError(
-        f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}",
-        got=f"{size} positions over {length} ranks, {size // length} each",
-        want=f"a multiple of {length * unit}",
-        next_step=f'write "/={split.axis}%{unit}" if some ranks hold a block more than others',
-    )
+        what = f"{text}: {size} does not divide by {length}, the length of {split.axis!r}"
+        got, next_step = f"{size} positions over {length} ranks", f'write "/~{split.axis}" if the last ranks hold less'
+        return LayoutError(what, got=got, want=f"a multiple of {length}", next_step=next_step)
+    what = f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}"
+    got = f"{size} positions over {length} ranks, {size // length} each"
+    next_step = f'write "/={split.axis}%{unit}" if some ranks hold a block more than others'
+    return LayoutError(what, got=got, want=f"a multiple of {length * unit}", next_step=next_step)
 
 
 def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapping[str, int]) -> list[int]:
@@ -365,19 +350,14 @@ def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapp
         what = f"{text}: {len(listed)} sizes are listed for {length} ranks along {split.axis!r}"
         raise LayoutError(what, got=f"{len(listed)} sizes", want=f"{length}, the length of {split.axis!r}")
     if sum(listed) != size:
-        raise LayoutError(
-            f"{text}: the listed sizes make {sum(listed)} positions of {size}",
-            got=f"{' + '.join(map(str, listed[:16]))}{' ...' if len(listed) > 16 else ''} = {sum(listed)}",
-            want=str(size),
-        )
+        got = f"{' + '.join(map(str, listed[:16]))}{' ...' if len(listed) > 16 else ''} = {sum(listed)}"
+        raise LayoutError(f"{text}: the listed sizes make {sum(listed)} positions of {size}", got=got, want=str(size))
     bounds = [0, *accumulate(listed)]
     for low, high in pairwise(bounds):
         # The end of the dim is no cut, so it may lie within a unit.
         if high % unit and high != size:
-            what, got = (
-                f"{text}: a cut at {high} is not at a multiple of {unit}",
-                f"{high - low} positions from {low} on",
-            )
+            what = f"{text}: a cut at {high} is not at a multiple of {unit}"
+            got = f"{high - low} positions from {low} on"
             raise LayoutError(what, got=got, want=f"cuts at multiples of {unit}")
     return bounds
 
@@ -390,10 +370,8 @@ def _check(part: DimPart) -> DimPart:
 def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
     """Refuse a dim with more elements than addresses, or more nests than `MAX_NESTS`."""
     if max(global_size, local_size) > MAX_SIZE:
-        what, got = (
-            "a layout gives a tensor more elements than addresses can count",
-            f"{max(global_size, local_size):,}",
-        )
+        what = "a layout gives a tensor more elements than addresses can count"
+        got = f"{max(global_size, local_size):,}"
         raise LayoutError(what, got=got, want=f"at most {MAX_SIZE:,}")
     if num_nests > MAX_NESTS:
         raise _limit_error(num_nests)
@@ -488,12 +466,10 @@ def places_of(
         )
     if layout.tree.view is not None and layout.view_mesh is None:
         # The view's axes may have the mesh's names with other lengths.
-        raise LayoutError(
-            f"the layout {layout} names a view, and its mesh with views is not attached",
-            got=f"the mesh {mesh.grid!r} alone",
-            want=f"a layout with the view {layout.tree.view!r}",
-            next_step="attach the mesh and its views by TensorLayout.with_mesh",
-        )
+        what = f"the layout {layout} names a view, and its mesh with views is not attached"
+        want = f"a layout with the view {layout.tree.view!r}"
+        next_step = "attach the mesh and its views by TensorLayout.with_mesh"
+        raise LayoutError(what, got=f"the mesh {mesh.grid!r} alone", want=want, next_step=next_step)
     lengths = axis_lengths(mesh, layout.view_mesh)
     if layout.view_mesh is not None:
         # For an axis in both meshes the view's place counts, as its length does in `axis_lengths`.
@@ -506,11 +482,8 @@ def places_of(
             mesh.axis_length(axis)
         length = lengths[axis]
         if axis not in coordinate:
-            raise LayoutError(
-                f"a coordinate lacks the place along {axis!r}, which the layout {layout} uses",
-                got=str(dict(coordinate)),
-                want=f"{axis}=0 to {axis}={length - 1}",
-            )
+            what = f"a coordinate lacks the place along {axis!r}, which the layout {layout} uses"
+            raise LayoutError(what, got=str(dict(coordinate)), want=f"{axis}=0 to {axis}={length - 1}")
         place = operator.index(coordinate[axis])
         mesh.check_place(axis, place, length)
         places.append((axis, length, place))
@@ -734,12 +707,10 @@ class _Inference:
         over = find_least(total, target + 1, 2 * target + 1)
         most = target if over is None else over - 1
         if most > least:
-            raise LayoutError(
-                f"the local shapes do not determine the size {name!r} of the layout {self._layout}",
-                got=f"any size from {least} to {most} would give them",
-                want=f"the number that {name!r} stands for",
-                next_step=f"give it in sizes={{{name!r}: ...}}, in the [sizes] table of a layout file, or as a shape",
-            )
+            what = f"the local shapes do not determine the size {name!r} of the layout {self._layout}"
+            got = f"any size from {least} to {most} would give them"
+            next_step = f"give it in sizes={{{name!r}: ...}}, in the [sizes] table of a layout file, or as a shape"
+            raise LayoutError(what, got=got, want=f"the number that {name!r} stands for", next_step=next_step)
         return least
 
 

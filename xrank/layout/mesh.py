@@ -72,11 +72,8 @@ class DeviceMesh:
         ranks, kind = _ranks_and_kind(flat)
         if len(ranks) != size:
             received = tuple(getattr(devices, "shape", (len(ranks),)))
-            raise LayoutError(
-                f"Shape does not match the number of devices. Received: shape={lengths}; devices.shape={received}",
-                got=f"{len(ranks)} devices",
-                want=f"{size} devices, the product of {lengths}",
-            )
+            what = f"Shape does not match the number of devices. Received: shape={lengths}; devices.shape={received}"
+            raise LayoutError(what, got=f"{len(ranks)} devices", want=f"{size} devices, the product of {lengths}")
         # A dict, because to search `ranks` for every rank of a large mesh would be quadratic.
         positions = {rank: position for position, rank in enumerate(ranks)}
         if len(positions) != size:
@@ -109,11 +106,8 @@ class DeviceMesh:
         for word in text.split():
             match = _GRID_AXIS.fullmatch(word)
             if match is None:
-                raise LayoutError(
-                    f"the grid {text[:200]!r} cannot be read",
-                    got=repr(word[:80]),
-                    want='axes as name=length between blanks, such as "dp=2 tp=4"',
-                )
+                want = 'axes as name=length between blanks, such as "dp=2 tp=4"'
+                raise LayoutError(f"the grid {text[:200]!r} cannot be read", got=repr(word[:80]), want=want)
             axes.append((match["name"], int(match["length"])))
         return cls([length for _, length in axes], [name for name, _ in axes], ranks)
 
@@ -147,10 +141,8 @@ class DeviceMesh:
         """Return a rank's place along each axis, outermost axis first."""
         position = self._positions.get(rank)
         if position is None:
-            what, want = (
-                f"rank {rank} is not in",
-                f"one of its {self.size} ranks, {min(self.ranks)} to {max(self.ranks)}",
-            )
+            what = f"rank {rank} is not in"
+            want = f"one of its {self.size} ranks, {min(self.ranks)} to {max(self.ranks)}"
             raise LayoutError(f"{what} the mesh {self.grid!r}", rank=rank, got=f"rank {rank}", want=want)
         places: list[int] = []
         for length in reversed(self.shape):
@@ -230,11 +222,8 @@ def _check_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tuple[
     try:
         lengths, names = tuple(shape), tuple(axis_names)
     except TypeError:
-        raise LayoutError(
-            "Shape and axis_names are not sequences",
-            got=f"shape={shape!r}, axis_names={axis_names!r}",
-            want="shape=(2, 4), axis_names=('batch', 'model')",
-        ) from None
+        got, want = f"shape={shape!r}, axis_names={axis_names!r}", "shape=(2, 4), axis_names=('batch', 'model')"
+        raise LayoutError("Shape and axis_names are not sequences", got=got, want=want) from None
 
     def refusal(problem: str, got: str | None = None, want: str | None = None) -> LayoutError:
         return LayoutError(f"{problem}. Received: shape={lengths}, axis_names={names}", got=got, want=want)
@@ -324,11 +313,8 @@ class MeshIndex(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.places) != len(self.mesh.shape):
-            raise LayoutError(
-                f"the place {self.places} is not in the mesh {self.mesh.grid!r}",
-                got=f"{len(self.places)} axes",
-                want=f"{len(self.mesh.shape)} axes",
-            )
+            what = f"the place {self.places} is not in the mesh {self.mesh.grid!r}"
+            raise LayoutError(what, got=f"{len(self.places)} axes", want=f"{len(self.mesh.shape)} axes")
         self.mesh.rank_at(self.coordinate)
 
     def __getitem__(self, axis: str) -> int:
@@ -400,11 +386,9 @@ class MeshViews(Struct, frozen=True):
             if names.count(name) > 1:
                 raise LayoutError(f"the view {name!r} occurs twice", want="each name once")
             if mesh.ranks != self.main.ranks:
-                raise LayoutError(
-                    f"the view {name!r} does not have the same ranks as the mesh {self.main.grid!r}",
-                    got=f"{mesh.grid!r}, {mesh.size} ranks",
-                    want=f"its {self.main.size} ranks, in their order",
-                )
+                what = f"the view {name!r} does not have the same ranks as the mesh {self.main.grid!r}"
+                want = f"its {self.main.size} ranks, in their order"
+                raise LayoutError(what, got=f"{mesh.grid!r}, {mesh.size} ranks", want=want)
 
     def view(self, name: str) -> DeviceMesh:
         """Return the view with this name."""
@@ -426,11 +410,9 @@ class MeshViews(Struct, frozen=True):
             return self.main
         found = [(name, mesh) for name, mesh in self.others if wanted <= set(mesh.axis_names)]
         if len(found) != 1:
-            raise LayoutError(
-                f"{'several views have' if found else 'no view has'} the axes {sorted(wanted)}",
-                got=str([name for name, _ in found] or [mesh.grid for mesh in (self.main, *self._meshes())]),
-                want="one view with all of them",
-            )
+            what = f"{'several views have' if found else 'no view has'} the axes {sorted(wanted)}"
+            got = str([name for name, _ in found] or [mesh.grid for mesh in (self.main, *self._meshes())])
+            raise LayoutError(what, got=got, want="one view with all of them")
         return found[0][1]
 
     def _meshes(self) -> tuple[DeviceMesh, ...]:
@@ -448,19 +430,13 @@ def mesh_from_order(order: str, lengths: Mapping[str, int], ranks: Sequence[int]
     names = order.lower().split("-")
     for name in names:
         if name not in lengths or names.count(name) > 1:
-            raise LayoutError(
-                f"the order {order!r} names {name!r} {'twice' if name in lengths else ', which has no length'}",
-                got=repr(name),
-                want=f"each of {list(lengths)} once",
-            )
+            what = f"the order {order!r} names {name!r} {'twice' if name in lengths else ', which has no length'}"
+            raise LayoutError(what, got=repr(name), want=f"each of {list(lengths)} once")
     for name, length in lengths.items():
         if name not in names:
             if length != 1:
-                raise LayoutError(
-                    f"the order {order!r} leaves out {name!r}, which has {length} places",
-                    got=f"{name}={length}",
-                    want=f"{name!r} in the order",
-                )
+                what = f"the order {order!r} leaves out {name!r}, which has {length} places"
+                raise LayoutError(what, got=f"{name}={length}", want=f"{name!r} in the order")
             names.append(name)
     # In an order the first name varies fastest, in a mesh the last one.
     names.reverse()
@@ -515,12 +491,9 @@ def megatron_views(
         raise LayoutError(f"the order {order!r} leaves out 'ep', which has {ep} places", want="'ep' in the order")
     # Experts of a layer are on the stage of its dense weights, so both meshes must agree on the stages.
     if set(map(frozenset, main.groups("pp"))) != set(map(frozenset, expert.groups("pp"))):
-        raise LayoutError(
-            f"in the order {order!r} dense weights and experts have different pipeline stages",
-            got=f"ranks {list(main.groups('pp')[0])} and {list(expert.groups('pp')[0])}",
-            want="the same groups along 'pp'",
-            next_step="put pp last in the order",
-        )
+        what = f"in the order {order!r} dense weights and experts have different pipeline stages"
+        got = f"ranks {list(main.groups('pp')[0])} and {list(expert.groups('pp')[0])}"
+        raise LayoutError(what, got=got, want="the same groups along 'pp'", next_step="put pp last in the order")
     return MeshViews(main, (("expert", expert),))
 
 
@@ -528,9 +501,6 @@ def _remaining(world_size: int, lengths: Mapping[str, int]) -> int:
     taken = prod(lengths.values())
     if min(lengths.values()) < 1 or world_size < 1 or world_size % taken:
         product = " ".join(f"{name}={length}" for name, length in lengths.items())
-        raise LayoutError(
-            f"{world_size} ranks do not divide by {product}",
-            got=f"{world_size} ranks",
-            want=f"a multiple of {taken}" if taken > 0 else "lengths of 1 or more",
-        )
+        want = f"a multiple of {taken}" if taken > 0 else "lengths of 1 or more"
+        raise LayoutError(f"{world_size} ranks do not divide by {product}", got=f"{world_size} ranks", want=want)
     return world_size // taken

@@ -440,10 +440,8 @@ def _members(
     total = 0
     for member in flat.members:
         if member.name not in shapes:
-            what, got = (
-                f"the shape of {member.name} is not given, which is in {layout}",
-                f"shapes of {sorted(shapes)[:16]}",
-            )
+            what = f"the shape of {member.name} is not given, which is in {layout}"
+            got = f"shapes of {sorted(shapes)[:16]}"
             raise LayoutError(what, tensor=member.name, got=got, want=f"a shape for {member.name}")
         shape = check_shape(shapes[member.name])
         bound = bind(LayoutTree(member.dims), shape, lengths, known)

@@ -227,9 +227,8 @@ def _fits(nest: Nest) -> bool:
 def _spend(iterations: int, budget: list[int], a: Nest, b: Nest) -> None:
     budget[0] -= iterations
     if budget[0] < 0:
-        raise LayoutError(
-            "two layouts cut one tensor with strides that do not divide each other",
-            got=f"strides {[loop[1] for loop in a.loops]} against {[loop[1] for loop in b.loops]}",
-            want=f"at most {MAX_UNROLLED} pieces for a pair of shards",
-            next_step="choose a layout whose cuts are multiples of the other's",
-        )
+        what = "two layouts cut one tensor with strides that do not divide each other"
+        got = f"strides {[loop[1] for loop in a.loops]} against {[loop[1] for loop in b.loops]}"
+        want = f"at most {MAX_UNROLLED} pieces for a pair of shards"
+        next_step = "choose a layout whose cuts are multiples of the other's"
+        raise LayoutError(what, got=got, want=want, next_step=next_step)

@@ -309,11 +309,8 @@ class Scanner:
         if not isinstance(text, str):
             raise LayoutError(f"{label} is not text", got=type(text).__name__, want='text such as "[f/tp, h]"')
         if len(text) > MAX_CHARACTERS:
-            raise LayoutError(
-                f"{label}'s text {_escape(text[:40])!r}... is too long",
-                got=f"{len(text)} characters",
-                want=f"at most {MAX_CHARACTERS}",
-            )
+            what = f"{label}'s text {_escape(text[:40])!r}... is too long"
+            raise LayoutError(what, got=f"{len(text)} characters", want=f"at most {MAX_CHARACTERS}")
         self.text = text
         self._label = label
         self.next = self._token(0)
@@ -376,12 +373,8 @@ class Scanner:
         found = "the text ends" if token.kind == "end" else f"{_escape(token.text[:40])!r} stands"
         # Show only a part of a long text, around the place.
         shown = _escape(("..." if len(before) > 60 else "") + before[-60:] + ">>>" + after[:40])
-        return LayoutError(
-            f"{self._label} cannot be read: {found} at position {token.position} of '{shown}', not {want}",
-            got=f"'{shown}', position {token.position}",
-            want=want,
-            next_step=next_step,
-        )
+        what = f"{self._label} cannot be read: {found} at position {token.position} of '{shown}', not {want}"
+        return LayoutError(what, got=f"'{shown}', position {token.position}", want=want, next_step=next_step)
 
     def _token(self, position: int) -> Token:
         blanks = _BLANKS.match(self.text, position)

@@ -127,12 +127,9 @@ class TensorLayout:
         entries = tuple(axes)
         for entry in entries:
             if entry is not None and not is_name(entry):
-                raise LayoutError(
-                    f"Invalid axis names for Layout. Got {entries!r}",
-                    got=repr(entry),
-                    want=f"per dim None or one axis: {NAME_RULE}",
-                    next_step="use TensorLayout.parse for a layout's text, such as a dim cut by several axes",
-                )
+                what, want = f"Invalid axis names for Layout. Got {entries!r}", f"per dim None or one axis: {NAME_RULE}"
+                next_step = "use TensorLayout.parse for a layout's text, such as a dim cut by several axes"
+                raise LayoutError(what, got=repr(entry), want=want, next_step=next_step)
         taken = [entry for entry in entries if entry is not None]
         names = free_size_names(len(entries), (*taken, *(device_mesh.axis_names if device_mesh else ())))
         dims = tuple(
@@ -193,18 +190,14 @@ class TensorLayout:
         if self.tree.view is not None:
             view_mesh = (views or {}).get(self.tree.view)
             if view_mesh is None:
-                raise LayoutError(
-                    f"the mesh has no view {self.tree.view!r}, which the layout {self} names",
-                    got=f"views {sorted(views or {})}",
-                    want=repr(self.tree.view),
-                    next_step="name a view of the mesh, or leave the clause out to use the mesh itself",
-                )
+                what = f"the mesh has no view {self.tree.view!r}, which the layout {self} names"
+                got = f"views {sorted(views or {})}"
+                next_step = "name a view of the mesh, or leave the clause out to use the mesh itself"
+                raise LayoutError(what, got=got, want=repr(self.tree.view), next_step=next_step)
             if set(view_mesh.ranks) != set(device_mesh.ranks):
-                raise LayoutError(
-                    f"the view {self.tree.view!r} does not have the ranks of the mesh {device_mesh.grid!r}",
-                    got=f"{view_mesh.size} ranks, {view_mesh.grid}",
-                    want=f"the same {device_mesh.size} ranks",
-                )
+                what = f"the view {self.tree.view!r} does not have the ranks of the mesh {device_mesh.grid!r}"
+                got = f"{view_mesh.size} ranks, {view_mesh.grid}"
+                raise LayoutError(what, got=got, want=f"the same {device_mesh.size} ranks")
         return self._make(self.tree, device_mesh, view_mesh)
 
     @property

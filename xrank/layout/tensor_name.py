@@ -162,12 +162,8 @@ class NameTable(Struct, frozen=True):
             return None
         for dim, i, size in zip(self.name.dims, indices, sizes, strict=True):
             if i >= size:
-                raise LayoutError(
-                    f"{name}: the index {i} is beyond {{{render_dim(dim)}}}, of which there are {size} {whose}",
-                    tensor=name,
-                    got=str(i),
-                    want=f"0 to {size - 1}" if size else "no such tensor",
-                )
+                what = f"{name}: the index {i} is beyond {{{render_dim(dim)}}}, of which there are {size} {whose}"
+                raise LayoutError(what, tensor=name, got=str(i), want=f"0 to {size - 1}" if size else "no such tensor")
         found = [places.get(i) for places, i in zip(turn, indices, strict=True)]
         present = [i for i in found if i is not None]
         return self.name.with_indices(*present) if len(present) == len(found) else None
@@ -211,12 +207,8 @@ def name_table(
         total *= global_size(dim, bound)
         # Before compiling: the table has an entry for each index, and a mistyped size could fill the memory.
         if total > MAX_NAMES:
-            raise LayoutError(
-                f"the name {name} stands for too many tensors",
-                got=f"{total:,} or more",
-                want=f"at most {MAX_NAMES:,}",
-                next_step=f"correct the sizes of the dims in {name}",
-            )
+            what, next_step = f"the name {name} stands for too many tensors", f"correct the sizes of the dims in {name}"
+            raise LayoutError(what, got=f"{total:,} or more", want=f"at most {MAX_NAMES:,}", next_step=next_step)
         axes = axes_of(dim)
         own = tuple(place for place in places if place[0] in axes)
         parts.append(compile_dim(dim, tuple((size, bound[size]) for size in names), own))

@@ -533,12 +533,10 @@ def show(what: Any, shape: Sequence[int] | Mapping[str, Sequence[int]] | None = 
             return _picture_survey(_survey_tensors(tensors))
     elif hasattr(what, "placements"):
         return _picture_survey(_survey_tensors([_tensor_holdings("tensor", what)]))
-    raise UsageError(
-        "this object has no layout that can be drawn",
-        got=type(what).__name__,
-        want="a DTensor, a mapping of names to DTensors, a TensorLayout, a LayoutMap, a report or a Schedule",
-        next_step="describe it: show(TensorLayout.parse(TEXT, mesh), shape)",
-    )
+    got = type(what).__name__
+    want = "a DTensor, a mapping of names to DTensors, a TensorLayout, a LayoutMap, a report or a Schedule"
+    next_step = "describe it: show(TensorLayout.parse(TEXT, mesh), shape)"
+    raise UsageError("this object has no layout that can be drawn", got=got, want=want, next_step=next_step)
 
 
 def _shape_error(subject: str, want: str) -> UsageError:
@@ -549,12 +547,8 @@ def _layout_holdings(layout: TensorLayout, shape: Any) -> Holdings:
     if shape is None or isinstance(shape, Mapping):
         raise _shape_error("a TensorLayout", "its global shape")
     if layout.device_mesh is None:
-        raise UsageError(
-            "a TensorLayout without a mesh has no ranks to draw",
-            got=repr(layout),
-            want="a layout with a mesh",
-            next_step="use layout.with_mesh(mesh)",
-        )
+        what = "a TensorLayout without a mesh has no ranks to draw"
+        raise UsageError(what, got=repr(layout), want="a layout with a mesh", next_step="use layout.with_mesh(mesh)")
     return apply_layout(Holdings("tensor", tuple(shape), rule="tensor"), layout, layout.device_mesh)
 
 

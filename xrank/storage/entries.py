@@ -326,10 +326,8 @@ def _key_text(key: object, where: str) -> str:
         if isinstance(key, int):
             _check_integer(key, f"a key of {where}")
         return json.dumps(key)
-    raise UsageError(
-        f"{where} has the key {repr_text(key)}, a {type(key).__name__}",
-        want="texts, numbers, booleans or None for keys",
-    )
+    what = f"{where} has the key {repr_text(key)}, a {type(key).__name__}"
+    raise UsageError(what, want="texts, numbers, booleans or None for keys")
 
 
 def _check_integer(value: int, where: str) -> None:

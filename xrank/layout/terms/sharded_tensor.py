@@ -204,22 +204,14 @@ def _read(shard: Any, rank: int) -> ShardedTensorData:
     """Return the metadata of a shard after checks of the shard alone."""
     missing = [name for name in ("local_shape", "global_shape", "global_offset") if not hasattr(shard, name)]
     if missing:
-        raise LayoutError(
-            f"rank {rank} has a {type(shard).__name__}, which has no box of a tensor",
-            rank=rank,
-            got=f"no {missing[0]}",
-            want="a ShardedTensor",
-            next_step="build a ShardedTensorFactory's shards first; ShardedObjects hold no tensor",
-        )
+        what = f"rank {rank} has a {type(shard).__name__}, which has no box of a tensor"
+        next_step = "build a ShardedTensorFactory's shards first; ShardedObjects hold no tensor"
+        raise LayoutError(what, rank=rank, got=f"no {missing[0]}", want="a ShardedTensor", next_step=next_step)
     if getattr(shard, "flattened_range", None) is not None:
-        raise LayoutError(
-            f"{shard.key}: rank {rank}'s shard is a range of flattened data, which Megatron-core refuses since 0.16",
-            tensor=shard.key,
-            rank=rank,
-            got=f"flattened_range={shard.flattened_range}",
-            want="a box of the tensor",
-            next_step="save the optimizer with a format that is not flattened",
-        )
+        what = f"{shard.key}: rank {rank}'s shard is a range of flattened data, which Megatron-core refuses since 0.16"
+        got = f"flattened_range={shard.flattened_range}"
+        next_step = "save the optimizer with a format that is not flattened"
+        raise LayoutError(what, tensor=shard.key, rank=rank, got=got, want="a box of the tensor", next_step=next_step)
     fragments, replica = shard.axis_fragmentations, shard.replica_id
     read = ShardedTensorData(
         shard.key,
@@ -249,13 +241,9 @@ def _read(shard: Any, rank: int) -> ShardedTensorData:
 
 
 def _integrity_error(shard: ShardedTensorData, rank: int, problem: str) -> LayoutError:
-    return LayoutError(
-        f"{shard.key}: rank {rank}'s shard contradicts itself: {problem}",
-        tensor=shard.key,
-        rank=rank,
-        got=str(shard),
-        want="the integrity that Megatron-core's ShardedTensor requires",
-    )
+    what = f"{shard.key}: rank {rank}'s shard contradicts itself: {problem}"
+    want = "the integrity that Megatron-core's ShardedTensor requires"
+    return LayoutError(what, tensor=shard.key, rank=rank, got=str(shard), want=want)
 
 
 def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequence[Any]) -> None:
@@ -298,13 +286,11 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
         reaching.append((box, rank))
     covered = sum(volume(box) for box, _ in boxes)
     if covered != prod(shape):
-        raise IncompleteError(
-            f"{key}: the main replicas hold {covered} of {prod(shape)} elements of shape {shape}",
-            tensor=key,
-            got=f"{len(boxes)} main replicas: " + ", ".join(f"rank {rank}: {box_text(box)}" for box, rank in boxes[:4]),
-            want="the shards of all ranks, each part once with replica_id 0",
-            next_step="give the shards of the missing ranks, too",
-        )
+        what = f"{key}: the main replicas hold {covered} of {prod(shape)} elements of shape {shape}"
+        got = f"{len(boxes)} main replicas: " + ", ".join(f"rank {rank}: {box_text(box)}" for box, rank in boxes[:4])
+        want = "the shards of all ranks, each part once with replica_id 0"
+        next_step = "give the shards of the missing ranks, too"
+        raise IncompleteError(what, tensor=key, got=got, want=want, next_step=next_step)
     mains = {box for box, _ in boxes}
     for rank, shard in every:
         if volume(shard.box) and shard.box not in mains:

@@ -540,12 +540,10 @@ def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, sha
     """Refuse a dim cut in another order than the mesh's if torch's own cut may give ranks other elements."""
     if shape is None:
         if any(kind == "/~" for _, kind in cuts.splits):
-            raise LayoutError(
-                f"whether placements can express dim {dim} of the layout {layout} depends on its size",
-                got=f"ceil chunks by {list(cuts.axes)}, which is not the order of the mesh {mesh.grid!r}",
-                want='even splits, "/", or the mesh\'s order of cuts',
-                next_step="also give the tensor's shape",
-            )
+            what = f"whether placements can express dim {dim} of the layout {layout} depends on its size"
+            got = f"ceil chunks by {list(cuts.axes)}, which is not the order of the mesh {mesh.grid!r}"
+            want = 'even splits, "/", or the mesh\'s order of cuts'
+            raise LayoutError(what, got=got, want=want, next_step="also give the tensor's shape")
     elif not is_even_split(cuts, shape[dim], mesh) and not _cut_alike(cuts, shape[dim], mesh):
         what = f"dim {dim} of the layout {layout}: it is uneven, cut in another order than the mesh's, "
         got = f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}"
@@ -557,12 +555,9 @@ def _check_sum(placement: Any, axis: str) -> None:
     """Refuse partial results other than plain sums; embeddings' masked ones must be masked before the sum."""
     operation = getattr(placement, "reduce_op", None)
     if type(placement).__name__ != "Partial" or operation != "sum":
-        raise LayoutError(
-            f"the ranks along {axis!r} hold partial results that are not addends of a sum",
-            got=repr(placement),
-            want='Partial("sum"), Shard or Replicate',
-            next_step="reduce the tensor before: redistribute it to Replicate or Shard",
-        )
+        what = f"the ranks along {axis!r} hold partial results that are not addends of a sum"
+        next_step = "reduce the tensor before: redistribute it to Replicate or Shard"
+        raise LayoutError(what, got=repr(placement), want='Partial("sum"), Shard or Replicate', next_step=next_step)
 
 
 def _several_cuts_error(dim: int, axes: Sequence[str], where: str, pieces: int) -> LayoutError:
@@ -574,14 +569,11 @@ def _several_cuts_error(dim: int, axes: Sequence[str], where: str, pieces: int) 
     (transformers/distributed/sharding_utils.py:shard_tensor). torch 2.13's `full_tensor` joins both wrongly.
     """
     over = f"({pieces} d{dim}/~{axes[-1]})/~{axes[0]}"
-    return LayoutError(
-        f"dim {dim} of {where} has {pieces} pieces and is cut by several axes, which torch and transformers cut in one "
-        "way or another, and gather in a third",
-        got=f"cuts by {list(axes)}",
-        want="one axis that cuts the pieces",
-        next_step=f"keep the local tensors, with a layout of their cuts: {over!r} where FSDP2 cut them, then load "
-        "nothing into them by transformers",
-    )
+    what = f"dim {dim} of {where} has {pieces} pieces and is cut by several axes, which torch and transformers cut in "
+    what += "one way or another, and gather in a third"
+    next_step = f"keep the local tensors, with a layout of their cuts: {over!r} where FSDP2 cut them, then load "
+    next_step += "nothing into them by transformers"
+    return LayoutError(what, got=f"cuts by {list(axes)}", want="one axis that cuts the pieces", next_step=next_step)
 
 
 def _cut_alike(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
@@ -623,12 +615,11 @@ def _check_rising(mesh: DeviceMesh, axis: str) -> None:
     for rank in mesh.ranks:
         coordinate = mesh.coordinate(rank)
         if coordinate[axis] and mesh.rank_at({**coordinate, axis: coordinate[axis] - 1}) > rank:
-            raise LayoutError(
-                f"the ranks along {axis!r} do not rise, and torch does not define which of them holds which part",
-                got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
-                want=f"rising ranks along {axis!r}, as init_device_mesh makes them",
-                next_step="make the mesh with init_device_mesh, or gather the tensor with full_tensor() first",
-            )
+            what = f"the ranks along {axis!r} do not rise, and torch does not define which of them holds which part"
+            got = f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}"
+            want = f"rising ranks along {axis!r}, as init_device_mesh makes them"
+            next_step = "make the mesh with init_device_mesh, or gather the tensor with full_tensor() first"
+            raise LayoutError(what, got=got, want=want, next_step=next_step)
 
 
 def _dim(placement: Any, ndim: int, axis: str) -> int:
@@ -655,8 +646,7 @@ def _factor_error(
     placement: Any, factor: int, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str
 ) -> LayoutError:
     of_pieces = "" if packed == 1 else f", each of its {packed} pieces by itself"
-    return LayoutError(
-        f"the shard along {axis!r} counts {factor} parts, which no cuts of that dim make",
-        got=f"{placement!r} on the mesh {mesh.grid!r}, where {list(axes) or 'no axes'} cut the dim too{of_pieces}",
-        want="the product of the lengths of the axes that cut the dim before it, times its pieces",
-    )
+    what = f"the shard along {axis!r} counts {factor} parts, which no cuts of that dim make"
+    got = f"{placement!r} on the mesh {mesh.grid!r}, where {list(axes) or 'no axes'} cut the dim too{of_pieces}"
+    want = "the product of the lengths of the axes that cut the dim before it, times its pieces"
+    return LayoutError(what, got=got, want=want)

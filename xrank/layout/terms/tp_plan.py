@@ -130,13 +130,10 @@ def from_tp_plan(
     used = {rule for name in shapes for rule in plan if f"{_generic(name)}.".startswith(f"{rule}.")}
     unused = [rule for rule in plan if rule not in used]
     if unused and strict:
-        raise LayoutError(
-            f"{len(unused)} of {len(plan)} rules of the plan match no parameter, {unused[0]!r} first",
-            tensor=unused[0],
-            got=str(unused[:8]),
-            want=f"names as those of the parameters, such as {next(map(_generic, shapes), None)!r}",
-            next_step="correct the prefix of the names, or give strict=False to ignore such rules",
-        )
+        what = f"{len(unused)} of {len(plan)} rules of the plan match no parameter, {unused[0]!r} first"
+        want = f"names as those of the parameters, such as {next(map(_generic, shapes), None)!r}"
+        next_step = "correct the prefix of the names, or give strict=False to ignore such rules"
+        raise LayoutError(what, tensor=unused[0], got=str(unused[:8]), want=want, next_step=next_step)
     layouts: dict[str, dict[str, TensorLayout]] = {}
     for name, shape in shapes.items():
         module, _, parameter = _generic(name).rpartition(".")
@@ -202,12 +199,9 @@ def to_tp_plan(layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, axis:
             own = _style_of({parameter: (ndim, cut_dim)})
             name = f"{module}.{parameter}" if module else parameter
             if own is None:
-                raise LayoutError(
-                    f"no style of a plan cuts {name} this way",
-                    tensor=name,
-                    got=f"dim {cut_dim.dim} of {ndim}" + (", packed" if cut_dim.is_packed else ""),
-                    want="a cut of the last dim, the one before, or the first",
-                )
+                got = f"dim {cut_dim.dim} of {ndim}" + (", packed" if cut_dim.is_packed else "")
+                want = "a cut of the last dim, the one before, or the first"
+                raise LayoutError(f"no style of a plan cuts {name} this way", tensor=name, got=got, want=want)
             plan[name] = own
     return plan
 
@@ -236,11 +230,8 @@ def _layout(cut: Cut | None, shape: tuple[int, ...], mesh: DeviceMesh, axis: str
         dims[cut.dim] = f"{names[cut.dim]}/~{axis}"
     elif cut is not None:
         if shape[cut.dim] % 2:
-            raise LayoutError(
-                f"{', '.join(rule)}: dim {cut.dim} does not have two equal halves",
-                got=f"shape {shape}",
-                want="an even size of that dim",
-            )
+            what = f"{', '.join(rule)}: dim {cut.dim} does not have two equal halves"
+            raise LayoutError(what, got=f"shape {shape}", want="an even size of that dim")
         half = f"{names[cut.dim]}/~{axis}"
         dims[cut.dim] = f"<gate: {half} | up: {half}>"
     return TensorLayout.parse("[" + ", ".join(dims) + "]", mesh)
