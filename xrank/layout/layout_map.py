@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from xrank import system
 from xrank.errors import AGAIN, LayoutError, UsageError
-from xrank.layout.companion import Companion, companion_shape, is_companion, parse_companion
 from xrank.layout.local_part import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name, mesh_from_order
+from xrank.layout.mesh_parts import Companion, companion_shape, is_companion, parse_companion
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound, flat_of
 from xrank.layout.tensor_name import TensorName, compile_pattern, has_groups, parse_name
 from xrank.storage import places
