@@ -16,7 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from xrank.cli.main import cli
-from xrank.pictures.page import ACCENT
+from xrank.pictures.picture import ACCENT
 
 _PACKAGES = ("xrank", "xrank.layout", "xrank.errors", "xrank.gradients", "xrank.distribution", "xrank.virtual")
 _WIDTH = 96

@@ -16,8 +16,7 @@ from xrank.engine.report import Report
 from xrank.errors import CorruptError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.pictures import show
-from xrank.pictures.page import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, colour, report_page
-from xrank.pictures.picture import layout_html
+from xrank.pictures.picture import SEARCH_SCRIPT, SEARCH_SCRIPT_HASH, colour, layout_html, report_page
 from xrank.pictures.text_picture import Band, find_bands
 from xrank.virtual.pipeline import make_schedule
 

@@ -577,7 +577,7 @@ class ReportFile:
             UsageError: the file cannot be written.
         """
         from xrank.commands.layout import write_page
-        from xrank.pictures.page import report_page
+        from xrank.pictures.picture import report_page
 
         write_page(report, report_page(report, self._samples), self._path)
 

@@ -27,8 +27,7 @@ from typing import Literal, NoReturn, Self, TypeAlias
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
-from xrank.pictures.page import Lane, Span, draw_timeline
-from xrank.pictures.picture import Picture
+from xrank.pictures.picture import Lane, Picture, Span, draw_timeline
 from xrank.virtual.arrays import ArraySpec
 from xrank.virtual.builder import ProgramBuilder, Value
 from xrank.virtual.programs import Operation, Program, Send, Take

@@ -15,7 +15,7 @@ from xrank.engine.report import OutputFacts, ProofFacts, Report, SimulationDetai
 from xrank.engine.rounds import divide
 from xrank.errors import names_own_arguments
 from xrank.layout.nest_table import IntArray
-from xrank.pictures.page import Bar, draw_stacked_bars, page, page_text
+from xrank.pictures.picture import Bar, draw_stacked_bars, page, page_text
 from xrank.recipes.options import GatherOptions
 from xrank.system import peak_rss_nbytes
 from xrank.virtual.simulation.traffic import (
