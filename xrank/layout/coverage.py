@@ -212,8 +212,10 @@ def _corner_keys(
     odd: list[IntArray] = []
     for d, size in zip(cut, sizes, strict=True):
         low, high = lower[:, d], upper[:, d]
-        even = [key * size + low for key in even] + [key * size + high for key in odd]
-        odd = [key * size + low for key in odd] + [key * size + high for key in even]
+        even, odd = (
+            [key * size + low for key in even] + [key * size + high for key in odd],
+            [key * size + low for key in odd] + [key * size + high for key in even],
+        )
     empty = np.zeros(0, dtype=np.int64)
     return np.concatenate([*even, empty]), np.concatenate([*odd, empty])
 

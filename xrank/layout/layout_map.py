@@ -214,9 +214,8 @@ def _refuse_unknown(table: dict[str, Any], known: set[str], kind: str, file: str
 
 def name_file(error: LayoutError, where: str, file: str) -> LayoutError:
     """Return the error with the file and the place in it before the message."""
-    return LayoutError(
-        f"{file}: {where}: {error.message}", file=file, got=error.got, want=error.want, next_step=error.next_step
-    )
+    what = f"{file}: {where}: {error.message}"
+    return LayoutError(what, file=file, got=error.got, want=error.want, next_step=error.next_step)
 
 
 def to_text(content: LayoutFile) -> str:

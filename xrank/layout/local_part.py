@@ -38,6 +38,7 @@ from xrank.layout.tensor_layout import TensorLayout, axis_lengths, check_sound
 
 names_of_dim = lru_cache(maxsize=4096)(size_names_of)
 count_names_of_dim = lru_cache(maxsize=4096)(count_names_of)
+_check_sound = lru_cache(maxsize=4096)(lambda tree, lengths: check_sound(tree, dict(lengths)))
 
 
 def bind(
@@ -315,7 +316,15 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
     if split.kind == "/":
         # Each rank's share must itself be a multiple of the unit.
         if size % (length * unit):
-            raise _uneven(split, size, length, unit)
+            text, got = render_dim(split), f"{size} positions over {length} ranks"
+            if size % length:
+                what = f"{text}: {size} does not divide by {length}, the length of {split.axis!r}"
+                next_step = f'write "/~{split.axis}" if the last ranks hold less'
+                raise LayoutError(what, got=got, want=f"a multiple of {length}", next_step=next_step)
+            what = f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}"
+            got, want = f"{got}, {size // length} each", f"a multiple of {length * unit}"
+            next_step = f'write "/={split.axis}%{unit}" if some ranks hold a block more than others'
+            raise LayoutError(what, got=got, want=want, next_step=next_step)
         return place * (size // length), (place + 1) * (size // length)
     units = -(-size // unit)
     if split.kind == "/~":
@@ -328,18 +337,6 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
         low, high = (place * share + min(place, more), (place + 1) * share + min(place + 1, more))
     # The last unit may be incomplete, and ranks after the last chunk begin at the end.
     return min(low * unit, size), min(high * unit, size)
-
-
-def _uneven(split: Split, size: int, length: int, unit: int) -> LayoutError:
-    text = render_dim(split)
-    if size % length:
-        what = f"{text}: {size} does not divide by {length}, the length of {split.axis!r}"
-        got, next_step = f"{size} positions over {length} ranks", f'write "/~{split.axis}" if the last ranks hold less'
-        return LayoutError(what, got=got, want=f"a multiple of {length}", next_step=next_step)
-    what = f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}"
-    got = f"{size} positions over {length} ranks, {size // length} each"
-    next_step = f'write "/={split.axis}%{unit}" if some ranks hold a block more than others'
-    return LayoutError(what, got=got, want=f"a multiple of {length * unit}", next_step=next_step)
 
 
 def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapping[str, int]) -> list[int]:
@@ -383,19 +380,16 @@ def _limit_error(num_nests: int) -> LayoutError:
 
 
 class LocalPart(Struct, frozen=True):
-    """The part of a tensor that a rank holds.
-
-    Args:
-        shape: the local shape, pads included.
-        nests: canonical; x is the element's row-major address in the local shape, y in the global shape. Empty for an
-            empty shard, whose shape has a 0. Local elements without a nest are padding.
-        sums: axes along which the ranks hold addends of the tensor. If there are any, the elements are not values:
-            the caller must add them up over these axes, or refuse them.
-    """
+    """The part of a tensor that a rank holds."""
 
     shape: tuple[int, ...]
+    """The local shape, pads included."""
     nests: tuple[Nest, ...]
+    """Canonical; x is the element's row-major address in the local shape, y in the global shape. Empty for an empty
+    shard, whose shape has a 0. Local elements without a nest are padding."""
     sums: tuple[str, ...] = ()
+    """Axes along which the ranks hold addends of the tensor. If there are any, the elements are not values: the caller
+    must add them up over these axes, or refuse them."""
 
 
 def local_part(
@@ -424,7 +418,7 @@ def local_part(
         LocalPart(shape=(2, 3), nests=(Nest(x=0, y=6, loops=((6, 1, 1),)),), sums=())
     """
     lengths, places = places_of(layout, mesh, coordinate)
-    if not _is_held(layout.tree, lengths, places):
+    if layout.tree.where and not holds(layout, mesh, coordinate):
         return None
     known = _relevant(layout.tree, check_sizes(sizes)) if sizes else ()
     # Axes in "where" and "sum" do not change the part: without them in the key, ranks along them share a cache entry.
@@ -434,17 +428,11 @@ def local_part(
 
 def holds(layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int]) -> bool:
     """Return whether the layout's "where" includes a rank; arguments as in `local_part`."""
-    return not layout.tree.where or _is_held(layout.tree, *places_of(layout, mesh, coordinate))
-
-
-def _is_held(tree: LayoutTree, lengths: Mapping[str, int], places: Places) -> bool:
-    if not tree.where:
-        return True
-    at = {axis: place for axis, _, place in places}
-    for where in tree.where:
-        end = lengths[where.axis] - 1
+    at = {axis: (length - 1, place) for axis, length, place in places_of(layout, mesh, coordinate)[1]}
+    for where in layout.tree.where:
+        end, place = at[where.axis]
         first, last = (end if bound is None else bound for bound in (where.first, where.last))
-        if not first <= at[where.axis] <= last:
+        if not first <= place <= last:
             return False
     return True
 
@@ -461,9 +449,8 @@ def places_of(
     """
     # Identity first: equality compares the tuples of all ranks, for each rank and tensor.
     if layout.device_mesh is not None and layout.device_mesh is not mesh and layout.device_mesh != mesh:
-        raise LayoutError(
-            f"the layout {layout} belongs to another mesh", got=mesh.grid, want=f"the mesh {layout.device_mesh.grid!r}"
-        )
+        what = f"the layout {layout} belongs to another mesh"
+        raise LayoutError(what, got=mesh.grid, want=f"the mesh {layout.device_mesh.grid!r}")
     if layout.tree.view is not None and layout.view_mesh is None:
         # The view's axes may have the mesh's names with other lengths.
         what = f"the layout {layout} names a view, and its mesh with views is not attached"
@@ -489,13 +476,8 @@ def places_of(
         places.append((axis, length, place))
     # A layout with a mesh was checked when the mesh was attached.
     if layout.device_mesh is None:
-        _check_sound_on(layout.tree, tuple(lengths.items()))
+        _check_sound(layout.tree, tuple(lengths.items()))
     return lengths, tuple(places)
-
-
-@lru_cache(maxsize=4096)
-def _check_sound_on(tree: LayoutTree, lengths: Sizes) -> None:
-    check_sound(tree, dict(lengths))
 
 
 def _relevant(tree: LayoutTree, sizes: Mapping[str, int]) -> Sizes:
@@ -513,7 +495,7 @@ def _layout_part(
     tree: LayoutTree, shape: tuple[int, ...], places: Places, sizes: Sizes, count_lengths: Sizes
 ) -> LocalPart:
     """Compile a whole layout as the product of its dims."""
-    parts = _compile_dims(_bind_dims(tree, shape, sizes, count_lengths), places)
+    parts = compile_bound_dims(_bind_dims(tree, shape, sizes, count_lengths), places)
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, tree.sums)
 
 
@@ -533,14 +515,8 @@ def _bind_dims(
     )
 
 
-def dim_parts(
-    layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], places: Places, sizes: Mapping[str, int]
-) -> list[DimPart]:
-    """Return the compiled dims of a layout at a rank's places, as from `places_of`."""
-    return _compile_dims(bind_dims(layout, shape, lengths, sizes), places)
-
-
-def _compile_dims(bound: Iterable[tuple[Node, frozenset[str], Sizes]], places: Places) -> list[DimPart]:
+def compile_bound_dims(bound: Iterable[tuple[Node, frozenset[str], Sizes]], places: Places) -> list[DimPart]:
+    """Return the compiled dims of `bind_dims` at a rank's places, as from `places_of`."""
     return [compile_dim(dim, known, tuple(p for p in places if p[0] in axes)) for dim, axes, known in bound]
 
 

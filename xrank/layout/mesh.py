@@ -133,9 +133,8 @@ class DeviceMesh:
         try:
             return self.shape[self.axis_names.index(name)]
         except ValueError:
-            raise LayoutError(
-                f"the mesh {self.grid!r} has no axis {name!r}", got=repr(name), want=f"one of {list(self.axis_names)}"
-            ) from None
+            what = f"the mesh {self.grid!r} has no axis {name!r}"
+            raise LayoutError(what, got=repr(name), want=f"one of {list(self.axis_names)}") from None
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return a rank's place along each axis, outermost axis first."""
@@ -269,15 +268,13 @@ def _ranks_and_kind(devices: tuple[int | str, ...]) -> tuple[tuple[int, ...], st
     for device in devices:
         match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
         if isinstance(device, str) and match is None:
-            raise LayoutError(
-                "a device of a mesh is not a rank", got=repr(device)[:80], want='a rank, or a text such as "cuda:3"'
-            )
+            want = 'a rank, or a text such as "cuda:3"'
+            raise LayoutError("a device of a mesh is not a rank", got=repr(device)[:80], want=want)
         ranks.append(int(device) if match is None else int(match["rank"] or 0))
         kinds[None if match is None else match["kind"].lower()] = None
     if len(kinds) > 1:
-        raise LayoutError(
-            "the devices of a mesh are of several kinds", got=str(list(kinds)), want="all ranks, or one kind"
-        )
+        what = "the devices of a mesh are of several kinds"
+        raise LayoutError(what, got=str(list(kinds)), want="all ranks, or one kind")
     return tuple(ranks), next(iter(kinds), None)
 
 
@@ -395,9 +392,8 @@ class MeshViews(Struct, frozen=True):
         for known, mesh in self.others:
             if known == name:
                 return mesh
-        raise LayoutError(
-            f"there is no view {name!r}", got=repr(name), want=f"one of {[known for known, _ in self.others]}"
-        )
+        want = f"one of {[known for known, _ in self.others]}"
+        raise LayoutError(f"there is no view {name!r}", got=repr(name), want=want)
 
     def having(self, *axes: str) -> DeviceMesh:
         """Return the mesh with all of these axes: the main mesh, or else the only view that has them.

@@ -30,8 +30,8 @@ from xrank.layout.local_part import (
     check_limits,
     check_shape,
     check_sizes,
+    compile_bound_dims,
     cut_bounds,
-    dim_parts,
     evaluate_count,
     holds,
     local_part,
@@ -193,7 +193,7 @@ def companion_part(
     if not holds(layout, mesh, coordinate):
         return None
     lengths, places = places_of(layout, mesh, coordinate)
-    compiled = dim_parts(layout, shape, lengths, places, check_sizes(sizes))
+    compiled = compile_bound_dims(bind_dims(layout, shape, lengths, check_sizes(sizes)), places)
     parts = [
         _divide(part, block, (companion, layout, i))
         for i, (part, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=True))

@@ -66,21 +66,16 @@ class Pad(Struct, frozen=True):
 
 
 class Split(Struct, frozen=True):
-    """A range of the local positions of a dim for each coordinate along an axis.
-
-    Args:
-        of: the dim to cut.
-        axis: the axis whose coordinate selects the range.
-        kind: ``/`` equal ranges, ``/~`` ceil chunks, ``/=`` balanced ranges.
-        unit: cuts are only at multiples of it.
-        sizes: the sizes of the ranges, if they are listed; then the kind is ``/``.
-    """
+    """A range of the local positions of a dim for each coordinate along an axis."""
 
     of: Node
     axis: str
     kind: SplitKind
+    """``/`` equal ranges, ``/~`` ceil chunks, ``/=`` balanced ranges."""
     unit: Count | None = None
+    """Cuts are only at multiples of it."""
     sizes: tuple[Count, ...] | None = None
+    """The sizes of the ranges, if they are listed; then the kind is ``/``."""
 
 
 class Member(Struct, frozen=True):
@@ -140,8 +135,11 @@ class LayoutTree:
 def render(tree: LayoutTree) -> str:
     """Return the canonical text of a layout; `parse` is the inverse."""
     dims = tree.dims
+    node = dims[0] if len(dims) == 1 else None
+    while isinstance(node, Split):
+        node = node.of
     # A flat layout's dim has no brackets around it, only around its members' dims.
-    text = render_dim(dims[0]) if len(dims) == 1 and _is_flat(dims[0]) else _bracket(dims)
+    text = render_dim(dims[0]) if isinstance(node, Flat) else _bracket(dims)
     if tree.view is not None:
         text += f" in {tree.view}"
     if tree.where:
@@ -190,12 +188,6 @@ def _place(where: Where) -> str:
     if where.first is None:
         return "last"
     return str(where.first) if where.first == where.last else f"{where.first}..{where.last}"
-
-
-def _is_flat(node: Node) -> bool:
-    while isinstance(node, Split):
-        node = node.of
-    return isinstance(node, Flat)
 
 
 def children(node: Node) -> tuple[Node, ...]:
@@ -267,13 +259,8 @@ def _with_sizes(node: Node, sizes: Mapping[str, int]) -> Node:
         case Pad(of, multiple):
             return Pad(_with_sizes(of, sizes), number(multiple))
         case Split(of, axis, kind, unit, listed):
-            return Split(
-                _with_sizes(of, sizes),
-                axis,
-                kind,
-                None if unit is None else number(unit),
-                None if listed is None else tuple(map(number, listed)),
-            )
+            each = None if listed is None else tuple(map(number, listed))
+            return Split(_with_sizes(of, sizes), axis, kind, None if unit is None else number(unit), each)
         case Flat(members, multiple):
             dims = (tuple(_with_sizes(dim, sizes) for dim in member.dims) for member in members)
             named = tuple(Member(member.name, own) for member, own in zip(members, dims, strict=True))
@@ -300,9 +287,7 @@ _LITERAL = re.compile(r"[^\s{}\[]*")
 class Scanner:
     """Reads the tokens of a text in order; after the last one, the next token is always "end".
 
-    Args:
-        text: the text.
-        label: what the text is, for errors.
+    `label` is what the text is, for errors.
     """
 
     def __init__(self, text: str, label: str = "a layout") -> None:
@@ -453,8 +438,7 @@ class TextParser(Scanner):
     def _dims(self, want: str) -> tuple[Node, ...]:
         self.take("[", want)
         dims: list[Node] = []
-        if self.next.kind == "]":
-            self.take("]")
+        if self.accept("]"):
             return ()
         while not dims or self.accept(","):
             dims.append(self.dim())
@@ -512,21 +496,17 @@ class TextParser(Scanner):
             kind = cast(SplitKind, self.take(self.next.kind))
             axis = self.take("name", "an axis")
             unit = self.count() if self.accept("%") else None
-            sizes = None
+            sizes: tuple[Count, ...] | None = None
             if self.next.kind == "{":
                 if kind != "/":
                     raise self.refusal(f'no listed sizes after "{kind}"', 'list sizes after "/" only')
-                sizes = self._size_list()
+                self.take("{")
+                sizes = (self.count(),)
+                while self.accept(","):
+                    sizes += (self.count(),)
+                self.take("}", '"*", "," or "}"')
             node = Split(node, axis, kind, unit, sizes)
         return node
-
-    def _size_list(self) -> tuple[Count, ...]:
-        self.take("{")
-        sizes: list[Count] = []
-        while not sizes or self.accept(","):
-            sizes.append(self.count())
-        self.take("}", '"*", "," or "}"')
-        return tuple(sizes)
 
     def count(self) -> Count:
         """Parse a count."""

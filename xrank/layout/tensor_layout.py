@@ -58,9 +58,8 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
     sizes = {name for dim in dims for name in size_names_of(dim)}
     both = sorted(sizes & {*cutting, *others, *(lengths or ())})
     if both:
-        raise LayoutError(
-            f"{both[0]!r} is both a size and an axis in the layout {text}", got=text, want="another name for the size"
-        )
+        what = f"{both[0]!r} is both a size and an axis in the layout {text}"
+        raise LayoutError(what, got=text, want="another name for the size")
     for where in tree.where:
         length = None if lengths is None else lengths[where.axis]
         if length is not None and where.last is not None and where.last >= length:

@@ -288,9 +288,8 @@ def plain_config(config: object, what: str = "config") -> dict[str, Any]:
 
 
 def _unfit(where: str, value: object, want: str) -> UsageError:
-    return UsageError(
-        f"{where} is a {type(value).__name__}, which JSON cannot hold", got=type(value).__name__, want=want
-    )
+    what = f"{where} is a {type(value).__name__}, which JSON cannot hold"
+    return UsageError(what, got=type(value).__name__, want=want)
 
 
 def _plain_value(value: object, where: str) -> Any:

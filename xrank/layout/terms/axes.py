@@ -136,9 +136,8 @@ def from_keras_axes(axes: Any, mesh: DeviceMesh, ndim: int | None = None) -> Ten
     entries = tuple(entries)
     count = len(entries) if ndim is None else ndim
     if len(entries) > count:
-        raise LayoutError(
-            f"the axes {entries!r} are more than the tensor's dims", got=f"{len(entries)} axes", want=f"at most {count}"
-        )
+        what = f"the axes {entries!r} are more than the tensor's dims"
+        raise LayoutError(what, got=f"{len(entries)} axes", want=f"at most {count}")
     return TensorLayout(entries + (None,) * (count - len(entries)), mesh)
 
 

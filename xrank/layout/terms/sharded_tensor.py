@@ -20,7 +20,6 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.tensor_layout import TensorLayout
 from xrank.layout.terms.tensors import (
     Box,
-    Cuts,
     box_nests,
     box_text,
     boxes_overlap,
@@ -105,14 +104,16 @@ def from_sharded_tensor(shards: Mapping[int, Any], mesh: DeviceMesh | None = Non
     read = {rank: tuple(_read(shard, rank) for shard in _as_list(of_rank)) for rank, of_rank in sorted(shards.items())}
     every = [(rank, shard) for rank, of_rank in read.items() for shard in of_rank]
     if not every:
-        raise IncompleteError(
-            "no shard is given", want="the ShardedTensors of all ranks", next_step="give the shards of every rank"
-        )
+        want = "the ShardedTensors of all ranks"
+        raise IncompleteError("no shard is given", want=want, next_step="give the shards of every rank")
     first = every[0][1]
     _check_agreement(every, [shard for of_rank in shards.values() for shard in _as_list(of_rank)])
     _check_cover(every)
-    parts = {rank: tuple(_part(shard) for shard in of_rank) for rank, of_rank in read.items()}
     boxes = {rank: tuple(shard.box for shard in of_rank) for rank, of_rank in read.items()}
+    parts = {
+        rank: tuple(LocalPart(shard.local_shape, box_nests(shard.box, shard.global_shape)) for shard in of_rank)
+        for rank, of_rank in read.items()
+    }
     layout = None if mesh is None else layout_of_shards(boxes, mesh, first.global_shape, first.prepend_axis_num)
     return PlacedTensor(first.key, first.global_shape, parts, layout, first.allow_shape_mismatch)
 
@@ -170,7 +171,12 @@ def to_sharded_tensors(
         for axis in replicated:
             first, last = bounds[axis]
             replica = replica * (last - first + 1) + at[axis] - first
-        ranges = [_ranges_of(cuts, size, mesh, at) for cuts, size in zip(every, sizes, strict=True)]
+        ranges: list[list[tuple[int, int]]] = []
+        """By dim, a range for each piece of it."""
+        for cuts, size in zip(every, sizes, strict=True):
+            piece = size // cuts.pieces
+            low, high = range_of(cuts.axes, piece, mesh, at)
+            ranges.append([(low + i * piece, high + i * piece) for i in range(cuts.pieces)])
         stacked = [
             [(i, i + 1) for low, high in of_dim for i in range(low, high)] for of_dim in ranges[:prepend_axis_num]
         ]
@@ -187,13 +193,6 @@ def to_sharded_tensors(
             for box in product(*stacked, *ranges[prepend_axis_num:])
         )
     return shards
-
-
-def _ranges_of(cuts: Cuts, size: int, mesh: DeviceMesh, at: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return the ranges of a dim at a place, one per piece."""
-    piece = size // cuts.pieces
-    low, high = range_of(cuts.axes, piece, mesh, at)
-    return [(low + i * piece, high + i * piece) for i in range(cuts.pieces)]
 
 
 def _as_list(shards: Any) -> Sequence[Any]:
@@ -261,10 +260,8 @@ def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequen
                 raise _contradiction(first.key, rank, what, got, want, f"{next_step} from one state")
     dtypes = {str(shard.dtype) for shard in raw if hasattr(shard, "dtype")}
     if len(dtypes) > 1:
-        next_step = "let all ranks write the tensor again with one dtype"
-        raise _contradiction(
-            first.key, None, "its shards have several dtypes", str(sorted(dtypes)), "one dtype", next_step
-        )
+        what, next_step = "its shards have several dtypes", "let all ranks write the tensor again with one dtype"
+        raise _contradiction(first.key, None, what, str(sorted(dtypes)), "one dtype", next_step)
 
 
 def _contradiction(key: str, rank: int | None, what: str, got: str, want: str, next_step: str) -> ContradictionError:
@@ -297,7 +294,3 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
             what, got = f"rank {rank}'s replica equals no main", f"{box_text(shard.box)}, replica_id {shard.replica_id}"
             want, next_step = "the box of a shard with replica_id 0", f"{_GIVE_MAIN}, and the shards of all ranks"
             raise _contradiction(key, rank, f"{what} replica", got, want, next_step)
-
-
-def _part(shard: ShardedTensorData) -> LocalPart:
-    return LocalPart(shard.local_shape, box_nests(shard.box, shard.global_shape))

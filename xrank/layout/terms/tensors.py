@@ -206,18 +206,14 @@ def layout_of_boxes(boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Se
     # A rank without a box is past the end of one dim, but of which one is unknown: try each, the same for all ranks.
     for empty_dim in range(len(shape)) if None in boxes.values() else (-1,):
         layout = _search_layout(boxes, mesh, shape, empty_dim)
+        if layout is None:
+            continue
         # The search went dim by dim and ignored empty ranges, so its result must be proven for every rank.
-        if layout is not None and _is_met(layout, boxes, mesh, shape):
+        wanted = {rank: () if box is None else box_nests(box, shape) for rank, box in boxes.items()}
+        parts = ((local_part(layout, mesh, mesh.coordinate(rank), shape), nests) for rank, nests in wanted.items())
+        if all(part is not None and part.nests == nests for part, nests in parts):
             return layout
     return None
-
-
-def _is_met(layout: TensorLayout, boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int]) -> bool:
-    for rank, box in boxes.items():
-        part = local_part(layout, mesh, mesh.coordinate(rank), shape)
-        if part is None or part.nests != (() if box is None else box_nests(box, shape)):
-            return False
-    return True
 
 
 def _search_layout(
@@ -228,23 +224,19 @@ def _search_layout(
     used = set[str]()
     for dim, size in enumerate(shape):
         # An empty range may begin anywhere.
-        ranges = {
-            rank: box[dim] if box[dim][1] > box[dim][0] else (0, 0) for rank, box in boxes.items() if box is not None
-        }
+        known = {rank: box[dim] for rank, box in boxes.items() if box is not None}
+        ranges = {rank: (low, high) if high > low else (0, 0) for rank, (low, high) in known.items()}
         if dim == empty_dim:
             ranges |= {rank: (0, 0) for rank, box in boxes.items() if box is None}
-        axes = _axes_of_dim(ranges, size, mesh)
-        listed = _list_cut(ranges, size, mesh) if axes is None else None
-        if listed is not None:
-            axes = (listed[0],)
+        axes, sizes = _axes_of_dim(ranges, size, mesh), None
+        if axes is None and (listed := _list_cut(ranges, size, mesh)) is not None:
+            axes, sizes = (listed[0],), listed[1]
         if axes is None or used & set(axes):
             return None
         used |= set(axes)
-        if listed is not None:
-            dims.append(Split(Size(names[dim]), listed[0], "/", sizes=listed[1]))
-            continue
-        cuts = Cuts(names[dim], tuple((axis, "/") for axis in axes))
-        dims.append(chain_cuts(names[dim], axes, "/" if is_even_split(cuts, size, mesh) else "/~"))
+        is_even = is_even_split(Cuts(names[dim], tuple((axis, "/") for axis in axes)), size, mesh)
+        cut = chain_cuts(names[dim], axes, "/" if is_even else "/~")
+        dims.append(cut if sizes is None else Split(Size(names[dim]), axes[0], "/", sizes=sizes))
     return TensorLayout.from_dims(dims, mesh)
 
 
@@ -338,13 +330,19 @@ def layout_of_shards(
 
 def _find_cuts(shards: Shards, mesh: DeviceMesh, shape: tuple[int, ...], num_prepended: int) -> TensorLayout | None:
     """Return a layout of cuts and packed pieces, without a "where"; None if the search fails."""
-    packed = _find_pieces(next(boxes for boxes in shards.values() if boxes), shape, num_prepended)
-    if packed is not None:
-        dim, pieces = packed
-        step = shape[dim] // pieces
+    some = next(boxes for boxes in shards.values() if boxes)
+    counts = {dim: len({box[dim] for box in some}) for dim in range(num_prepended, len(shape))}
+    # The first dim with several equal pieces on a rank.
+    dim = next((dim for dim, pieces in counts.items() if pieces > 1 and shape[dim] % pieces == 0), None)
+    if dim is not None:
+        pieces, step = counts[dim], shape[dim] // counts[dim]
         first = {rank: tuple(box for box in boxes if box[dim][0] < step) for rank, boxes in shards.items()}
         for rank, boxes in shards.items():
-            moved = {_shift(box, dim, i * step) for box in first[rank] for i in range(pieces)}
+            moved = {
+                (*box[:dim], (box[dim][0] + i * step, box[dim][1] + i * step), *box[dim + 1 :])
+                for box in first[rank]
+                for i in range(pieces)
+            }
             if moved != set(boxes) or any(box[dim][1] > step for box in first[rank]):
                 return None
         piece = _find_cuts(first, mesh, (*shape[:dim], step, *shape[dim + 1 :]), num_prepended)
@@ -358,20 +356,6 @@ def _find_cuts(shards: Shards, mesh: DeviceMesh, shape: tuple[int, ...], num_pre
         if boxes and stacked[rank] is None:
             return None
     return layout_of_boxes(stacked, mesh, shape)
-
-
-def _find_pieces(boxes: Sequence[Box], shape: tuple[int, ...], num_prepended: int) -> tuple[int, int] | None:
-    """Return the first dim with several equal pieces on a rank, and their number; None if each dim has one piece."""
-    for dim in range(num_prepended, len(shape)):
-        pieces = len({box[dim] for box in boxes})
-        if pieces > 1 and shape[dim] % pieces == 0:
-            return dim, pieces
-    return None
-
-
-def _shift(box: Box, dim: int, by: int) -> Box:
-    low, high = box[dim]
-    return (*box[:dim], (low + by, high + by), *box[dim + 1 :])
 
 
 def _stack_boxes(boxes: Sequence[Box], num_prepended: int) -> Box | None:
@@ -506,8 +490,12 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
 
     resolve_mesh(layout, mesh)
     every = cuts_of(layout, "placements", packed=True, sums=True)
-    if shape is not None:
-        _check_parts(layout.with_mesh(mesh), mesh, {axis for cuts in every for axis in cuts.axes}, shape)
+    cutting, with_mesh = {axis for cuts in every for axis in cuts.axes}, layout.with_mesh(mesh)
+    places: dict[tuple[int, ...], dict[str, int]] = {}  # ranks of equal places hold equal parts
+    for at in map(mesh.coordinate, mesh.ranks if shape is not None else ()):
+        places.setdefault(tuple(place for axis, place in at.items() if axis in cutting), at)
+    for at in places.values():
+        local_part(with_mesh, mesh, at, shape or ())  # raises for a shape that the layout does not fit on some rank
     placements: dict[str, Any] = {axis: Partial() for axis in layout.tree.sums}
     for dim, cuts in enumerate(every):
         is_reordered = False
@@ -523,17 +511,6 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
         if is_reordered:
             _check_cut(cuts, dim, layout, mesh, shape)
     return tuple(placements.get(axis, Replicate()) for axis in mesh.axis_names)
-
-
-def _check_parts(layout: TensorLayout, mesh: DeviceMesh, axes: set[str], shape: Sequence[int]) -> None:
-    """Refuse a shape that the layout does not fit on some rank; ranks of equal places hold equal parts."""
-    seen = set()
-    for rank in mesh.ranks:
-        coordinate = mesh.coordinate(rank)
-        place = tuple(coordinate[axis] for axis in mesh.axis_names if axis in axes)
-        if place not in seen:
-            seen.add(place)
-            local_part(layout, mesh, coordinate, shape)
 
 
 def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None) -> None:

@@ -32,58 +32,25 @@ Style: TypeAlias = Callable[[str, int], Cut | None]
 """(A parameter's own name, its number of dims) -> its cut; None if it stays whole."""
 
 
-def _cut_columns(parameter: str, ndim: int) -> Cut | None:
-    """Cut the dim before the last: `Shard(meta.ndim - 2)`, which is -1, the only dim, for a bias."""
-    return Cut(max(ndim - 2, 0))
-
-
-def _cut_rows(parameter: str, ndim: int) -> Cut | None:
-    """Cut the last dim; a bias stays whole, because it is added after the sum over ranks."""
-    return None if parameter == "bias" else Cut(ndim - 1)
-
-
-def _cut_packed_columns(parameter: str, ndim: int) -> Cut | None:
-    """Cut both halves of the dim before the last; a bias is cut without halves (`Shard`, not strided)."""
-    return Cut(0) if ndim == 1 else Cut(ndim - 2, is_packed=True)
-
-
-def _cut_packed_rows(parameter: str, ndim: int) -> Cut | None:
-    return None if ndim == 1 else Cut(ndim - 1, is_packed=True)
-
-
-def _cut_dim_0(parameter: str, ndim: int) -> Cut | None:
-    return Cut(0)
-
-
-def _cut_dim_1(parameter: str, ndim: int) -> Cut | None:
-    return Cut(1)
-
-
-def _keep_whole(parameter: str, ndim: int) -> Cut | None:
-    return None
-
-
+_KEPT_WHOLE = (
+    *("all_reduce", "ep_dispatch_experts", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"),
+    *("replicate", "replicated_with_grad_allreduce", "sequence_parallel"),
+)
 STYLES: Mapping[str, Style] = {
-    "colwise": _cut_columns,
-    "colwise_gather_output": _cut_columns,
-    "colwise_rep": _cut_columns,
-    "rowwise": _cut_rows,
-    "rowwise_rep": _cut_rows,
-    "rowwise_split_input": _cut_rows,
-    "packed_colwise": _cut_packed_columns,
-    "packed_rowwise": _cut_packed_rows,
-    "embedding_rowwise": _cut_dim_0,
-    "embedding_colwise": _cut_dim_1,
-    "grouped_gemm": _cut_dim_0,
-    "all_reduce": _keep_whole,
-    "ep_dispatch_experts": _keep_whole,
-    "local_params": _keep_whole,
-    "mla_kv_a_proj": _keep_whole,
-    "moe_identity_expert": _keep_whole,
-    "moe_tp_experts": _keep_whole,
-    "replicate": _keep_whole,
-    "replicated_with_grad_allreduce": _keep_whole,
-    "sequence_parallel": _keep_whole,
+    # The dim before the last: `Shard(meta.ndim - 2)`, which is -1, the only dim, for a bias.
+    **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep"), lambda name, ndim: Cut(max(ndim - 2, 0))),
+    # The last dim; a bias stays whole, because it is added after the sum over ranks.
+    **dict.fromkeys(
+        ("rowwise", "rowwise_rep", "rowwise_split_input"),
+        lambda name, ndim: None if name == "bias" else Cut(ndim - 1),
+    ),
+    # Both halves of the dim before the last; a bias is cut without halves (`Shard`, not strided).
+    "packed_colwise": lambda name, ndim: Cut(0) if ndim == 1 else Cut(ndim - 2, is_packed=True),
+    "packed_rowwise": lambda name, ndim: None if ndim == 1 else Cut(ndim - 1, is_packed=True),
+    "embedding_rowwise": lambda name, ndim: Cut(0),
+    "embedding_colwise": lambda name, ndim: Cut(1),
+    "grouped_gemm": lambda name, ndim: Cut(0),
+    **dict.fromkeys(_KEPT_WHOLE, lambda name, ndim: None),
 }
 """The styles of transformers 5.23. Other styles may cut in any way, so they are refused."""
 
