@@ -22,7 +22,6 @@ from xrank.engine.report import OutputFacts, Report, report_rows
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_map import write_whole
-from xrank.layout.nests import Nest
 from xrank.layout.terms.tensors import describe_mesh, from_placements
 from xrank.pictures.text_picture import (
     Band,
@@ -87,19 +86,11 @@ def colour(number: int) -> Colour:
 
 
 def page(title: str, body: Iterable[str], *, is_searchable: bool = False) -> str:
-    """Return a page with a title and a body of HTML lines.
-
-    Args:
-        title: any text.
-        body: lines of HTML.
-        is_searchable: whether the body has a field of the id "search", which a script of the page serves.
-    """
+    """Return a page with a title and a body of HTML lines; if searchable, a script serves its field "search"."""
     lines = "\n".join(body)
     policy = "default-src 'none'; style-src 'unsafe-inline'"
-    script = ""
-    if is_searchable:
-        policy += f"; script-src 'sha256-{SEARCH_SCRIPT_HASH}'"
-        script = f"<script>{SEARCH_SCRIPT}</script>"
+    policy += f"; script-src 'sha256-{SEARCH_SCRIPT_HASH}'" if is_searchable else ""
+    script = f"<script>{SEARCH_SCRIPT}</script>" if is_searchable else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -150,12 +141,7 @@ class Bar(Struct, frozen=True):
 
 
 def draw_stacked_bars(names: Sequence[str], bars: Sequence[Bar]) -> Iterator[str]:
-    """Yield the lines of a table with the bars on one scale, and of a legend of the colours.
-
-    Args:
-        names: names of the parts.
-        bars: bars from top to bottom.
-    """
+    """Yield the lines of a table with the bars on one scale, and of a legend of the colours of the parts' names."""
     longest = max((sum(bar.parts) for bar in bars), default=0.0) or 1.0
     keys = " ".join(swatch(number, page_text(name)) for number, name in enumerate(names))
     yield f'<p class="legend">{keys}</p><div class="wide"><table>'
@@ -198,13 +184,7 @@ class Lane(Struct, frozen=True):
 
 
 def draw_timeline(lanes: Sequence[Lane], kinds: Sequence[str], unit: str) -> Iterator[str]:
-    """Yield a legend, and a drawing of the lanes on one axis of time from 0 on.
-
-    Args:
-        lanes: rows from top to bottom.
-        kinds: names of the kinds of spans.
-        unit: name of a unit of time, such as "cycle".
-    """
+    """Yield a legend of the kinds of spans, and the lanes on one axis of time from 0 on, in units such as "cycle"."""
     end = max((span.start + span.length for lane in lanes for span in lane.spans), default=1.0)
     left = round(12 + max((len(lane.name) for lane in lanes), default=0) * _LABEL_WIDTH)
     per_unit = min(_LINE_WIDTH / end, 40.0)
@@ -221,7 +201,12 @@ def draw_timeline(lanes: Sequence[Lane], kinds: Sequence[str], unit: str) -> Ite
         for span in lane.spans[:left_over]:
             yield _draw_span(span, left + span.start * per_unit, y, span.length * per_unit)
         left_over = max(left_over - len(lane.spans), 0)
-    yield from _draw_axis(end, per_unit, left, height, unit)
+    # Numbers below the lanes, at distances of 1, 2 or 5 times a power of ten.
+    steps = (base * 10**exponent for exponent in range(12) for base in (1, 2, 5))
+    for at in range(0, int(end) + 1, next(step for step in steps if step * per_unit >= 44)):
+        text, anchor = (f"{unit} {at}", "start") if at == 0 else (f"{at:,}", "middle")
+        place = f'x="{left + at * per_unit:.2f}" y="{height - 5}" text-anchor="{anchor}"'
+        yield f'<text class="label" {place}>{text}</text>'
     yield "</svg></div>"
 
 
@@ -237,21 +222,6 @@ def _draw_span(span: Span, x: float, y: float, width: float) -> str:
     return f'{drawn}<text {place} pointer-events="none" fill="{chosen.ink}">{page_text(span.label)}</text>'
 
 
-def _draw_axis(end: float, per_unit: float, left: int, height: int, unit: str) -> Iterator[str]:
-    """Yield numbers below the lanes, at distances of 1, 2 or 5 times a power of ten."""
-    step = next(
-        base * power
-        for power in (10**exponent for exponent in range(12))
-        for base in (1, 2, 5)
-        if base * power * per_unit >= 44
-    )
-    for at in range(0, int(end) + 1, step):
-        text = f"{unit} {at}" if at == 0 else f"{at:,}"
-        anchor = "start" if at == 0 else "middle"
-        place = f'x="{left + at * per_unit:.2f}" y="{height - 5}" text-anchor="{anchor}"'
-        yield f'<text class="label" {place}>{text}</text>'
-
-
 Sample = tuple[float, int]
 """Seconds since the start, and bytes done by then."""
 
@@ -259,12 +229,7 @@ _WIDTH, _HEIGHT, _NUM_BARS = 640, 140, 64
 
 
 def report_page(report: Report, samples: Sequence[Sample] = ()) -> str:
-    """Return the page of a report.
-
-    Args:
-        report: a report.
-        samples: bytes done over time, by rising time; without them, no rates are drawn.
-    """
+    """Return the page of a report; rates are drawn of samples of the bytes done, by rising time."""
     title = f"xrank {report.command}: {report.status}"
     return page(title, [f"<h1>{page_text(title)}</h1>", *draw_report(report, samples)])
 
@@ -375,7 +340,8 @@ class _Plane(Struct, frozen=True):
 
 def draw_tensor(one: Holdings) -> Iterator[str]:
     """Yield the drawings of a tensor's parts: of three cut dims, one drawing for each part of the first."""
-    regions = [(number, share, region_of(nest, one.shape)) for number, share, nest in _walk_nests(one)]
+    nests = ((number, share, nest) for number, share in enumerate(one.shares) for nest in share.nests)
+    regions = [(number, share, region_of(nest, one.shape)) for number, share, nest in islice(nests, _MAX_BOXES)]
     cut = cut_dims((region for *_, region in regions), one.shape)
     if cut is None:
         plane = _Plane(None, None, 1, math.prod(one.shape))
@@ -385,18 +351,15 @@ def draw_tensor(one: Holdings) -> Iterator[str]:
     plane, outer = _choose_plane(cut, one.shape)
     panels = list(islice(product(*(_stretches(regions, d) for d in outer)), _MAX_PANELS + 1))
     for panel in panels[:_MAX_PANELS]:
-        inside = [each for each in regions if _meets(each[2], outer, panel)]
+        sides = list(zip(outer, panel, strict=True))
+        inside = [each for each in regions if _meets(each[2], sides)]
         boxes = list(islice(_boxes(plane, inside), _MAX_BOXES))
-        words = "; ".join(f"dim {d}: {_run_text(run)}" for d, run in zip(outer, panel, strict=True))
-        yield from _draw_panel(one, plane, boxes, "; ".join(filter(None, (words, _direction_words(plane)))))
+        words = "; ".join(f"dim {d}: {low if low == high else f'{low}-{high}'}" for d, (low, high) in sides)
+        axes = ((plane.down, "downwards"), (plane.across, "to the right"))
+        directions = ", ".join(f"dim {d} {where}" for d, where in axes if d is not None)
+        yield from _draw_panel(one, plane, boxes, "; ".join(filter(None, (words, directions))))
     if len(panels) > _MAX_PANELS:
         yield f'<p class="note">only the first {_MAX_PANELS} of these drawings</p>'
-
-
-def _walk_nests(one: Holdings) -> Iterator[tuple[int, Share, Nest]]:
-    return islice(
-        ((number, share, nest) for number, share in enumerate(one.shares) for nest in share.nests), _MAX_BOXES
-    )
 
 
 def _choose_plane(cut: Sequence[int], shape: Sequence[int]) -> tuple[_Plane, Sequence[int]]:
@@ -419,12 +382,9 @@ def _stretches(regions: Sequence[tuple[int, Share, Region]], dim: int) -> list[_
     return [(first, end - 1) for first, end in pairwise(bounds)]
 
 
-def _meets(region: Region, dims: Sequence[int], panel: Sequence[_Run]) -> bool:
+def _meets(region: Region, sides: Iterable[tuple[int, _Run]]) -> bool:
     assert region.dims is not None
-    return all(
-        any(first <= low and last >= high for first, last in region.dims[d])
-        for d, (low, high) in zip(dims, panel, strict=True)
-    )
+    return all(any(first <= low and last >= high for first, last in region.dims[d]) for d, (low, high) in sides)
 
 
 def _boxes(plane: _Plane, regions: Sequence[tuple[int, Share, Region]]) -> Iterator[_Box]:
@@ -467,21 +427,15 @@ def _draw_box(one: Holdings, box: _Box, per_column: float, per_row: float) -> st
         f'<rect class="box" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
         f'fill="{chosen.fill}">{title}</rect>'
     )
-    label = next((text for text in _labels(ranks) if len(text) * _LABEL_WIDTH <= width), None)
+    # "ranks 0-3", or shorter: "0-3", "0,..".
+    bare = ranks.partition(" ")[2].partition(" (")[0]
+    labels = (ranks, bare, *([bare.partition(",")[0] + ",.."] if "," in bare else ()))
+    label = next((text for text in labels if len(text) * _LABEL_WIDTH <= width), None)
     if label is None or height < _LABEL_HEIGHT:
         return drawn
     middle = f'x="{x + width / 2:.2f}" y="{y + height / 2:.2f}"'
     place = f'{middle} text-anchor="middle" dominant-baseline="central" pointer-events="none"'
     return f'{drawn}<text {place} fill="{chosen.ink}">{page_text(label)}</text>'
-
-
-def _labels(ranks: str) -> Iterator[str]:
-    """Yield ``ranks 0-3``, then shorter texts: ``0-3``, ``0-``."""
-    yield ranks
-    bare = ranks.partition(" ")[2].partition(" (")[0]
-    yield bare
-    if "," in bare:
-        yield bare.partition(",")[0] + ",.."
 
 
 def _draw_bands(bands: Sequence[Band], length: int, extent: int, offset: int, *, is_down: bool) -> Iterator[str]:
@@ -501,17 +455,6 @@ def _draw_bands(bands: Sequence[Band], length: int, extent: int, offset: int, *,
             yield f'<text class="label" {place}>{page_text(band.name[:8])}</text>'
 
 
-def _direction_words(plane: _Plane) -> str:
-    words = [] if plane.down is None else [f"dim {plane.down} downwards"]
-    if plane.across is not None:
-        words.append(f"dim {plane.across} to the right")
-    return ", ".join(words)
-
-
-def _run_text(run: _Run) -> str:
-    return str(run[0]) if run[0] == run[1] else f"{run[0]}-{run[1]}"
-
-
 _MAX_ROWS = 64
 """Number of bars of bytes."""
 _NUMBER = re.compile(r"\d+")
@@ -519,11 +462,11 @@ _NUMBER = re.compile(r"\d+")
 
 def draw_summary(found: Survey, groups: Sequence[Sequence[Holdings]]) -> Iterator[str]:
     """Yield the facts of a survey, and a table of each kind of cut."""
-    is_known = has_widths(found)
+    is_known = all(one.dtype in DTYPES for one in found.tensors)  # then sizes are bytes
     held = sum_held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if is_known and dtype else 1)
     facts = [(f"{len(found.tensors):,}", "tensor" if len(found.tensors) == 1 else "tensors")]
     facts += [(f"{len(groups):,}", "different shapes and cuts")] if len(groups) < len(found.tensors) else []
-    facts += [(f"{sum_elements(found.tensors):,}", "elements")]
+    facts += [(f"{sum(math.prod(one.shape) for one in found.tensors):,}", "elements")]
     if is_known:
         total = sum(math.prod(one.shape) * DTYPES[one.dtype].nbytes for one in found.tensors if one.dtype in DTYPES)
         facts.append((size_text(total), "of tensors"))
@@ -538,16 +481,6 @@ def draw_summary(found: Survey, groups: Sequence[Sequence[Holdings]]) -> Iterato
     if held:
         yield from _draw_amounts(held, is_known)
     yield "</div></div>"
-
-
-def has_widths(found: Survey) -> bool:
-    """Return whether each tensor's element type, and so its bytes, is known."""
-    return all(one.dtype in DTYPES for one in found.tensors)
-
-
-def sum_elements(tensors: Iterable[Holdings]) -> int:
-    """Return the number of elements of all tensors, each counted once."""
-    return sum(math.prod(one.shape) for one in tensors)
 
 
 def cut_words(one: Holdings) -> str:
