@@ -192,11 +192,9 @@ def make_change_error(file: SourceFile) -> ContradictionError:
 
 
 class FileTarget:
-    """Writes to file descriptors, one for each output file; the caller opens, sizes and syncs them.
+    """Writes to file descriptors by index of the output file; the caller opens, sizes and syncs them, and may add some.
 
-    Args:
-        descriptors: index of the output file -> descriptor; the caller may add and remove some.
-        in_memory: whether the files are on tmpfs, where pages are small anyway and fewer calls are faster.
+    On tmpfs (`in_memory`) pages are small anyway, and fewer calls are faster.
     """
 
     def __init__(self, descriptors: dict[int, int], *, in_memory: bool = False) -> None:
@@ -296,12 +294,7 @@ class SharedRun(NamedTuple):
 
 
 class SharedExtents:
-    """Shares blocks of source and output if possible; any thread may call it.
-
-    Args:
-        source: reads the records.
-        target: writes the output. Blocks are shared only if both are files.
-    """
+    """Shares blocks of source and output, if both are files; any thread may call it."""
 
     def __init__(self, source: Source, target: Target) -> None:
         self._source, self._target = source, target
@@ -317,11 +310,7 @@ class SharedExtents:
     def share(self, file: int, first: int, nbytes: int, runs: Sequence[SharedRun]) -> Iterator[tuple[int, int]]:
         """Share as much of a window as possible; yield (start, stop) of its bytes that are still to be written.
 
-        Args:
-            file: the output file.
-            first: the window's first byte in it.
-            nbytes: bytes of the window.
-            runs: unchanged bytes, by rising start.
+        The window begins at the file's byte `first`, and has these runs of unchanged bytes, by rising start.
         """
         done = 0
         for run in runs if self._is_possible else ():

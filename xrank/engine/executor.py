@@ -100,14 +100,14 @@ class Budget:
     ) -> Budget:
         """Return the budget of a gather from stores: memory for runs of windows, blocks, and staging buffers.
 
+        Blocks take half of what the windows leave, staging buffers a quarter; answers on their way and what the
+        allocator keeps take the rest.
+
         Args:
             objects: reads the blocks.
             parts: bytes and number of the target's parts, in which windows are made.
             in_memory: whether windows are made in memory that the caller gives, as far as it can.
             is_straight: see `is_mostly_straight`.
-
-        Blocks take half of what the windows leave, staging buffers a quarter; answers on their way and what the
-        allocator keeps take the rest.
         """
         allowed = max(self.allowed_nbytes, self.nbytes)
         nbytes, num_windows, window_nbytes = 0, 1, 0

@@ -19,11 +19,7 @@ from xrank.layout.stored_model import StoredModel
 
 
 class Differences:
-    """Counts elements whose bytes differ; stretches are added in the order of their addresses.
-
-    Args:
-        dtype: safetensors name of both copies' element type.
-    """
+    """Counts elements of that type whose bytes differ; stretches are added in the order of their addresses."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype

@@ -213,13 +213,7 @@ def find_together(
     """Return the weights' files of an output that this plan has made, none on other ranks than the first.
 
     None: there is no such output. Sizes are compared with the manifest, contents are not read: `xrank verify` does.
-
-    Args:
-        team: the ranks.
-        out: the output.
-        plan_digest: digest of the plan.
-        companions: files to copy.
-        texts: name -> content of the small files that are written from the plan; they replace companions of that name.
+    `texts` are the contents of the small files that are written from the plan; they replace companions of their name.
     """
     found = _find_earlier_output(out, plan_digest, companions, texts) if team.is_first else None
     answer = ("to be made" if found is None else "made") if team.is_first else None

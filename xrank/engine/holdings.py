@@ -272,10 +272,7 @@ def survey(
 ) -> Survey:
     """Return the holdings of the tensors with these global shapes; errors are recorded in them, not raised.
 
-    Args:
-        layouts: layouts of the tensors, with a mesh.
-        shapes: global shape by name. A flat buffer's members are tensors like others.
-        dtypes: safetensors name of the element type, by name.
+    The layouts have a mesh. A flat buffer's members are tensors like others.
     """
     compiler = _Compiler(layouts, {name: check_shape(shape) for name, shape in shapes.items()})
     found = []
@@ -430,12 +427,9 @@ def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict
 
     A pattern stands for a tensor of its own name; a name with dims for all its tensors, a flat buffer for its members.
 
-    Args:
-        layouts: the layouts.
-        is_strict: whether a layout whose sizes are known, and which no shape fits, is an error; else it is a reason.
-
     Raises:
-        LayoutError: such a layout, such as 80 layers that a mesh axis of 7 ranks cannot cut.
+        LayoutError: a layout whose sizes are known fits no shape, such as 80 layers that a mesh axis of 7 ranks cannot
+            cut; unless `is_strict`, that is a reason.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     unknown: dict[str, str] = {}

@@ -43,9 +43,7 @@ class Pieces:
 def compose(pieces: Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
     """Return the pieces of a part, sorted by y: for each its row in `pieces`, and the nest from its record to the part.
 
-    Args:
-        pieces: x is an address in a record, y in the tensor.
-        part: canonical; x is an address in the part, y in the tensor.
+    The part is canonical; its x is an address in the part, its y in the tensor, as that of the pieces.
 
     Raises:
         LayoutError: two cuts have strides that do not divide each other, and would make too many pieces.

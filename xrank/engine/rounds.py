@@ -195,16 +195,15 @@ def divide(
     round_nbytes: int | None = None,
     units: Mapping[int, int] | None = None,
 ) -> Division:
-    """Divide a plan's files among ranks.
+    """Divide a plan's files, by index and in order, among ranks.
 
     Args:
         plan: the whole plan.
-        files: indices of the files to make, in order.
+        files: the files.
         num_ranks: number of ranks.
         holder: by record, the rank that holds it; None if the source is files, which all ranks read equally well.
         round_nbytes: bytes of a round for each rank; `ROUND_NBYTES` if None.
-        units: by file, the bytes of which a multiple is the beginning of every rank's stretch, itself a multiple of a
-            window; a window for files that are not among them.
+        units: by file, bytes of which a multiple begins every rank's stretch; a window for files not among them.
     """
     num_records = len(plan.source.records)
     first, last, last_round = (np.full(num_records, value, np.int64) for value in (num_ranks, -1, -1))
@@ -395,14 +394,8 @@ def make_in_rounds(
 ) -> Outcome:
     """Make files of a plan together with all other ranks, which make the same call; return the findings of all.
 
-    Args:
-        team: the ranks.
-        work: the work of this rank.
-        files: indices of the files; transformed files are not among them.
-        outputs: the destination of this rank's shares.
-        what: a short name of the files, for errors.
-        finish: finishes a file, on the first rank.
-        progress: called, on the first rank, with an estimate of the bytes that all ranks have made so far.
+    `what` names the files in errors, `finish` finishes a file on the first rank, and `progress` is called there with an
+    estimate of the bytes that all ranks have made so far. Transformed files are not among the files.
 
     Returns:
         On the first rank, the same outcome as from one process; an empty outcome elsewhere.

@@ -371,10 +371,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
     """Return a source of a model's records, which the caller closes.
 
-    Args:
-        model: the model in files.
-        folder: folder on a disk with room for the decoded records; it must exist when the first record is
-            read. None: that of `scratch_folder`.
+    Decoded records go to a folder on a disk, which must exist when the first is read; None: that of `scratch_folder`.
     """
     if model.records.encoded_nbytes is not None or model.records.inline:
         return DecodedSource(model, folder)

@@ -151,13 +151,7 @@ def split_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
 
 
 class WholeTensors:
-    """Tensors of a plan, each made whole in memory of its own.
-
-    Args:
-        plan: a plan with one tensor in each file, and no header.
-        source: the source of the tensors.
-        budget: threads and buffers.
-    """
+    """Tensors of a plan, which has one in each file and no header, each made whole in memory of its own."""
 
     def __init__(self, plan: Plan, source: Source, budget: Budget) -> None:
         self._plan, self._source, self._budget = plan, source, budget
@@ -187,11 +181,8 @@ class WholeTensors:
 class TensorsAhead:
     """Makes tensors in order, ahead of the caller, in a thread of its own; `close` ends it.
 
-    Args:
-        tensors: the source of the tensors; the thread makes all of them.
-        nbytes: by number, the bytes that a tensor occupies until the caller takes it.
-        room_nbytes: limit for all tensors that are made and not yet taken; a larger tensor occupies all of it.
-        failures: raises if a rank has failed; called by several threads.
+    A tensor occupies `nbytes[number]` until the caller takes it. All that are not yet taken fit the room; a larger one
+    occupies all of it. `failures` raises if a rank has failed; several threads call it.
     """
 
     def __init__(

@@ -80,11 +80,8 @@ class JoinedCrc32:
 class RecordChecksums:
     """The bytes of each record that have been read and checked.
 
-    Args:
-        records: the source's records.
-        mismatch: called with (record, computed CRC) if that is not the recorded one.
-        left_open: mask of records of which other ranks read parts too. Their CRCs are kept for `take_parts` and not
-            compared. None: no rank reads parts of them.
+    `mismatch` is called with (record, computed CRC) if that is not the recorded one. `left_open` masks the records of
+    which other ranks read parts too: their CRCs are kept for `take_parts` and not compared.
     """
 
     def __init__(

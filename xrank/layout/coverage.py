@@ -37,10 +37,7 @@ class CoverageFault(Struct, frozen=True):
 def find_fault(nests: NestTable, num_elements: int, wanted: NestTable | None = None) -> CoverageFault | None:
     """Return the first element of [0, num_elements) that the y sides do not cover exactly once, or None if all are.
 
-    Args:
-        nests: the covering nests.
-        num_elements: number of elements of the tensor.
-        wanted: elements to cover in place of all of them: the elements of a tensor with padding.
+    `wanted` has the elements to cover in place of all of them: those of a tensor with padding.
 
     Raises:
         LayoutError: the nests would have to be cut into more than `MAX_BOXES` boxes.

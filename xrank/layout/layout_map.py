@@ -82,21 +82,15 @@ MAX_FILE_NBYTES = 64 << 20
 
 
 class LayoutFile(Struct, frozen=True):
-    """The content of a layout file; rules are still texts.
-
-    Args:
-        mesh: the mesh, if it has one.
-        views: the mesh's views by name.
-        sizes: sizes by name.
-        rules: pattern -> text, in the file's order.
-        aliases: tied name -> the name that it stands for.
-    """
+    """The content of a layout file; rules are still texts."""
 
     mesh: DeviceMesh | None = None
     views: Mapping[str, DeviceMesh] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
+    """Pattern -> text, in the file's order."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name -> the name that it stands for."""
 
     def with_mesh(self, mesh: DeviceMesh, file: str) -> LayoutFile:
         """Return the content on another mesh, with the views as views of that mesh.
@@ -299,16 +293,12 @@ def write_whole(content: bytes, file: str) -> None:
 
 
 class LayoutChange(Struct, frozen=True):
-    """One entry that differs.
-
-    Args:
-        name: a rule, a size, an alias, or "grid", "ranks", "view NAME" of the mesh.
-        old: its text in the first map; None if absent.
-        new: its text in the second map; None if absent.
-    """
+    """One entry that differs."""
 
     name: str
+    """A rule, a size, an alias, or "grid", "ranks", "view NAME" of the mesh."""
     old: str | None
+    """Its text in the first map; None if absent."""
     new: str | None
 
     def __str__(self) -> str:
@@ -316,20 +306,14 @@ class LayoutChange(Struct, frozen=True):
 
 
 class LayoutDiff(Struct, frozen=True):
-    """The differences between two layout maps, whatever the order of their rules; false for equal maps.
-
-    Args:
-        added: rules of the second map alone; ``old`` is None.
-        removed: rules of the first map alone; ``new`` is None.
-        changed: rules of both maps with different texts.
-        mesh: differences between the meshes and views.
-        sizes: sizes that differ.
-        aliases: tied names that differ.
-    """
+    """The differences between two layout maps, whatever the order of their rules; false for equal maps."""
 
     added: tuple[LayoutChange, ...] = ()
+    """Rules of the second map alone; ``old`` is None."""
     removed: tuple[LayoutChange, ...] = ()
+    """Rules of the first map alone; ``new`` is None."""
     changed: tuple[LayoutChange, ...] = ()
+    """Rules of both maps with different texts."""
     mesh: tuple[LayoutChange, ...] = ()
     sizes: tuple[LayoutChange, ...] = ()
     aliases: tuple[LayoutChange, ...] = ()
@@ -603,14 +587,7 @@ def base_layout(companion: Companion, layouts: LayoutMap) -> TensorLayout:
 def base_shapes(
     companion: Companion, layouts: LayoutMap, name: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> set[tuple[int, ...]]:
-    """Return the shapes that the base of a companion may have; empty if its text has the base's layout.
-
-    Args:
-        companion: a companion in the map.
-        layouts: the map.
-        name: the companion's global name.
-        shapes: global shapes of tensors.
-    """
+    """Return the shapes that the base of a companion of that name may have; empty if its text has the base's layout."""
     if companion.of is None:
         return set()
     rule = layouts.companion_rule_for(name)

@@ -73,21 +73,18 @@ _RULE = re.compile(r'[^"]*')
 
 
 class Companion(Struct, frozen=True):
-    """The relation of a tensor to its base; exactly one of `of` and `base` is given.
-
-    Args:
-        of: the rule that gives the base's layout.
-        base: the base's layout itself.
-        blocks: a scale's block in each dim; empty for packed elements.
-        dim: the dim that is packed.
-        factor: number of elements in one packed element.
-    """
+    """The relation of a tensor to its base; exactly one of `of` and `base` is given."""
 
     of: str | None
+    """The rule that gives the base's layout."""
     base: LayoutTree | None
+    """The base's layout itself."""
     blocks: tuple[int, ...] = ()
+    """A scale's block in each dim; empty for packed elements."""
     dim: int = 0
+    """The dim that is packed."""
     factor: int = 1
+    """Number of elements in one packed element."""
 
     def __str__(self) -> str:
         base = f'"{self.of}"' if self.base is None else render(self.base)
@@ -265,13 +262,7 @@ class DimTable(Struct, frozen=True, eq=False):
 
 
 def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num_places: int) -> DimTable:
-    """Compile one dim for all of these places.
-
-    Args:
-        dim: the dim.
-        sizes: the numbers of its names.
-        places: the coordinates along at least the axes that cut it.
-        num_places: number of places.
+    """Compile one dim for all of these places, whose coordinates are known along at least the axes that cut it.
 
     Raises:
         LayoutError: as `compile_dim`, for at least one place.
@@ -557,18 +548,15 @@ def _distinct(keys: IntArray) -> tuple[IntArray, IntArray]:
 
 
 class FlatPart(Struct, frozen=True):
-    """The part of a flat buffer that one rank holds.
-
-    Args:
-        size: number of elements, padding included.
-        members: name -> nests; x is an element's place in the rank's buffer, y its row-major address in the member's
-            global shape. Empty for a member on other ranks.
-        sums: axes along which the ranks hold addends, as in `LocalPart`.
-    """
+    """The part of a flat buffer that one rank holds."""
 
     size: int
+    """Number of elements, padding included."""
     members: Mapping[str, tuple[Nest, ...]]
+    """Name -> nests; x is an element's place in the rank's buffer, y its row-major address in the member's global
+    shape. Empty for a member on other ranks."""
     sums: tuple[str, ...] = ()
+    """Axes along which the ranks hold addends, as in `LocalPart`."""
 
 
 def flat_part(

@@ -105,19 +105,15 @@ class Where(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LayoutTree:
-    """A whole layout: dims and clauses.
-
-    Args:
-        dims: one node per dim.
-        view: the view of the mesh whose axes it may use in addition to the mesh's own.
-        where: the ranks that hold the tensor, with each axis at most once; empty: all ranks.
-        sums: axes along which the ranks hold addends.
-    """
+    """A whole layout: dims and clauses."""
 
     dims: tuple[Node, ...]
     view: str | None = None
+    """The view of the mesh whose axes it may use in addition to the mesh's own."""
     where: tuple[Where, ...] = ()
+    """The ranks that hold the tensor, with each axis at most once; empty: all ranks."""
     sums: tuple[str, ...] = ()
+    """Axes along which the ranks hold addends."""
     _hash: int = dataclass_field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

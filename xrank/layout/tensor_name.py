@@ -54,15 +54,12 @@ _QUANTIFIER = re.compile(r"\{\d*(,\d*)?\}")
 
 
 class TensorName(Struct, frozen=True):
-    """A name with dims.
-
-    Args:
-        texts: the texts around the dims, one more than dims; without dims the plain name.
-        dims: the dim of each group.
-    """
+    """A name with dims."""
 
     texts: tuple[str, ...]
+    """The texts around the dims, one more than dims; without dims the plain name."""
     dims: tuple[Node, ...] = ()
+    """The dim of each group."""
 
     def __str__(self) -> str:
         groups = ("{" + render_dim(dim) + "}" for dim in self.dims)
@@ -116,19 +113,14 @@ def has_groups(pattern: str) -> bool:
 
 
 class NameTable(Struct, frozen=True):
-    """The tensors that one rank holds under a name with dims.
-
-    Args:
-        name: the name with dims.
-        local_sizes: number of local indices of each group, pads included.
-        global_sizes: number of global indices of each group.
-        places: per group, local index -> global index, without indices of padding.
-    """
+    """The tensors that one rank holds under a name with dims."""
 
     name: TensorName
     local_sizes: tuple[int, ...]
+    """Number of local indices of each group, pads included."""
     global_sizes: tuple[int, ...]
     places: tuple[Mapping[int, int], ...]
+    """Per group, local index -> global index, without indices of padding."""
 
     def global_name(self, local_name: str) -> str | None:
         """Return the global name of a tensor with this local name.

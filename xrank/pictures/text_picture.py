@@ -25,20 +25,15 @@ _MAX_BANDS = 48
 
 
 class Region(Struct, frozen=True):
-    """The part of a tensor that a nest covers.
-
-    Args:
-        first: lowest row-major address.
-        last: highest row-major address.
-        num_elements: number of covered elements.
-        dims: for each dim the runs of indices, both ends included; the region is all their combinations. None if no
-            such runs exist, as for a range of elements that begins or ends within a row.
-    """
+    """The part of a tensor that a nest covers."""
 
     first: int
+    """Lowest row-major address."""
     last: int
     num_elements: int
     dims: tuple[tuple[tuple[int, int], ...], ...] | None
+    """For each dim the runs of indices, both ends included; the region is all their combinations. None if no such runs
+    exist, as for a range of elements that begins or ends within a row."""
 
 
 class Band(Struct, frozen=True):

@@ -60,12 +60,7 @@ class OutputFiles(Protocol):
 
 
 class Stage(ABC):
-    """An output while it is made. Several threads may call its methods; ``commit`` comes last.
-
-    Args:
-        path: where it is made: a folder, or the URL of the output.
-        notes: for the report.
-    """
+    """An output while it is made, in a folder or at a URL. Several threads may call it; ``commit`` comes last."""
 
     def __init__(self, path: str, notes: tuple[str, ...] = ()) -> None:
         self.path, self.notes = path, notes

@@ -21,11 +21,7 @@ _MAX_VALUES = 2_000_000
 
 
 def parse_json(content: bytes | str, *, is_bounded: bool = True) -> Any:
-    """Return the value of a JSON text.
-
-    Args:
-        content: the text.
-        is_bounded: whether a text of more than two million values is refused: not of the user's own jobs' ranks.
+    """Return the value of a JSON text; where `is_bounded`, as for texts not of the user's own ranks, of limited size.
 
     Raises:
         ValueError: it is no JSON, or describes more than two million values.
@@ -40,14 +36,10 @@ def parse_json(content: bytes | str, *, is_bounded: bool = True) -> Any:
 
 
 class Entry:
-    """A value in a tree of plain data, with its place in it.
-
-    Args:
-        value: of dicts, lists, tuples, texts, numbers, booleans and None.
-        fail: makes the error of a fault, which names the value's place.
+    """A value in a tree of dicts, lists, tuples, texts, numbers, booleans and None, with its place in it.
 
     Raises (from each method but `get`'s return of None):
-        XrankError: `fail`'s error, if the value is not of the kind that the method returns.
+        XrankError: the value is not of the kind that the method returns; `fail` makes it, from a text with the place.
     """
 
     __slots__ = ("_above", "_fail", "_key", "value")

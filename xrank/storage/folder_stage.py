@@ -639,11 +639,8 @@ def clean_messages(
 ) -> list[dict[str, Any]]:
     """Remove the abandoned messages of live gathers in a folder; return what was found.
 
-    Args:
-        path: the folder.
-        message_state: returns ``alive``, ``gone`` or ``unknown`` for the owner of a message, None for other names.
-        dry_run: whether only to list them.
-        now: seconds by the clock that stamps the folder's files.
+    `message_state` returns ``alive``, ``gone`` or ``unknown`` for the owner of a message, None for other names; `now`
+    is in seconds, by the clock that stamps the folder's files.
     """
     rows = []
     for entry in os.scandir(path):

@@ -51,13 +51,8 @@ def check_repository(repository: str, *, overwrite: bool) -> None:
 def push_folder(folder: str, repository: str, *, overwrite: bool) -> str:
     """Upload a model folder that xrank wrote, in one commit; return the commit's URL.
 
-    A repository that is not there is made, private. Files that the Hub has already are not sent again. The commit
-    fails if another one came in between.
-
-    Args:
-        folder: the folder.
-        repository: ``org/name``.
-        overwrite: whether a model that is there may be replaced; its other weights are deleted in the same commit.
+    A repository that is not there is made, private. Files that the Hub has already are not sent again. The commit fails
+    if another one came in between. Where a model may be replaced, its other weights are deleted in the same commit.
 
     Raises:
         OutputExistsError: a model is there, or another commit was faster.
@@ -144,9 +139,7 @@ def _look_at(api: HfApi, repository: str, *, overwrite: bool) -> tuple[set[str],
 def _explained(repository: str, folder: str | None = None) -> Iterator[None]:
     """Raise errors of huggingface_hub as xrank's; their texts may contain URLs, so only their kinds are kept.
 
-    Args:
-        repository: ``org/name``.
-        folder: where the model is whole and waits for the next upload.
+    The model is whole in the folder, and waits for the next upload.
     """
     try:
         yield

@@ -165,10 +165,7 @@ class RegularFile(Struct, frozen=True):
 def open_regular(path: str, rank: int | None = None, *, follow_links: bool = True) -> Iterator[RegularFile]:
     """Open a regular file or an object for reading; refuse a FIFO, a device or a directory without waiting.
 
-    Args:
-        path: the file.
-        rank: the rank that wrote it, for errors.
-        follow_links: whether a link may stand for it.
+    Errors name the rank that wrote it.
 
     Raises:
         IncompleteError: there is no such file.

@@ -30,10 +30,7 @@ Planned = TypeVar("Planned", bound=HasSource)
 def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_states: bool = False) -> None:
     """Refuse an output that exists or cannot be made. Writes nothing.
 
-    Args:
-        out: the folder to make, or its URL in a store.
-        overwrite: whether an existing model may be replaced.
-        replaces_states: whether an existing workspace may be replaced too, as by an output that is one.
+    An existing model may be replaced if `overwrite`, an existing workspace if `replaces_states` too.
 
     Raises:
         OutputExistsError: it exists, and ``overwrite`` is not given or it is not a model.
@@ -58,12 +55,7 @@ def open_stage(
 ) -> Iterator[Stage]:
     """Yield a stage for an output; without a commit its finished files are kept for the next run, the rest removed.
 
-    Args:
-        out: the folder to make, or its URL in a store.
-        plan_digest: digest of the plan; only a stage of the same plan is resumed.
-        overwrite: whether an existing model may be replaced.
-        replaces_states: whether an existing workspace may be replaced too.
-        resume: whether to keep the files that an interrupted run has finished.
+    If `resume`, files that an interrupted run of the same plan has finished are kept.
 
     Raises:
         OutputExistsError: the output exists, or another gather to it is under way or was faster.

@@ -174,10 +174,6 @@ def count_parts(nbytes: int) -> int:
 class Uploads:
     """Uploads to one bucket or container; any thread may call it. Requests are repeated and counted as `ObjectStore`'s.
 
-    Args:
-        store: of one of the schemes of `WRITABLE`.
-        url: the place to write, for errors.
-
     Raises (from every method): as `ObjectStore`; when it is made:
         UsageError: there are no credentials, a package is missing, or the store ignores conditions.
     """

@@ -59,12 +59,8 @@ def cuts_of(
 ) -> tuple[Cuts, ...]:
     """Return a layout as one chain of cuts per dim.
 
-    Args:
-        layout: any layout.
-        dialect: the name of the dialect in the plural, for errors.
-        packed: whether a dim may have several equal pieces: ``2 f/tp``, ``<gate: f/tp | up: f/tp>``.
-        where: whether the layout may have a "where" clause, which the caller converts.
-        sums: whether it may have "sum" clauses, which the caller converts.
+    Errors name the dialect, in the plural. Where `packed`, a dim may have several equal pieces: ``2 f/tp``,
+    ``<gate: f/tp | up: f/tp>``. Where `where` and `sums`, the layout may have such clauses, which the caller converts.
     """
     tree = layout.tree
     beyond = _clauses(LayoutTree((), tree.view, () if where else tree.where, () if sums else tree.sums))
