@@ -10,7 +10,7 @@ from xrank.commands import check_layouts
 from xrank.engine.report import Report
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.mesh_parts import parse_companion
+from xrank.layout.layout_map import parse_companion
 
 
 def check(rules: dict[str, str], shapes: dict[str, tuple[int, ...]], grid: str, view: str = "", **sizes: int) -> Report:

@@ -10,8 +10,8 @@ from pytest import MonkeyPatch
 from xrank.commands import check_layouts
 from xrank.engine.holdings import Holdings, apply_layout, apply_pieces, sum_held_nbytes, survey
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.layout_map import parse_companion
 from xrank.layout.local_part import local_part
-from xrank.layout.mesh_parts import parse_companion
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, addresses
 from xrank.layout.tensor_name import name_table

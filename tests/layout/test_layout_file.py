@@ -5,7 +5,7 @@ import os
 import pytest
 
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.mesh_parts import Companion
+from xrank.layout.layout_map import Companion
 
 pytestmark = pytest.mark.quick
 

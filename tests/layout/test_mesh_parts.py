@@ -13,16 +13,9 @@ from tests.layout.test_plain_meaning import made_case
 from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.layout_map import companion_part, parse_companion
 from xrank.layout.local_part import LocalPart, local_part
-from xrank.layout.mesh_parts import (
-    MeshParts,
-    companion_mesh_parts,
-    companion_part,
-    flat_mesh_parts,
-    flat_part,
-    mesh_parts,
-    parse_companion,
-)
+from xrank.layout.mesh_parts import MeshParts, companion_mesh_parts, flat_mesh_parts, flat_part, mesh_parts
 from xrank.layout.nests import Nest, size
 
 MANY = "<" + " | ".join(f"p{i}: 1" for i in range(130)) + ">"

@@ -7,8 +7,9 @@ import pytest
 from tests.layout.held_elements import PAD, compiled, elements, held, ranges, rows
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.layout_map import companion_part, companion_shape, parse_companion
 from xrank.layout.local_part import local_part
-from xrank.layout.mesh_parts import companion_part, companion_shape, flat_part, parse_companion
+from xrank.layout.mesh_parts import flat_part
 from xrank.layout.nests import addresses, size
 from xrank.layout.tensor_name import name_table, parse_name
 from xrank.recipes.recipe import pair

@@ -17,16 +17,9 @@ from xrank.engine.planner import Pieces, divide_pieces
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.coverage import contains, range_text
-from xrank.layout.layout_map import base_layout, base_of_shape, base_shapes
+from xrank.layout.layout_map import Companion, base_layout, base_of_shape, base_shapes, companion_shape
 from xrank.layout.local_part import check_shape, collect_known_names, global_size
-from xrank.layout.mesh_parts import (
-    Companion,
-    MeshParts,
-    companion_mesh_parts,
-    companion_shape,
-    flat_mesh_parts,
-    mesh_parts,
-)
+from xrank.layout.mesh_parts import MeshParts, companion_mesh_parts, flat_mesh_parts, mesh_parts
 from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest, canonical, size
 from xrank.layout.notation import LayoutTree, axes_of

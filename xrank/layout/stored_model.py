@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.mesh_parts import Companion
+from xrank.layout.layout_map import Companion
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.tensor_name import TensorName
 from xrank.storage.client import ObjectStatus

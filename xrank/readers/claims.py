@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from xrank.errors import AGAIN, CorruptError, LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.layout_map import base_layout
+from xrank.layout.layout_map import Companion, base_layout, inline_base, is_companion, parse_companion
 from xrank.layout.local_part import LocalPart, holds
-from xrank.layout.mesh_parts import Companion, inline_base, is_companion, parse_companion
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.layout.stored_model import StoredShard

@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import Struct, field
 
 from xrank.errors import ContradictionError, LayoutError, either, option
-from xrank.layout.layout_map import base_shapes
+from xrank.layout.layout_map import base_shapes, companion_part, companion_shape
 from xrank.layout.local_part import LocalPart, collect_known_names, global_size, holds, infer_shape, local_part
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.mesh_parts import FlatPart, companion_part, companion_shape, flat_part
+from xrank.layout.mesh_parts import FlatPart, flat_part
 from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest, row_major
 from xrank.layout.notation import LayoutTree

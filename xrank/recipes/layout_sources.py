@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from xrank.engine.holdings import Holdings, Survey, apply_layout, apply_pieces, compute_shapes, survey
 from xrank.errors import LayoutError, UsageError, option
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.layout_map import LayoutFile, to_text
-from xrank.layout.mesh_parts import Companion
+from xrank.layout.layout_map import Companion, LayoutFile, to_text
 from xrank.layout.notation import with_sizes
 from xrank.layout.stored_model import StatedLayout, StoredModel, StoredShard
 from xrank.layout.tensor_layout import free_size_names

@@ -21,9 +21,9 @@ from xrank.errors import LayoutError
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.coverage import CoverageFault, contains, range_text
-from xrank.layout.layout_map import base_of_shape
+from xrank.layout.layout_map import base_of_shape, companion_part, inline_base
 from xrank.layout.local_part import LocalPart, local_part
-from xrank.layout.mesh_parts import companion_part, flat_part, inline_base
+from xrank.layout.mesh_parts import flat_part
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.layout.notation import count_names_of, size_names_of

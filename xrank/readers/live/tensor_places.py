@@ -12,9 +12,8 @@ from xrank.dtypes import by_torch_name
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.layout_map import base_layout
+from xrank.layout.layout_map import base_layout, inline_base
 from xrank.layout.local_part import names_of_dim
-from xrank.layout.mesh_parts import inline_base
 from xrank.layout.notation import Flat
 from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import TensorName, name_table
