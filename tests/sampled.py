@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-__all__ = ["count_of", "sampled"]
+__all__ = ["count_of", "sampled", "sampled_rows"]
 
 _FULL = settings.get_profile("default").max_examples
 
@@ -18,8 +18,13 @@ def sampled(values: Iterable[Any], every: int) -> list[Any]:
 
         @pytest.mark.parametrize("size", sampled([1, 2, 3, 4, 5], 3))
     """
+    return sampled_rows([(value,) for value in values], every)
+
+
+def sampled_rows(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
+    """Do as `sampled` where a case has several parameters."""
     marks = [pytest.mark.slow, pytest.mark.repeats]
-    return [pytest.param(value, marks=marks if i % every else []) for i, value in enumerate(values)]
+    return [pytest.param(*row, marks=marks if i % every else []) for i, row in enumerate(rows)]
 
 
 def count_of(count: int) -> int:

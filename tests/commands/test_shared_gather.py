@@ -22,7 +22,7 @@ from tests.cli.bench import Ended, run
 from tests.commands.forked_ranks import ForkedRanks, Rank, forked_ranks
 from tests.commands.made_workspaces import assert_holds, flip, layout_of, leave, made_model, state_of, wide_model
 from tests.free_port import free_port
-from tests.sampled import sampled
+from tests.sampled import sampled, sampled_rows
 from xrank.layout import DeviceMesh, LayoutMap
 
 SMALL: dict[str, Any] = {"window_nbytes": 4096, "round_nbytes": 20_000}
@@ -89,7 +89,7 @@ def check_follows(rank: Rank, failed: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "files", "workers"),
-    sampled([(3, FILES, 2), (4, FILES, 1), (2, (), 1), (3, (), 2)], 2),
+    sampled_rows([(3, FILES, 2), (4, FILES, 1), (2, (), 1), (3, (), 2)], 2),
 )
 def test_ranks_make_what_one_process_makes(
     ranks: ForkedRanks, source: Path, tmp_path: Path, num_ranks: int, files: tuple[str, ...], workers: int

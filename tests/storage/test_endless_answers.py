@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampled import sampled
+from tests.sampled import sampled_rows
 from tests.storage.closing_server import ClosingServer
 
 pytest.importorskip("obstore", reason="pip install xrank[remote]")
@@ -154,7 +154,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("client", "kind", "way"), sampled(CASES, 4))
+@pytest.mark.parametrize(("client", "kind", "way"), sampled_rows(CASES, 4))
 def test_an_answer_without_end_ends(tmp_path: Path, client: str, kind: str, way: str) -> None:
     variables, place = CLIENTS[client]
     with endless_server(kind, way) as url:
