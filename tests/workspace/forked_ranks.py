@@ -1,12 +1,13 @@
 """Ranks as forked processes, which may be killed and stopped: a program, and the function that runs it.
 
-``python -m tests.workspace.forked_ranks MODULE FUNCTION [[COUNT, ARGUMENT], ...] FILE`` forks ranks for each job, calls
-the function with each rank's number, and writes their results as JSON. A rank that was killed has the result None;
-one that hung fails the run, with its stacks.
+``python -m tests.workspace.forked_ranks`` imports torch once, and reads runs from its stdin, a line of JSON each. For a
+run it forks a process, which forks the ranks of each job, calls the function with each rank's number, and writes their
+results as JSON. A rank that was killed has the result None; one that hung fails the run, with its stacks.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import json
@@ -16,12 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 _WAIT_SECONDS = 100
+_ENVIRON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 _GLOO = "connectFullMesh"
 """A busy machine now and then lets gloo's own meeting fail, before any test begins."""
 
@@ -33,23 +38,37 @@ def run_ranks(function: Callable[..., Any], count: int, argument: str = "") -> l
 
 def run_many(function: Callable[..., Any], jobs: list[tuple[int, str]]) -> list[list[Any]]:
     """Return the results of several jobs of ranks, one after another: `run_ranks` for each count and argument."""
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with tempfile.NamedTemporaryFile("r") as answers:
-        words = [function.__module__, function.__name__, json.dumps(jobs), answers.name]
-        program = subprocess.Popen(
-            [sys.executable, "-m", "tests.workspace.forked_ranks", *words],
-            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+    with tempfile.NamedTemporaryFile("r") as answers, tempfile.NamedTemporaryFile("r") as complaints:
+        words = [function.__module__, function.__name__, jobs, answers.name]
+        run = {"environ": {**os.environ, **_ENVIRON}, "folder": os.getcwd(), "stderr": complaints.name, "words": words}
+        program = _program()
+        program.stdin.write(json.dumps(run) + "\n")
+        program.stdin.flush()
+        pid = int(program.stdout.readline())
+        limit = Timer(_WAIT_SECONDS + 60 + 20 * len(jobs), os.killpg, (pid, signal.SIGKILL))
+        limit.start()
         try:
-            _, complaints = program.communicate(timeout=_WAIT_SECONDS + 60 + 20 * len(jobs))
+            status = int(program.stdout.readline())
         finally:
+            limit.cancel()
             with suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)
-        assert program.returncode == 0, complaints[-3000:]
+                os.killpg(pid, signal.SIGKILL)  # children of ranks
+        assert status == 0, complaints.read()[-3000:]
         results: list[list[Any]] = json.load(answers)
-    for of_job in results:
-        assert not any(isinstance(one, dict) and "traceback" in one for one in of_job), (of_job, complaints)
+        for of_job in results:
+            assert not any(isinstance(one, dict) and "traceback" in one for one in of_job), (of_job, complaints.read())
     return results
+
+
+@cache
+def _program() -> Any:
+    """Return the program that forks; it lives as long as this process, as all runs would import the same."""
+    words = [sys.executable, "-m", "tests.workspace.forked_ranks"]
+    made = subprocess.Popen(
+        words, env={**os.environ, **_ENVIRON}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(made.communicate)
+    return made
 
 
 def attempt(call: Callable[[], Any]) -> dict[str, Any]:
@@ -86,14 +105,38 @@ def _text(error: BaseException) -> str:
     return "no text"
 
 
-def main(module: str, name: str, jobs: str, file: str) -> None:
-    """Run the jobs, whose stores are this process's, and write their results."""
-    import torch
+def serve() -> None:
+    """Fork a process for each run that comes, and answer with its number, then with its exit status."""
+    import torch.distributed
+
+    import xrank.workspace.parallel  # noqa: F401
 
     torch.set_num_threads(1)
+    for line in sys.stdin:
+        run = json.loads(line)
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(0, 1)
+            os.dup2(os.open(run["stderr"], os.O_WRONLY), 2)
+            os.chdir(run["folder"])
+            os.environ.clear()
+            os.environ.update(run["environ"])
+            try:
+                main(*run["words"])
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        print(pid, flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
+
+
+def main(module: str, name: str, jobs: list[tuple[int, str]], file: str) -> None:
+    """Run the jobs, whose stores are this process's, and write their results."""
     function = getattr(importlib.import_module(module), name)
     results = []
-    for count, argument in json.loads(jobs):
+    for count, argument in jobs:
         one = _run(function, count, argument)
         if any(isinstance(result, dict) and _GLOO in result.get("traceback", "") for result in one):
             one = _run(function, count, argument)
@@ -120,8 +163,6 @@ def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
                 result = function(rank, *([argument] if argument else []))
             except BaseException:
-                import traceback
-
                 result = {"traceback": traceback.format_exc()}
             finally:
                 with os.fdopen(writing, "w") as pipe:  # os.write may write a part: pipes have room for 64 KiB
@@ -148,4 +189,4 @@ def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    serve()
