@@ -142,7 +142,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     soak = metafunc.config.getoption("soak")
     if "seed" in metafunc.fixturenames:
         num_seeds = 20 if metafunc.function is test_a_rank_killed_at_any_moment else 3
-        metafunc.parametrize("seed", sampled(range(100 if soak else num_seeds), 10))
+        metafunc.parametrize("seed", sampled(range(100 if soak else num_seeds), 20))
     if "struck" in metafunc.fixturenames:
         # The first rank and another, a new model and one that replaces; where time is short one of these for each.
         steps = [

@@ -16,6 +16,7 @@ from tests.recipes.families import FAMILIES
 from tests.recipes.families.wrong_models import Case, list_mistakes
 from tests.recipes.made_checkpoints import leave
 from tests.recipes.test_there_and_back import model_of
+from tests.sampled import sampled
 from xrank import gather_checkpoint
 from xrank.errors import ContradictionError, IncompleteError, XrankError
 from xrank.layout.nests import size
@@ -65,7 +66,7 @@ def is_invisible(mistake: str) -> bool:
     return bool({mistake, mistake.replace("text_config.", "")} & INVISIBLE)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sampled(FAMILIES, 3))
 def test_some_mistakes_are_refused(name: str) -> None:
     family = FAMILIES[name]
     shapes = {key: tuple(shape) for key, shape in family.recorded["shapes"].items()}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sampled import sampled_rows
 from tests.virtual.whole_model import (
     NUM_ROWS,
     SCHEDULES,
@@ -90,13 +91,16 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("engine", "kind", "name"),
-    [
-        ("processes", "torch", "momentum"),
-        ("processes", "numpy", "adam"),
-        ("in-process", "numpy", "sgd"),
-        ("in-process", "numpy", "momentum"),
-        ("in-process", "torch", "adam"),
-    ],
+    sampled_rows(
+        [
+            ("processes", "torch", "momentum"),
+            ("processes", "numpy", "adam"),
+            ("in-process", "numpy", "sgd"),
+            ("in-process", "torch", "adam"),
+            ("in-process", "numpy", "momentum"),
+        ],
+        3,
+    ),
 )
 def test_eight_devices_train_as_one_process(engine, kind, name):
     optimizer, of_torch = OPTIMIZERS[name]
