@@ -247,6 +247,9 @@ class FolderStage(Stage):
             self._replaced = self._take_output_name()
         self._is_committed = True
         sync_folder(self._place.parent)
+        self._read_back()
+
+    def _read_back(self) -> None:
         # NFS: the answer to a rename may be stale or repeated; only a new open shows the folder that is there.
         path = os.path.join(self._place.path, MANIFEST_NAME)
         with self._explain_errors(path), open(path, "rb") as file:
