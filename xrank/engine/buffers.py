@@ -299,9 +299,8 @@ class SharedExtents:
     def __init__(self, source: Source, target: Target) -> None:
         self._source, self._target = source, target
         # The request is Linux's; elsewhere its number may mean another.
-        self._is_possible = (
-            sys.platform == "linux" and isinstance(source, FileSource) and isinstance(target, FileTarget)
-        )
+        are_files = isinstance(source, FileSource) and isinstance(target, FileTarget)
+        self._is_possible = sys.platform == "linux" and are_files
         self._refused: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self.nbytes = 0

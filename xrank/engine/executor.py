@@ -252,12 +252,7 @@ class Worker:
             # The window was read and digested in any case; only the writing of shared blocks is left out.
             for start, stop in self._shared.extents.share(file.index, first, nbytes, sorted(runs)):
                 self._shared.target.write(file.index, first + start, self._window[start:stop])
-        # The last worker to finish a window of the file reads the rest of its records: all checksums are then compared
-        # before the file is reported as finished.
-        if self._shared.job_done(job, nbytes):
-            if file.is_whole:
-                read_rest(self._shared.checksums, self._shared.source, file.records, self._staging)
-            self._shared.file_done(file)
+        self._shared.job_done(job, nbytes, self._staging)
 
     def _clear(self, start: int, stop: int) -> None:
         """Zero bytes of an earlier window that this one does not fill."""
@@ -572,21 +567,23 @@ class _Execution:
                 return
             self._num_announced += 1
 
-    def job_done(self, job: Job, nbytes: int) -> bool:
-        """Count a written run of windows; return whether it was the file's last."""
+    def job_done(self, job: Job, nbytes: int, staging: memoryview) -> None:
+        """Count a written run of windows; after the last one, report the file or the share of it."""
+        file = job.file
         with self._lock:
             self._progress(nbytes)
-            job.file.remaining -= len(job.windows)
-            return job.file.remaining == 0
-
-    def file_done(self, file: FileWindows) -> None:
-        """Report a file, or a share of one, whose windows are all written and whose records are checked."""
+            file.remaining -= len(job.windows)
+            if file.remaining:
+                return
         if not file.is_whole:
             part = file.part()
             self._finish_share(part)
             with self._lock:
                 self.outcome.parts[file.index] = part
             return
+        # The worker of the last window reads the rest of the file's records: all checksums are then compared before the
+        # file is reported as finished.
+        read_rest(self.checksums, self.source, file.records, staging)
         finished, ending = file.finish()
         if self._late is None:
             for offset, data in ending:

@@ -215,27 +215,20 @@ def find_together(
     None: there is no such output. Sizes are compared with the manifest, contents are not read: `xrank verify` does.
     `texts` are the contents of the small files that are written from the plan; they replace companions of their name.
     """
-    found = _find_earlier_output(out, plan_digest, companions, texts) if team.is_first else None
-    answer = ("to be made" if found is None else "made") if team.is_first else None
-    return (found or ()) if team.broadcast("whether the output is made", answer) == "made" else None
-
-
-def _find_earlier_output(
-    out: str, plan_digest: str, companions: Iterable[CompanionFile], texts: Mapping[str, str]
-) -> tuple[FileFacts, ...] | None:
-    try:
+    if not team.is_first:
+        return () if team.broadcast("whether the output is made") == "made" else None
+    found = None
+    with suppress(OSError, XrankError):
         manifest = read_output_manifest(out)
         small = {one.name: digest_plain_file(one.path) for one in companions if one.name not in texts}
         small |= {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
-        if manifest.get("plan") != identify_output(plan_digest, small):
-            return None
         listed = (*manifest["files"], *manifest["companions"])
-        if any(output_file_nbytes(out, one["name"]) != one["nbytes"] for one in listed):
-            return None
-    except (OSError, XrankError):
-        return None
-    weights = {tensor["file"] for tensor in manifest["tensors"].values()}
-    return tuple(FileFacts(**one) for one in manifest["files"] if not weights or one["name"] in weights)
+        is_same = manifest.get("plan") == identify_output(plan_digest, small)
+        if is_same and all(output_file_nbytes(out, one["name"]) == one["nbytes"] for one in listed):
+            weights = {tensor["file"] for tensor in manifest["tensors"].values()}
+            found = tuple(FileFacts(**one) for one in manifest["files"] if not weights or one["name"] in weights)
+    team.broadcast("whether the output is made", "to be made" if found is None else "made")
+    return found
 
 
 _logger = logging.getLogger(__name__)

@@ -226,9 +226,8 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
     """
     num_elements = math.prod(shard.shape)
     first, others, fault = divide_pieces(Pieces(shard.rank, shard.nests), num_elements)
-    copies, replicas = (
-        Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows)) for rows in (first, others)
-    )
+    every = Copies(shard.rank, shard.record, shard.nests)
+    copies, replicas = every.take(first), every.take(others)
     if fault is not None:
         raise coverage_error(shard, copies, fault, num_elements, source)
     return copies, replicas
@@ -243,9 +242,8 @@ def divide_pieces(pieces: Pieces, num_elements: int) -> tuple[IntArray, IntArray
     # Stable by rank, so that the first of equal destinations is the lowest rank's on every rank that plans.
     by_rank = np.argsort(pieces.side, kind="stable")
     is_first = first_of_equal(destination_keys(pieces.nests)[by_rank])
-    first, others = (
-        rows[np.argsort(pieces.nests.y[rows], kind="stable")] for rows in (by_rank[is_first], by_rank[~is_first])
-    )
+    parts = (by_rank[is_first], by_rank[~is_first])
+    first, others = (rows[np.argsort(pieces.nests.y[rows], kind="stable")] for rows in parts)
     return first, others, find_fault(pieces.nests.take(first), num_elements)
 
 

@@ -164,10 +164,8 @@ def cut_digest_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tu
         if not packed.loops or (len(packed.loops) == 1 and packed.loops[0][1:] == (1, 1)):
             yield high - low, [Tile(packed.y + low, high - low, 0, ((high - low, 1, 1),))]
             continue
-        back = (
-            Nest(part.y, part.x - low, tuple((n, ys, xs) for n, xs, ys in part.loops))
-            for part in restrict(packed, low, high)
-        )
+        parts = restrict(packed, low, high)
+        back = (Nest(one.y, one.x - low, tuple((n, ys, xs) for n, xs, ys in one.loops)) for one in parts)
         yield high - low, [tile for one in back for tile in cut_tiles(one, staging_nbytes // width)]
 
 

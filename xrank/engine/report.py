@@ -313,10 +313,8 @@ def _made_rows(report: Report) -> list[Row]:
         return []
     label = "plan" if report.output is None else "output"
     files = f" in {plural(len(made.files), 'file')}" if made.files else ""
-    counts = (
-        f"{plural(made.num_tensors, 'tensor')}, {made.num_parameters:,} parameters, {size_text(made.nbytes)}{files}"
-    )
-    return [(label, counts)]
+    counts = f"{plural(made.num_tensors, 'tensor')}, {made.num_parameters:,} parameters"
+    return [(label, f"{counts}, {size_text(made.nbytes)}{files}")]
 
 
 def align_rows(rows: Sequence[Row]) -> str:
@@ -327,11 +325,9 @@ def align_rows(rows: Sequence[Row]) -> str:
 
 def report_html(report: Report) -> str:
     """Return a report as a table of a notebook, in the notebook's own colours."""
-    rows = (f"<tr><th>{escape(label)}</th><td>{escape(text)}</td></tr>" for label, text in report_rows(report))
-    style = "text-align: left; vertical-align: top"
-    return f'<table class="xrank-report" style="{style}">{"".join(rows)}</table>'.replace(
-        "<td>", f'<td style="{style}">'
-    )
+    style = 'style="text-align: left; vertical-align: top"'
+    rows = (f"<tr><th>{escape(label)}</th><td {style}>{escape(text)}</td></tr>" for label, text in report_rows(report))
+    return f'<table class="xrank-report" {style}>{"".join(rows)}</table>'
 
 
 class Report(Struct, frozen=True):

@@ -32,15 +32,7 @@ from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.faults import raise_mismatch
 from xrank.engine.planner import Copies, FilePlan, Plan, TensorPlan
 from xrank.engine.replicas import ReplicaChoice, prefer_own_copies
-from xrank.engine.windows import (
-    BoolArray,
-    FileHashes,
-    FilePart,
-    FinishedFile,
-    JoinedFile,
-    RecordChecksums,
-    read_rest,
-)
+from xrank.engine.windows import BoolArray, FileHashes, FilePart, FinishedFile, JoinedFile, RecordChecksums, read_rest
 from xrank.layout.nest_table import IntArray
 from xrank.ranks.team import Team
 from xrank.storage import client
@@ -506,9 +498,8 @@ class _Joining:
 
     def join(self, number: int, found: Sequence[PartialResults]) -> None:
         """Join the findings of all ranks in a round; finish each file whose sources are all checked."""
-        self._joined |= {
-            index: JoinedFile(self._plan.files[index].output, index) for index in self._division.rounds[number].files
-        }
+        for index in self._division.rounds[number].files:
+            self._joined[index] = JoinedFile(self._plan.files[index].output, index)
         for results in found:
             for part in results.parts:
                 self._joined[part.index].join(part)

@@ -273,10 +273,8 @@ class _SharedUploads(PartsTarget, Outputs):
         key = self._place.file_key(upload.name)
         known = self.uploads.list_parts(key, upload.upload_id) if resumed else {}
         pool = self._pool = self._pool or PartPool()
-        sizes = (output.nbytes, upload.part_nbytes)
-        self._files[index] = UploadedFile(
-            self.uploads, pool, key, upload.upload_id, *sizes, known or {}, output.late_places
-        )
+        sizes, known = (output.nbytes, upload.part_nbytes), known or {}
+        self._files[index] = UploadedFile(self.uploads, pool, key, upload.upload_id, *sizes, known, output.late_places)
 
     def finish_share(self, part: FilePart) -> None:
         """Wait for this rank's parts of a file."""

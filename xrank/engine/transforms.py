@@ -54,9 +54,8 @@ def probe_outputs(
         problem += "which has a shape and a dtype and no values, it raised"
         got, want = f"{type(error).__name__}: {error}"[:300], "the outputs for a tensor with values, without values"
         raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP) from error
-    outputs = tuple(
-        OutputTensor(*_kind(name, key, value)) for key, value in _check_outputs(name, made, is_probe=True).items()
-    )
+    checked = _check_outputs(name, made, is_probe=True)
+    outputs = tuple(OutputTensor(*_kind(name, key, value)) for key, value in checked.items())
     # A tensor changed in place is not the one that the ranks hold.
     if set(made) == {name} and made[name] is tensor and not watch.has_changed:
         return None

@@ -523,9 +523,8 @@ class FileWindows(JoinedFile):
     @property
     def records(self) -> list[int]:
         """Source records that are read for the file's tensors, rising."""
-        return sorted(
-            {record for tensor in self.plan.tensors for copies in tensor.read for record in copies.record.tolist()}
-        )
+        read = (copies for tensor in self.plan.tensors for copies in tensor.read)
+        return sorted({record for copies in read for record in copies.record.tolist()})
 
 
 class Job(NamedTuple):

@@ -166,12 +166,8 @@ def _compare_corners(
 ) -> CoverageFault | None:
     all_lower, all_upper = np.concatenate((lower, whole_lower)), np.concatenate((upper, whole_upper))
     # A digit that every box spans alike adds the same factor to every corner: leave it out.
-    cut = [
-        d
-        for d in range(len(chain))
-        if (all_lower[:, d] != all_lower[0, d]).any() or (all_upper[:, d] != all_upper[0, d]).any()
-    ]
-    cut = cut or [0]
+    differs = (all_lower != all_lower[0]).any(axis=0) | (all_upper != all_upper[0]).any(axis=0)
+    cut: list[int] = np.flatnonzero(differs).tolist() or [0]
     sizes = [int(all_upper[:, d].max()) + 1 for d in cut]
     if math.prod(sizes) >= 1 << 63:
         what = "a tensor is too large for the proof of coverage"

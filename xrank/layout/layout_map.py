@@ -355,9 +355,8 @@ def diff_files(old: LayoutFile, new: LayoutFile) -> LayoutDiff:
 
 
 def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[LayoutChange, ...]:
-    return tuple(
-        LayoutChange(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)
-    )
+    changes = (LayoutChange(name, old.get(name), new.get(name)) for name in {**old, **new})
+    return tuple(change for change in changes if change.old != change.new)
 
 
 def _texts(numbers: Mapping[str, int]) -> dict[str, str]:

@@ -669,9 +669,8 @@ class _Inference:
         def total(value: int) -> int:
             # Strict rules would raise at candidates that do not divide, and a binary search needs a value for each.
             sizes = {**self._bound, name: value}
-            return sum(
-                _loose_size(dim, sizes, self._lengths, dict(zip(axes, place, strict=True))) for place in observed
-            )
+            at = (dict(zip(axes, place, strict=True)) for place in observed)
+            return sum(_loose_size(dim, sizes, self._lengths, places) for places in at)
 
         # Each position of the dim is on some rank, so no size exceeds the sum of the local sizes.
         least = find_least(total, target, target)

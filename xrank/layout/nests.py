@@ -187,11 +187,8 @@ def _meet_equal(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
         if last < first:
             continue
         j = first - shift
-        met = _meet(
-            Nest(a.x + first * stride, a.y + first * a_y, a_inner),
-            Nest(b.x + j * stride, b.y + j * b_y, b_inner),
-            budget,
-        )
+        one = Nest(a.x + first * stride, a.y + first * a_y, a_inner)
+        met = _meet(one, Nest(b.x + j * stride, b.y + j * b_y, b_inner), budget)
         pairs += [Nest(nest.x, nest.y, ((last - first + 1, a_y, b_y), *nest.loops)) for nest in met]
     return pairs
 

@@ -90,10 +90,9 @@ class RecordTable(Struct, frozen=True, eq=False):
 
     def join(self, other: RecordTable, num_files: int) -> RecordTable:
         """Return these records and those of another table, whose files follow these `num_files` files."""
-        own, others = (
-            np.full(len(each), PLAIN) if each.encoded_nbytes is None else each.encoded_nbytes for each in (self, other)
-        )
-        is_plain = self.encoded_nbytes is None and other.encoded_nbytes is None
+        encoded = [(each.encoded_nbytes, len(each)) for each in (self, other)]
+        is_plain = all(nbytes is None for nbytes, _ in encoded)
+        own, others = (np.full(count, PLAIN) if nbytes is None else nbytes for nbytes, count in encoded)
         return RecordTable(
             np.concatenate((self.file, other.file + num_files)),
             np.concatenate((self.offset, other.offset)),

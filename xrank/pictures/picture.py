@@ -518,9 +518,8 @@ def _draw_kinds(tensors: Iterable[Holdings], is_known: bool) -> Iterator[str]:
         kinds.setdefault(cut_words(one), []).append(one)
     yield '<h2>Kinds of cuts</h2><table><tr><th>cut<th class="number">tensors<th class="number">size'
     for words, members in kinds.items():
-        size = sum(
-            math.prod(one.shape) * (DTYPES[one.dtype].nbytes if is_known and one.dtype else 1) for one in members
-        )
+        widths = ((one, DTYPES[one.dtype].nbytes if is_known and one.dtype else 1) for one in members)
+        size = sum(math.prod(one.shape) * width for one, width in widths)
         yield f'<tr><td>{page_text(words)}<td class="number">{len(members):,}'
         yield f'<td class="number">{amount_text(size, is_known)}'
     yield "</table>"

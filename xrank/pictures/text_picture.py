@@ -116,11 +116,8 @@ def region_words(region: Region, shape: tuple[int, ...]) -> str:
         return f"{region.num_elements:,} of the {range_text(shape, region.first, region.last)}"
     cut = [d for d, runs in enumerate(region.dims) if not _is_whole(runs, shape[d])]
     if len(shape) > 2 and cut != [0]:
-        return (
-            "["
-            + ", ".join(":" if d not in cut else runs_text(runs, compact=True) for d, runs in enumerate(region.dims))
-            + "]"
-        )
+        words = (":" if d not in cut else runs_text(runs, compact=True) for d, runs in enumerate(region.dims))
+        return "[" + ", ".join(words) + "]"
     names = ("element",) if len(shape) == 1 else ("row", "column")
     return ", ".join(f"{names[d]}{_plural(region.dims[d])} {runs_text(region.dims[d], compact=True)}" for d in cut)
 
@@ -285,10 +282,8 @@ def survey_text(found: Survey, *, width: int = 100, max_parts: int = 16) -> str:
     for group in group_alike(found.tensors):
         lines += ["", *_tensor_lines(group, max_parts)]
     lines += _amount_lines(found)
-    for title, names in (
-        ("no rule decides for", found.unmatched),
-        ("rules that decide for no tensor", found.unused),
-    ):
+    lists = (("no rule decides for", found.unmatched), ("rules that decide for no tensor", found.unused))
+    for title, names in lists:
         if names:
             lines += ["", title, *(f"  {line}" for line in first_lines([*map(one_line, names)], max_parts))]
     return "\n".join(clip(line, width) for line in lines).lstrip("\n") + "\n"
@@ -391,9 +386,8 @@ def _strips(one: Holdings, share: Share) -> str:
     cut = cut_dims(everything, one.shape)
     if cut is None:
         return strip([(region.first, region.last) for region in regions], math.prod(one.shape), _STRIP)
-    return " ".join(
-        strip([run for region in regions if region.dims for run in region.dims[d]], one.shape[d], _STRIP) for d in cut
-    )
+    known = [region.dims for region in regions if region.dims]
+    return " ".join(strip([run for dims in known for run in dims[d]], one.shape[d], _STRIP) for d in cut)
 
 
 def _amount_lines(found: Survey) -> list[str]:

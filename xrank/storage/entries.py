@@ -8,11 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from xrank.errors import (
-    CorruptError,
-    UsageError,
-    XrankError,
-)
+from xrank.errors import CorruptError, UsageError, XrankError
 from xrank.storage.regular_file import RegularFile, open_regular, quote
 from xrank.words import repr_text
 

@@ -153,9 +153,8 @@ class RegularFile(Struct, frozen=True):
             except OSError as error:
                 raise self.origin.unreadable(f"cannot be read at byte {offset}", error) from error
             if not part:
-                raise self.origin.corrupt(
-                    "the file shrank while it was read", got=f"{offset} bytes", want=f"{end} bytes"
-                )
+                what = "the file shrank while it was read"
+                raise self.origin.corrupt(what, got=f"{offset} bytes", want=f"{end} bytes")
             parts.append(part)
             offset += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

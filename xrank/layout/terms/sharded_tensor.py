@@ -177,9 +177,8 @@ def to_sharded_tensors(
             piece = size // cuts.pieces
             low, high = range_of(cuts.axes, piece, mesh, at)
             ranges.append([(low + i * piece, high + i * piece) for i in range(cuts.pieces)])
-        stacked = [
-            [(i, i + 1) for low, high in of_dim for i in range(low, high)] for of_dim in ranges[:prepend_axis_num]
-        ]
+        leading = ranges[:prepend_axis_num]
+        stacked = [[(i, i + 1) for low, high in of_dim for i in range(low, high)] for of_dim in leading]
         shards[rank] = tuple(
             ShardedTensorData(
                 key=key,
