@@ -257,11 +257,7 @@ class NullTarget:
 
 
 def take_memory(nbytes: int, what: str) -> memoryview:
-    """Return page-aligned zeros, which go back to the system as soon as they are freed.
-
-    Raises:
-        NoSpaceError: the system gives none; the error says what needed how much.
-    """
+    """Return page-aligned zeros, which go back to the system as soon as they are freed, or raise NoSpaceError."""
     try:
         return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
     except (MemoryError, OSError) as error:

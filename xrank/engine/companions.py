@@ -68,19 +68,14 @@ def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
 
 
 def list_source_companions(folder: str) -> tuple[CompanionFile, ...]:
-    """List the well-known companions in a checkpoint folder or its ``huggingface`` child; the folder's own come first.
-
-    Raises:
-        IncompleteError: a companion is a link to nothing.
-    """
+    """List the well-known companions in a checkpoint folder, else in its ``huggingface`` child."""
     return find_companions((folder, os.path.join(folder, "huggingface")))[0]
 
 
 def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], tuple[str, ...]]:
     """List the well-known companions in some folders, each from the first that has it, and notes about differing ones.
 
-    Raises:
-        IncompleteError: a companion is a link to nothing.
+    A link to nothing raises IncompleteError.
     """
     found: dict[str, CompanionFile] = {}
     others = []
@@ -132,10 +127,6 @@ def _check_blob(path: str) -> None:
 
 def find_hub_snapshot(identifier: str, cache: str) -> str:
     """Return the folder of a model in the local Hugging Face cache. Nothing is downloaded.
-
-    Args:
-        identifier: ``organisation/name``, or ``name``.
-        cache: the cache folder (``HF_HUB_CACHE``).
 
     Raises:
         UsageError: this is not an identifier, or the cache does not contain the model.

@@ -81,8 +81,7 @@ class Budget:
     def from_memory(cls, max_memory_nbytes: int, workers: int, *, window_nbytes: int = WINDOW_NBYTES) -> Budget:
         """Return the largest budget whose buffers fit that many bytes, with that many for each worker's window.
 
-        Raises:
-            UsageError: not even one worker with the smallest buffers fits.
+        UsageError if not even one worker with the smallest buffers fits.
         """
         smallest = window_nbytes + 2 * _SMALLEST_STAGING_NBYTES
         if workers < 1 or max_memory_nbytes < smallest:

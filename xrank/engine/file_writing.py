@@ -63,10 +63,7 @@ class FileDigests(Struct, frozen=True):
 def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None = None) -> Outcome:
     """Execute a plan and discard its bytes: for their digests, checksums and comparisons alone.
 
-    `progress` is called with (bytes assembled so far, bytes in all).
-
-    Raises:
-        CorruptError, ContradictionError: as `execute`; or a file changed during the reading.
+    `progress` is called with (bytes assembled so far, bytes in all). Errors as `execute`; or a file changed meanwhile.
     """
     done = 0
 
@@ -87,11 +84,7 @@ def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None
 
 
 def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
-    """Return the digests of the file at a path, read with the layout of `output`, whatever its format.
-
-    Raises:
-        CorruptError: the file cannot be read, or has another size.
-    """
+    """Return the digests of a file, read with the layout of `output`; CorruptError if it has another size."""
     with open_regular(path) as file:
         status = file.status
         if status.st_size != output.nbytes:

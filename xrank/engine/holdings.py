@@ -184,11 +184,7 @@ def _compile_parts(
 
 
 def apply_layout(start: Holdings, layout: TensorLayout, mesh: DeviceMesh) -> Holdings:
-    """Return a tensor's holdings by a layout.
-
-    Raises:
-        LayoutError: the layout does not fit mesh and shape.
-    """
+    """Return a tensor's holdings by a layout; LayoutError if that does not fit mesh and shape."""
     parts, misfit = _compile_parts(layout, mesh, start.shape, tuple(start.sizes.items()))
     return replace(start, layout=layout, mesh=mesh, text=str(layout), parts=parts, sums=layout.tree.sums, misfit=misfit)
 

@@ -56,12 +56,7 @@ def write_together(
 ) -> Outcome:
     """Write, as rank 0, the unfinished files of a plan with the help of all other ranks.
 
-    `progress` is called with the bytes of these files that are written so far.
-
-    Raises:
-        CorruptError, ContradictionError: the source does not match its metadata.
-        NoSpaceError, XrankError: the files could not be written.
-        RankFailedError: a rank failed; finished files are kept.
+    `progress` is called with the bytes of these files that are written so far. Errors as `write_files`.
     """
     if not isinstance(stage, FolderStage):
         return _upload_together(team, work, stage, unfinished, progress)
@@ -96,11 +91,7 @@ def write_together(
 def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> None:
     """Run the part of any other rank in `write_together`, and in `read_together` where the source is a live model.
 
-    Raises:
-        CorruptError, ContradictionError: the source does not match its metadata.
-        NoSpaceError, XrankError: the files could not be written.
-        UsageError: this rank and rank 0 do not both see the file system of the output.
-        RankFailedError: another rank failed.
+    Errors as `write_files`; UsageError if this rank and rank 0 do not both see the file system of the output.
     """
     if work.holder is not None:
         read_together(team, work)
@@ -201,9 +192,7 @@ def _await_sight(
 ) -> Seen:
     """Return the result of `look`; a network file system may show it a little after rank 0 announced it.
 
-    Raises:
-        RankFailedError: from `failures`; a failed rank may be the reason that it is missing.
-        UsageError: it does not become visible.
+    RankFailedError, from `failures`: a failed rank may be the reason that it is missing. UsageError: it never appears.
     """
     end = monotonic() + seconds
     while (found := look()) is None:

@@ -140,11 +140,7 @@ _MAPPED_NBYTES = 1 << 20
 
 
 def split_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
-    """Return the executor's part of a budget, a third, and the bytes that remain for tensors.
-
-    Raises:
-        UsageError: not even one worker with the smallest buffers fits.
-    """
+    """Return the executor's part of a budget, a third, and the bytes that remain for tensors; errors as `Budget`'s."""
     least = min(max_memory_nbytes, _LEAST_BUFFERS_NBYTES)
     budget = Budget.from_memory(max(max_memory_nbytes // 3, least), workers)
     return budget, max(0, max_memory_nbytes - budget.nbytes)

@@ -150,11 +150,7 @@ class RecordChecksums:
 
 
 def read_rest(checksums: RecordChecksums, source: Source, records: Iterable[int], staging: memoryview) -> None:
-    """Read the bytes of these records that no window needed (padding, left-out parts), for their checksums.
-
-    Raises:
-        CorruptError: raised by the source, or by the checksums' `mismatch`.
-    """
+    """Read the bytes of these records that no window needed (padding, left-out parts), for their checksums."""
     for record, start, stop in checksums.missing(records):
         for position in range(start, stop, len(staging)):
             nbytes = min(len(staging), stop - position)

@@ -97,11 +97,7 @@ class BucketPlace(Struct, frozen=True):
 
     @classmethod
     def from_url(cls, out: str | os.PathLike[str]) -> BucketPlace:
-        """Return the place of an output's URL.
-
-        Raises:
-            UsageError: it is a whole bucket, or a store that xrank cannot write to.
-        """
+        """Return the place of an output's URL; UsageError for a whole bucket, or a store that xrank cannot write to."""
         url = clean_path(out)
         place = split_url(url)
         if place.scheme in WRITABLE and place.key:
@@ -287,11 +283,7 @@ class OpenJournal:
 
 
 def put_journal(place: BucketPlace, content: BucketJournal, version: str | None) -> str:
-    """Write the journal over this version of it, or as a new one; return its version.
-
-    Raises:
-        ContradictionError, OutputExistsError: another process has written it.
-    """
+    """Write the journal over this version of it, or as a new one; return its version. Raises if another process did."""
     data = _seal(content)
     try:
         return place.store.put(place.journal_key, data, version or ABSENT)
@@ -502,11 +494,7 @@ class BucketStage(Stage):
     def finish_parts(
         self, name: str, nbytes: int, parts: Sequence[UploadedPart], digest: str, tensors: Sequence[bytes]
     ) -> None:
-        """Record a file as finished whose parts several ranks have sent.
-
-        Raises:
-            CorruptError: they are not its parts, each once.
-        """
+        """Record a file as finished whose parts several ranks have sent; CorruptError unless these are all its parts."""
         upload = self._journal.content.uploads[name]
         sizes = [min(upload.part_nbytes, nbytes - start) for start in range(0, nbytes, upload.part_nbytes)]
         if [(part.number, part.nbytes) for part in parts] != [*enumerate(sizes, start=1)]:

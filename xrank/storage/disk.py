@@ -220,11 +220,7 @@ def open_companion(path: str) -> Iterator[int]:
 
 
 def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
-    """Copy a file to another, and return its size and the digest of its bytes.
-
-    Raises:
-        XrankError: the source cannot be read.
-    """
+    """Copy a file to another, and return its size and the digest of its bytes."""
     digest = xxhash.xxh3_128()
     nbytes = 0
     while True:
@@ -270,12 +266,7 @@ def move(source: str, target: str) -> None:
 
 
 def move_new(source: str, target: str) -> None:
-    """Rename a folder to a free name.
-
-    Raises:
-        FileExistsError: the name is taken.
-        OSError: the file system refused.
-    """
+    """Rename a folder to a free name; FileExistsError if it is taken."""
     moving = identity(source)
     try:
         renameat2(source, target, _NOREPLACE)

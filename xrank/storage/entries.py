@@ -48,11 +48,7 @@ class Entry:
 
     @classmethod
     def parse(cls, content: bytes | str, fail: Callable[[str], XrankError], *, is_bounded: bool = True) -> Entry:
-        """Return the value of a JSON text; see `parse_json`.
-
-        Raises:
-            XrankError: it is no JSON, nests too deep, or describes more than two million values.
-        """
+        """Return the value of a JSON text; errors, which `fail` makes, as `parse_json`."""
         try:
             return cls(parse_json(content, is_bounded=is_bounded), fail)
         except (ValueError, RecursionError) as error:

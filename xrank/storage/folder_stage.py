@@ -153,11 +153,7 @@ class FolderStage(Stage):
         return self._path_of(name) + ".part"
 
     def create_part(self, name: str, nbytes: int) -> int:
-        """Make the file that will be finished under that name, at its full size; return its descriptor.
-
-        Raises:
-            NoSpaceError: there is less room.
-        """
+        """Make the file that will be finished under that name, at its full size, or raise; return its descriptor."""
         part = self.part_path(name)
         with self._explain_errors(part, nbytes):
             fd = self._open_new(name)
@@ -166,11 +162,7 @@ class FolderStage(Stage):
         return fd
 
     def finish_part(self, name: str, fd: int, nbytes: int, digest: str) -> None:
-        """Sync a written file, give it its name and record it in the journal. Closes ``fd``, also on an error.
-
-        Raises:
-            CorruptError: the file does not have `nbytes` bytes.
-        """
+        """Sync a file of that size, give it its name and record it in the journal. Closes ``fd``, also on an error."""
         final = self._path_of(name)
         with self._explain_errors(final, nbytes):
             self._seal(fd, final, nbytes)

@@ -22,11 +22,7 @@ _CARD = "README.md"
 
 
 def repository_name(text: str) -> str:
-    """Return ``org/name`` of a repository; ``hf://org/name`` names it, too.
-
-    Raises:
-        UsageError: it is no such name.
-    """
+    """Return ``org/name`` of a repository; ``hf://org/name`` names it, too. UsageError for other names."""
     name = text.removeprefix("hf://").strip("/")
     if name.count("/") != 1 or "@" in name:
         next_step = f"give {option('push_to_hub')} the owner and the name of a model"

@@ -193,11 +193,7 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
-    """Return the content of a manifest, of which every part is checked; errors name `path`.
-
-    Raises:
-        CorruptError: it is damaged, contradicts itself or was written by another version.
-    """
+    """Return the content of a manifest, of which every part is checked; errors, as of `read_manifest`, name `path`."""
     try:
         # By itself, json accepts NaN and keeps the last of repeated keys.
         manifest = json.loads(content, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)

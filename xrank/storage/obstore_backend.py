@@ -259,11 +259,7 @@ class FsspecBackend:
 
 
 def open_fsspec(scheme: str, root: str, settings: StoreSettings) -> FsspecBackend:
-    """Return the backend of a repository of the Hub, or of another scheme that fsspec knows.
-
-    Raises:
-        UsageError: no installed package knows the scheme.
-    """
+    """Return the backend of a repository of the Hub, or of another scheme that an installed package knows."""
     if scheme == "hf":
         try:
             from huggingface_hub import HfFileSystem, constants

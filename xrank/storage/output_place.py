@@ -54,11 +54,7 @@ class OutputPlace(Struct, frozen=True):
 
     @classmethod
     def from_path(cls, out: str | os.PathLike[str]) -> OutputPlace:
-        """Return the place of an output path.
-
-        Raises:
-            UsageError: the path is not a possible folder, or a URL.
-        """
+        """Return the place of an output path; UsageError if it is not a possible folder, or a URL."""
         check_no_url(out)
         text = os.path.abspath(os.fspath(out))
         parent, name = os.path.split(text)

@@ -33,11 +33,7 @@ _entered: set[str] = set()
 
 
 def enter(path: str | os.PathLike[str]) -> str:
-    """Return a user's path or URL in the form that all of xrank uses, and look at what is there anew.
-
-    Raises:
-        UsageError: the URL contains a name or a password.
-    """
+    """Return a user's path or URL in the form that all of xrank uses, and look at what is there anew."""
     text = clean_path(path)
     if is_url(text):
         with _lock:
@@ -93,11 +89,7 @@ def nbytes_of(path: str) -> int:
 
 
 def list_names(path: str) -> list[str]:
-    """Return the names in a folder, in any order.
-
-    Raises:
-        OSError: there is no such folder, or it may not be read; of a URL an XrankError.
-    """
+    """Return the names in a folder, in any order; OSError without such a folder, of a URL XrankError."""
     if not is_url(path):
         return os.listdir(path)
     found = _folder(path)
@@ -119,11 +111,7 @@ def walk(path: str, *, followlinks: bool = False) -> Iterator[tuple[str, list[st
 
 
 def object_status(url: str) -> ObjectStatus:
-    """Return the size and the version of an object.
-
-    Raises:
-        IncompleteError: there is no such object.
-    """
+    """Return the size and the version of an object; IncompleteError without one."""
     found = _status(url)
     if found is None:
         next_step = "check the URL, or wait until it is there"
@@ -143,11 +131,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def open_descriptor(path: str) -> int:
-    """Open a file to read; of an object, a copy in a temporary file without a name.
-
-    Raises:
-        OSError: the file cannot be opened; of a URL an XrankError.
-    """
+    """Open a file to read; of an object, a copy in a temporary file without a name. OSError, or of a URL XrankError."""
     if not is_url(path):
         return os.open(path, system.READ)
     store, key = open_store(path)
@@ -224,22 +208,14 @@ def rank_of(file_name: str) -> int | None:
 
 
 def hash_file(path: str, hash_name: str = "sha256", *, head: bytes = b"") -> bytes:
-    """Return the hash of a file on disk, after that of some bytes before it.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the hash of a file on disk, after that of some bytes before it."""
     state = hashlib.new(hash_name, head, usedforsecurity=hash_name != "sha1")
     _feed(path, state.update)
     return state.digest()
 
 
 def digest_plain_file(path: str) -> str:
-    """Return the XXH3-128 of a file's bytes, which manifests have for files that hold no tensors.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the XXH3-128 of a file's bytes, which manifests have for files that hold no tensors."""
     state = xxhash.xxh3_128()
     _feed(path, state.update)
     return state.hexdigest()

@@ -74,11 +74,7 @@ def open_stage(
 
 
 def settle_output(out: str | os.PathLike[str]) -> None:
-    """Finish the work of a run that ended after its commit: sync the output's name, and remove lock or journal.
-
-    Raises:
-        XrankError: the folder cannot be synced.
-    """
+    """Finish the work of a run that ended after its commit: sync the output's name, and remove lock or journal."""
     if is_url(os.fspath(out)):
         from xrank.storage.bucket_stage import BucketPlace, settle_bucket_output
 
@@ -92,12 +88,7 @@ def settle_output(out: str | os.PathLike[str]) -> None:
 
 
 def read_output_manifest(out: str) -> dict[str, Any]:
-    """Return the manifest of an output.
-
-    Raises:
-        IncompleteError: there is none.
-        CorruptError: it is damaged.
-    """
+    """Return the manifest of an output; errors as `read_manifest`."""
     if is_url(out):
         from xrank.storage.bucket_stage import BucketPlace, read_bucket_manifest
 
@@ -106,11 +97,7 @@ def read_output_manifest(out: str) -> dict[str, Any]:
 
 
 def output_file_nbytes(out: str, name: str) -> int:
-    """Return the size of a file of an output.
-
-    Raises:
-        OSError, XrankError: it cannot be looked at.
-    """
+    """Return the size of a file of an output; OSError or XrankError if it cannot be looked at."""
     if is_url(out):
         from xrank.storage.bucket_stage import BucketPlace
 
