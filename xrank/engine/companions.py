@@ -166,47 +166,24 @@ def _is_same(first: str, path: str) -> bool:
 
 
 def _walk(folder: str, prefix: str) -> list[CompanionFile]:
-    if is_url(folder):
-        return _walk_store(folder, prefix)
     found = []
     with explain_errors(folder):
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        name = prefix + entry.name
-        if entry.is_dir(follow_symlinks=False):
-            _check_folder_name(name, entry.path)
-            found += _walk(entry.path, f"{name}/") if not _holds_weights(entry.path) else []
-        elif not _is_weight(entry.name) and _is_file(entry.path):
-            found.append(CompanionFile(name, entry.path))
-    return found
-
-
-def _walk_store(folder: str, prefix: str) -> list[CompanionFile]:
-    found = []
-    for name in sorted(places.list_names(folder)):
+        names = sorted(name for name in places.list_names(folder) if not name.startswith("."))
+    for name in names:
         path = os.path.join(folder, name)
-        if name.startswith("."):
+        if places.is_file(path) if is_url(path) else os.path.islink(path) or not os.path.isdir(path):
+            found += [CompanionFile(prefix + name, path)] if not _is_weight(name) and _is_file(path) else []
             continue
-        if places.is_file(path):
-            found += [] if _is_weight(name) else [CompanionFile(prefix + name, path)]
-        elif not _holds_weights(path):
-            _check_folder_name(prefix + name, path)
-            found += _walk_store(path, f"{prefix}{name}/")
+        files = (file for _, _, files in places.walk(path) for file in files)
+        holds_weights = any(file.lower().endswith(_WEIGHT_SUFFIXES) for file in files)
+        # It would be in the place of a file that xrank writes, and that a signature leaves out.
+        if prefix + name in _OWN and not (holds_weights and is_url(path)):
+            what = f"{path}: is a folder with the name of a file that a gather writes"
+            next_step = "give the folder another name, or copy the model without it"
+            want = f"no folder named {prefix}{name}"
+            raise UsageError(what, file=path, got="a folder", want=want, next_step=next_step)
+        found += [] if holds_weights else _walk(path, f"{prefix}{name}/")
     return found
-
-
-def _check_folder_name(name: str, path: str) -> None:
-    """Refuse a folder that would be in the place of a file that xrank writes, and that a signature leaves out."""
-    if name in _OWN:
-        what = f"{path}: is a folder with the name of a file that a gather writes"
-        next_step = "give the folder another name, or copy the model without it"
-        raise UsageError(what, file=path, got="a folder", want=f"no folder named {name}", next_step=next_step)
-
-
-def _holds_weights(folder: str) -> bool:
-    return any(name.lower().endswith(_WEIGHT_SUFFIXES) for _, _, names in places.walk(folder) for name in names)
 
 
 def _is_weight(name: str) -> bool:

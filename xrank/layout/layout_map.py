@@ -114,8 +114,7 @@ class LayoutFile(Struct, frozen=True):
     def with_mesh(self, mesh: DeviceMesh, file: str) -> LayoutFile:
         """Return the content on another mesh, with the views as views of that mesh.
 
-        Raises:
-            LayoutError: a view does not fit the mesh, or a size has the name of an axis.
+        LayoutError if a view does not fit the mesh, or a size has the name of an axis.
         """
         try:
             views = {name: mesh.view(view.grid) for name, view in self.views.items()}
@@ -126,12 +125,7 @@ class LayoutFile(Struct, frozen=True):
 
 
 def read_layout_file(file: str) -> LayoutFile:
-    """Read a layout file.
-
-    Raises:
-        UsageError: the file cannot be read.
-        LayoutError: it is not TOML, or has unknown content.
-    """
+    """Read a layout file; UsageError if it cannot be read, LayoutError if it is not TOML or has unknown content."""
     file = places.enter(file)
     try:
         with places.open_file(file) as stream:
@@ -252,12 +246,7 @@ def to_text(content: LayoutFile) -> str:
 
 
 def write_text(text: str, file: str) -> None:
-    """Write a layout file, whole or not at all.
-
-    Raises:
-        LayoutError: the text is not Unicode.
-        UsageError: the file cannot be written.
-    """
+    """Write a layout file, whole or not at all; LayoutError unless it is Unicode, UsageError where none can be written."""
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -287,11 +276,7 @@ _ESCAPES = {
 
 
 def write_whole(content: bytes, file: str) -> None:
-    """Write a small file under a name that appears once the file is whole.
-
-    Raises:
-        OSError: it cannot be written; the old file remains.
-    """
+    """Write a small file under a name that appears once it is whole; on an OSError the old file remains."""
     if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
         # A rename would put a file in the place of /dev/stdout or /dev/null.
         raise OSError(errno.EINVAL, "a device, FIFO or socket is there", file)
@@ -627,11 +612,7 @@ def is_companion(text: str) -> bool:
 
 
 def parse_companion(text: str) -> Companion:
-    """Parse a companion's text.
-
-    Raises:
-        LayoutError: the text is malformed; the error names the text, the place and the expected token.
-    """
+    """Parse a companion's text; LayoutError, with the text, the place and the expected token, if it is malformed."""
     reader = TextParser(text, "a companion")
     scale = is_companion(text) and text.lstrip().startswith("scale")
     reader.take("name", '"scale(" or "packed("')
@@ -676,11 +657,7 @@ def companion_shape(companion: Companion, shape: Sequence[int]) -> tuple[int, ..
 
 
 def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
-    """Return for each dim of the base how many positions become one of the companion's.
-
-    Raises:
-        LayoutError: the companion does not fit this number of dims.
-    """
+    """Return for each dim of the base how many positions become one of the companion's; LayoutError unless it fits."""
     if companion.blocks:
         if (given := len(companion.blocks)) != num_dims:
             problem = f"has blocks of {given} dims for a tensor of {num_dims}"
@@ -803,10 +780,9 @@ def base_of_shape(
     shape: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[int, ...]:
-    """Return the shape of the base of a companion with that global shape; arguments as in `base_shapes`.
+    """Return the shape of the base of a companion with that global shape; LayoutError unless a single one fits.
 
-    Raises:
-        LayoutError: no shape or several shapes fit.
+    Arguments are as in `base_shapes`.
     """
     found = set()
     if companion.of is None:

@@ -220,8 +220,7 @@ UNIT = DimPart(1, 1, (Nest(0, 0),))
 def compile_dim(dim: Node, sizes: Sizes, places: Places) -> DimPart:
     """Compile one dim, cached by its tree and the sizes and places that it depends on.
 
-    Raises:
-        LayoutError: an even split does not divide, listed sizes do not fit, or a limit is exceeded.
+    LayoutError if an even split does not divide, listed sizes do not fit, or a limit is exceeded.
     """
     return _compile(dim, dict(sizes), {axis: (length, place) for axis, length, place in places})
 
@@ -306,8 +305,7 @@ def evaluate_count(count: Count, sizes: Mapping[str, int], least: int = 1) -> in
 def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return the range of `size` local positions that a split keeps at a place along an axis of `length` places.
 
-    Raises:
-        LayoutError: an even split does not divide, or listed sizes do not fit.
+    LayoutError if an even split does not divide, or listed sizes do not fit.
     """
     unit = 1 if split.unit is None else evaluate_count(split.unit, sizes)
     if split.sizes is not None:
@@ -442,10 +440,8 @@ def places_of(
 ) -> tuple[Mapping[str, int], Places]:
     """Return the lengths of the axes that a layout may use, and the places along the axes that it uses.
 
-    Ranks that differ only along other axes share the compiled part.
-
-    Raises:
-        LayoutError: the layout belongs to another mesh, or the coordinate is not in this one.
+    Ranks that differ only along other axes share the compiled part. LayoutError if the layout belongs to another mesh,
+    or the coordinate is not in this one.
     """
     # Identity first: equality compares the tuples of all ranks, for each rank and tensor.
     if layout.device_mesh is not None and layout.device_mesh is not mesh and layout.device_mesh != mesh:
@@ -523,11 +519,7 @@ def compile_bound_dims(bound: Iterable[tuple[Node, frozenset[str], Sizes]], plac
 def bind_dims(
     layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
-    """Return each dim with the axes that cut it and the numbers of its names.
-
-    Raises:
-        LayoutError: the layout does not fit the shape, or a size is unknown.
-    """
+    """Return each dim with the axes that cut it and the numbers of its names; errors as `bind`."""
     own = _relevant(layout.tree, sizes)
     return _bind_dims(layout.tree, check_shape(shape), own, _count_lengths(layout.tree, lengths))
 

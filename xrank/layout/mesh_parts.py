@@ -67,11 +67,7 @@ class DimTable(Struct, frozen=True, eq=False):
 
 
 def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num_places: int) -> DimTable:
-    """Compile one dim for all of these places, whose coordinates are known along at least the axes that cut it.
-
-    Raises:
-        LayoutError: as `compile_dim`, for at least one place.
-    """
+    """Compile one dim for all of these places, known along at least the axes that cut it; errors as `compile_dim`."""
     match dim:
         case Size(value):
             return whole_table(value if isinstance(value, int) else sizes[value], num_places)
@@ -247,10 +243,7 @@ def mesh_parts(
 ) -> MeshParts:
     """Return the parts of a tensor on all ranks of a mesh, equal to `local_part` for each rank.
 
-    Each dim is compiled once for each distinct place along the axes that cut it. Arguments are as in `local_part`.
-
-    Raises:
-        LayoutError: as `local_part`, for at least one rank.
+    Each dim is compiled once for each distinct place along the axes that cut it. Arguments and errors as there.
     """
     placed, tables = compile_dims(layout, mesh, shape, sizes=sizes)
     return combine_dims(placed, tables)

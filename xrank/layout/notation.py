@@ -373,11 +373,7 @@ def _escape(text: str) -> str:
 
 
 def parse(text: str) -> LayoutTree:
-    """Parse a layout's text.
-
-    Raises:
-        LayoutError: the text is malformed; the error names the text, the place and the expected token.
-    """
+    """Parse a layout's text; LayoutError, with the text, the place and the expected token, if it is malformed."""
     reader = TextParser(text)
     tree = reader.layout()
     reader.end()

@@ -28,15 +28,9 @@ from xrank.layout.notation import (
 
 
 def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: Iterable[Node] = ()) -> None:
-    """Refuse a layout with two possible meanings, or one that does not fit its mesh.
+    """Refuse a layout with two possible meanings, or one that does not fit its mesh, with LayoutError.
 
-    Args:
-        tree: the layout.
-        lengths: the axes that it may use, with their lengths; None without a mesh.
-        also_cut: further dims, in the tensor's name.
-
-    Raises:
-        LayoutError: an axis is used twice, is not in the mesh, or has the name of a size.
+    `lengths` has the axes that it may use; None without a mesh. `also_cut` has further dims, in the tensor's name.
     """
     text = render(tree)
     dims = (*also_cut, *tree.dims)

@@ -34,11 +34,7 @@ from xrank.layout.tensor_layout import TensorLayout, check_sound
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """Return a text as a regular expression.
-
-    Raises:
-        ValueError: the text is not a regular expression, nests too deeply, or repeats too often.
-    """
+    """Return a text as a regular expression; ValueError if it is none, nests too deeply, or repeats too often."""
     try:
         return re.compile(text)
     except RecursionError as error:
@@ -86,11 +82,7 @@ class TensorName(Struct, frozen=True):
 
 
 def parse_name(text: str) -> TensorName:
-    """Parse a name with or without dims.
-
-    Raises:
-        LayoutError: a group is not closed or has no dim, or two groups are adjacent.
-    """
+    """Parse a name with or without dims; LayoutError if a group is not closed or has no dim, or two are adjacent."""
     reader = TextParser(text, "a tensor's name")
     name = TensorName(*reader.naming())
     reader.end()
@@ -123,20 +115,16 @@ class NameTable(Struct, frozen=True):
     """Per group, local index -> global index, without indices of padding."""
 
     def global_name(self, local_name: str) -> str | None:
-        """Return the global name of a tensor with this local name.
+        """Return the global name of a tensor with this local name; None for another form, or an index of padding.
 
-        None if the name has another form, or if its index is padding.
-
-        Raises:
-            LayoutError: an index is too large for this rank.
+        LayoutError if an index is too large for this rank.
         """
         return self._translate(local_name, self.places, self.local_sizes, "on this rank")
 
     def local_name(self, global_name: str) -> str | None:
         """Return the rank's own name of a tensor; None if it does not hold the tensor, or for another form of name.
 
-        Raises:
-            LayoutError: an index is beyond the dim's size.
+        LayoutError if an index is beyond the dim's size.
         """
         back = tuple({y: x for x, y in places.items()} for places in self.places)
         return self._translate(global_name, back, self.global_sizes, "in all")

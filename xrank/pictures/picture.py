@@ -712,11 +712,7 @@ class Picture(Struct, frozen=True):
         return page(self.title, [f"<h1>{page_text(self.title)}</h1>", *self.body])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page by one rename.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the page by one rename, or raise OSError."""
         write_whole(self.to_html().encode("utf-8"), os.fspath(path))
 
 

@@ -494,7 +494,7 @@ class BucketStage(Stage):
     def finish_parts(
         self, name: str, nbytes: int, parts: Sequence[UploadedPart], digest: str, tensors: Sequence[bytes]
     ) -> None:
-        """Record a file as finished whose parts several ranks have sent; CorruptError unless these are all its parts."""
+        """Record a file as finished whose parts several ranks have sent; CorruptError unless these are all of them."""
         upload = self._journal.content.uploads[name]
         sizes = [min(upload.part_nbytes, nbytes - start) for start in range(0, nbytes, upload.part_nbytes)]
         if [(part.number, part.nbytes) for part in parts] != [*enumerate(sizes, start=1)]:
