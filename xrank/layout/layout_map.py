@@ -58,7 +58,11 @@ def parse_toml(text: str) -> dict[str, Any]:
     """
     for number, line in enumerate(text.splitlines(), 1):
         # tomllib would take minutes for names of thousands of parts, and end in the depth of its recursion.
-        if _count_brackets(line) > _MAX_BRACKETS or (line.count(".") >= _MAX_PARTS and _MANY_PARTS.search(line)):
+        brackets = line.count("[") + line.count("{")
+        if brackets > _MAX_BRACKETS:  # those within texts do not count
+            bare = _TEXT.sub("", line)
+            brackets = bare.count("[") + bare.count("{")
+        if brackets > _MAX_BRACKETS or (line.count(".") >= _MAX_PARTS and _MANY_PARTS.search(line)):
             raise ValueError(f"it nests deeper than {_MAX_PARTS} tables (at line {number})")
     try:
         import tomllib  # few models need a layout file
@@ -72,28 +76,14 @@ def parse_toml(text: str) -> dict[str, Any]:
         digits = re.search(r"\d{1000,}", text)
         place = f" (at line {text.count(chr(10), 0, digits.start()) + 1})" if digits else ""
         raise ValueError(f"an integer has too many digits{place}") from error
-    _check_depth(tables)
-    return tables
-
-
-def _check_depth(tables: dict[str, Any]) -> None:
-    """Refuse values that nest so deeply that code which follows them would end in the depth of its recursion."""
+    # Code that follows values nested deeper would end in the depth of its recursion.
     level: list[Any] = [tables]
     for _ in range(_MAX_PARTS):
         inner = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
         level = [part for part in inner if isinstance(part, dict | list)]
         if not level:
-            return
+            return tables
     raise ValueError(f"it nests deeper than {_MAX_PARTS} tables")
-
-
-def _count_brackets(line: str) -> int:
-    """Return how many brackets a line opens; those within texts do not count."""
-    count = line.count("[") + line.count("{")
-    if count > _MAX_BRACKETS:
-        line = _TEXT.sub("", line)
-        count = line.count("[") + line.count("{")
-    return count
 
 
 MAX_FILE_NBYTES = 64 << 20
@@ -246,7 +236,7 @@ def to_text(content: LayoutFile) -> str:
 
 
 def write_text(text: str, file: str) -> None:
-    """Write a layout file, whole or not at all; LayoutError unless it is Unicode, UsageError where none can be written."""
+    """Write a layout file, whole or not at all; LayoutError unless it is Unicode, UsageError if it cannot be made."""
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:

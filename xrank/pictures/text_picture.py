@@ -114,20 +114,13 @@ def region_words(region: Region, shape: tuple[int, ...]) -> str:
         if region.last - region.first + 1 == region.num_elements:
             return range_text(shape, region.first, region.last)
         return f"{region.num_elements:,} of the {range_text(shape, region.first, region.last)}"
-    cut = [d for d, runs in enumerate(region.dims) if not _is_whole(runs, shape[d])]
+    cut = [d for d, runs in enumerate(region.dims) if runs != ((0, shape[d] - 1),)]
     if len(shape) > 2 and cut != [0]:
         words = (":" if d not in cut else runs_text(runs, compact=True) for d, runs in enumerate(region.dims))
         return "[" + ", ".join(words) + "]"
     names = ("element",) if len(shape) == 1 else ("row", "column")
-    return ", ".join(f"{names[d]}{_plural(region.dims[d])} {runs_text(region.dims[d], compact=True)}" for d in cut)
-
-
-def _plural(runs: Sequence[tuple[int, int]]) -> str:
-    return "" if len(runs) == 1 and runs[0][0] == runs[0][1] else "s"
-
-
-def _is_whole(runs: Sequence[tuple[int, int]], length: int) -> bool:
-    return len(runs) == 1 and runs[0] == (0, length - 1)
+    ends = {d: "" if len(runs) == 1 and runs[0][0] == runs[0][1] else "s" for d, runs in enumerate(region.dims)}
+    return ", ".join(f"{names[d]}{ends[d]} {runs_text(region.dims[d], compact=True)}" for d in cut)
 
 
 def cut_dims(regions: Iterable[Region], shape: tuple[int, ...]) -> list[int] | None:
@@ -305,7 +298,8 @@ def _tensor_lines(group: Sequence[Holdings], max_parts: int) -> list[str]:
     dtype = "" if one.dtype is None else f" {one.dtype}"
     lines = [one_line(f"{one.name} {dtype.strip()}".strip() + f" {list(one.shape)}  {one.text or ''}").rstrip()]
     if len(group) > 1:
-        lines.append(f"  and {len(group) - 1:,} more alike: {one_line(group[1].name)}" + _last_of(group))
+        last = f"{', ' if len(group) == 3 else ' .. '}{one_line(group[-1].name)}" if len(group) > 2 else ""
+        lines.append(f"  and {len(group) - 1:,} more alike: {one_line(group[1].name)}{last}")
     if one.problem is not None:
         return [*lines, f"  ! {one_line(one.problem.message)}"]
     if one.rule is None and not one.shares:
@@ -325,12 +319,6 @@ def _tensor_lines(group: Sequence[Holdings], max_parts: int) -> list[str]:
     if one.misfit is not None:
         lines.append(f"  ! {misfit_words(one)}")
     return lines
-
-
-def _last_of(group: Sequence[Holdings]) -> str:
-    if len(group) < 3:
-        return ""
-    return f"{', ' if len(group) == 3 else ' .. '}{one_line(group[-1].name)}"
 
 
 def _rows(one: Holdings, most: int) -> list[tuple[str, ...]]:

@@ -690,7 +690,13 @@ def _rows(place: OutputPlace, now: float) -> list[dict[str, Any]]:
 
 def _row(path: str, now: float) -> dict[str, Any]:
     journal = read_journal(path)
-    nbytes, changed = _size_and_change(path)
+    nbytes, changed = 0, os.lstat(path).st_mtime
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):  # a gather that is running renames what it has finished
+                status = os.lstat(os.path.join(folder, name))
+                nbytes += status.st_size
+                changed = max(changed, status.st_mtime)
     if not is_own(path):
         return {"path": path, "nbytes": nbytes, "removed": False, "why": "nothing in it shows that xrank made it"}
     state = "unknown" if journal is None else owner_state(journal.host, journal.pid)
@@ -708,14 +714,3 @@ def _verdict(state: str, pid: str, age_seconds: float) -> dict[str, Any]:
         "unknown": "nothing has changed in it for an hour" if is_old else "its owner can't be asked, and it is recent",
     }[state]
     return {"removed": state == "gone" or (state == "unknown" and is_old), "why": why}
-
-
-def _size_and_change(path: str) -> tuple[int, float]:
-    nbytes, changed = 0, os.lstat(path).st_mtime
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with suppress(FileNotFoundError):  # a gather that is running renames what it has finished
-                status = os.lstat(os.path.join(folder, name))
-                nbytes += status.st_size
-                changed = max(changed, status.st_mtime)
-    return nbytes, changed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +83,11 @@ def card_text(repository: str, manifest: Mapping[str, Any]) -> str:
     """Return a model card: source, step, and the digests of all files."""
     source = manifest["source"]
     facts = [f"format {source['format']}"]
-    if source.get("step") is not None:
-        facts.append(f"step {source['step']}")
-    if source.get("world_size"):
-        facts.append(f"written by {source['world_size']} ranks")
-    if source.get("run_id"):
-        facts.append(f"run {source['run_id']}")
-    rows = "".join(f"| `{name}` | {nbytes:,} | `{digest}` |\n" for name, nbytes, digest in _files(manifest))
+    facts += [f"step {source['step']}"] if source.get("step") is not None else []
+    facts += [f"written by {source['world_size']} ranks"] if source.get("world_size") else []
+    facts += [f"run {source['run_id']}"] if source.get("run_id") else []
+    files = (*manifest["files"], *manifest["companions"])
+    rows = "".join(f"| `{one['name']}` | {one['nbytes']:,} | `{one['digest']}` |\n" for one in files)
     return (
         f"---\ntags:\n- xrank\n---\n# {repository.partition('/')[2]}\n\n"
         f"[xrank](https://pypi.org/project/xrank/) {__version__} gathered this model from a checkpoint: "
@@ -97,10 +95,6 @@ def card_text(repository: str, manifest: Mapping[str, Any]) -> str:
         f"checkpoint exactly once.\n\n| File | Bytes | Digest |\n| --- | ---: | --- |\n{rows}\n"
         f"`xrank verify FOLDER` compares a copy with `{MANIFEST_NAME}`.\n"
     )
-
-
-def _files(manifest: Mapping[str, Any]) -> Iterable[tuple[str, int, str]]:
-    return ((one["name"], one["nbytes"], one["digest"]) for one in (*manifest["files"], *manifest["companions"]))
 
 
 def _open_hub(repository: str) -> HfApi:

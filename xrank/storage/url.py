@@ -53,8 +53,18 @@ def clean_path(path: str | os.PathLike[str]) -> str:
         return text
     scheme, rest = match[1].lower(), text[match.end() :]
     if scheme == "file":
-        return _local_path(text)
-    _refuse_query(scheme, rest)
+        path = text[len("file:") :]
+        host, _, below = path[2:].partition("/") if path.startswith("//") else ("", "", path.lstrip("/"))
+        if host not in ("", "localhost"):
+            what, next_step = f"{text} is on another machine", "give a path of this machine"
+            raise UsageError(what, file=text, got=host, next_step=next_step)
+        return "/" + unquote(below)
+    # A query may be a signature; names of objects may contain question marks.
+    name, mark, query = rest.partition("?")
+    is_signed = re.search(r"(^|&)(X-Amz-|sig=|Signature=|AWSAccessKeyId=|token=)", query, re.IGNORECASE)
+    if mark and (is_signed or scheme in ("http", "https")):
+        url = f"{scheme}://{name.rpartition('@')[2]}"
+        raise UsageError(f"{url} has a query, which may be a signature", file=url, next_step=_GIVE)
     host, slash, below = rest.partition("/")
     # abfs://container@account.dfs.core.windows.net/path is the only scheme whose "@" is not a user's name.
     user, at, host_only = host.rpartition("@")
@@ -82,20 +92,3 @@ def split_url(url: str) -> Location:
     # hf://org/name, hf://datasets/org/name: huggingface_hub, hf_file_system.py
     depth = 1 if scheme != "hf" else 3 if parts[0] in ("datasets", "spaces") else 2
     return Location(scheme, f"{scheme}://{'/'.join(parts[:depth])}", "/".join(parts[depth:]))
-
-
-def _local_path(text: str) -> str:
-    rest = text[len("file:") :]
-    host, _, below = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest.lstrip("/"))
-    if host not in ("", "localhost"):
-        raise UsageError(f"{text} is on another machine", file=text, got=host, next_step="give a path of this machine")
-    return "/" + unquote(below)
-
-
-def _refuse_query(scheme: str, rest: str) -> None:
-    """Refuse a query, which may be a signature; names of objects may contain question marks."""
-    name, mark, query = rest.partition("?")
-    is_signed = re.search(r"(^|&)(X-Amz-|sig=|Signature=|AWSAccessKeyId=|token=)", query, re.IGNORECASE)
-    if mark and (is_signed or scheme in ("http", "https")):
-        url = f"{scheme}://{name.rpartition('@')[2]}"
-        raise UsageError(f"{url} has a query, which may be a signature", file=url, next_step=_GIVE)
