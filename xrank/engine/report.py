@@ -272,7 +272,24 @@ Row = tuple[str, str]
 def report_rows(report: Report) -> list[Row]:
     """Return a report as rows of a label and a text: its state, the source, the proof, the output, notes, the fault."""
     rows = [(report.command, f"{report.status}, {report.seconds:.1f} s" + (f": {report.path}" if report.path else ""))]
-    rows += [*_source_rows(report), *_proof_rows(report), *_made_rows(report)]
+    source, proof, made = report.source, report.proof, report.made
+    if source.format is not None:
+        ranks = f", by {plural(source.world_size, 'rank')}" if source.world_size else ""
+        step = f", step {source.step}" if source.step is not None else ""
+        recipe = f", named by the recipe {source.recipe}" if source.recipe else ""
+        left_out = f", {size_text(source.skipped_nbytes)} left out" if source.skipped_nbytes else ""
+        rows.append(("source", f"{source.format}{ranks}{step}, {size_text(source.nbytes)}{left_out}{recipe}"))
+    counts = [(proof.num_checksums, "checksum", "good"), (proof.num_digests, "digest", "good")]
+    counts.append((proof.num_replicas_compared, "replica", "equal"))
+    facts = ["every element exactly once"] if proof.coverage == "proven" else []
+    facts += [f"{plural(count, noun)} {state}" for count, noun, state in counts if count]
+    facts += [f"{proof.base_model} as in the base model"] if proof.base_model else []
+    rows += [("proof", "; ".join(facts))] if facts else []
+    if made.num_tensors:
+        files = f" in {plural(len(made.files), 'file')}" if made.files else ""
+        size = f"{made.num_parameters:,} parameters, {size_text(made.nbytes)}{files}"
+        label = "plan" if report.output is None else "output"
+        rows.append((label, f"{plural(made.num_tensors, 'tensor')}, {size}"))
     for name, value in report.details.items():
         if isinstance(value, list | tuple) and value:
             rows.append((name, f"{len(value):,}"))
@@ -282,39 +299,6 @@ def report_rows(report: Report) -> list[Row]:
         remedies = (("got", report.fault.got), ("want", report.fault.want), ("try", report.fault.next_step))
         rows += [(label, text) for label, text in remedies if text]
     return rows
-
-
-def _source_rows(report: Report) -> list[Row]:
-    source = report.source
-    if source.format is None:
-        return []
-    ranks = f", by {plural(source.world_size, 'rank')}" if source.world_size else ""
-    step = f", step {source.step}" if source.step is not None else ""
-    recipe = f", named by the recipe {source.recipe}" if source.recipe else ""
-    left_out = f", {size_text(source.skipped_nbytes)} left out" if source.skipped_nbytes else ""
-    return [("source", f"{source.format}{ranks}{step}, {size_text(source.nbytes)}{left_out}{recipe}")]
-
-
-def _proof_rows(report: Report) -> list[Row]:
-    proof = report.proof
-    facts = ["every element exactly once"] if proof.coverage == "proven" else []
-    counts = ((proof.num_checksums, "checksum", "good"), (proof.num_digests, "digest", "good"))
-    facts += [f"{plural(count, noun)} {state}" for count, noun, state in counts if count]
-    if proof.num_replicas_compared:
-        facts.append(f"{plural(proof.num_replicas_compared, 'replica')} equal")
-    if proof.base_model:
-        facts.append(f"{proof.base_model} as in the base model")
-    return [("proof", "; ".join(facts))] if facts else []
-
-
-def _made_rows(report: Report) -> list[Row]:
-    made = report.made
-    if not made.num_tensors:
-        return []
-    label = "plan" if report.output is None else "output"
-    files = f" in {plural(len(made.files), 'file')}" if made.files else ""
-    counts = f"{plural(made.num_tensors, 'tensor')}, {made.num_parameters:,} parameters"
-    return [(label, f"{counts}, {size_text(made.nbytes)}{files}")]
 
 
 def align_rows(rows: Sequence[Row]) -> str:

@@ -77,7 +77,11 @@ def make_transformed(
             owners = dict.fromkeys(group, 0)
             makers = _makers(transforms.sources, tensors, holder, size)
         else:
-            owners = _owners(plan, group, size)
+            # One rank makes all of a file: the largest first, each by the least loaded.
+            loads, owners = [0] * size, {}
+            for index in sorted(group, key=lambda index: (-plan.files[index].output.nbytes, index)):
+                owners[index] = loads.index(min(loads))
+                loads[owners[index]] += plan.files[index].output.nbytes
             makers = [owners[tensor.file] for tensor in tensors]
         made = _RoundOutputs(outputs, shares_pages)
         try:
@@ -122,16 +126,6 @@ def _makers(sources: Plan, tensors: Sequence[TransformedTensor], holder: IntArra
         makers[i] = int((loads + cost).argmin())
         loads[makers[i]] += cost[makers[i]]
     return makers
-
-
-def _owners(plan: Plan, files: Sequence[int], num_ranks: int) -> dict[int, int]:
-    """Return by file the position of the rank that makes all of it: the largest first, each to the least loaded."""
-    loads = [0] * num_ranks
-    owners = {}
-    for index in sorted(files, key=lambda index: (-plan.files[index].output.nbytes, index)):
-        owners[index] = loads.index(min(loads))
-        loads[owners[index]] += plan.files[index].output.nbytes
-    return owners
 
 
 class _RoundOutputs(Struct):

@@ -51,7 +51,16 @@ def find_fault(nests: NestTable, num_elements: int, wanted: NestTable | None = N
     if num_elements == 0 or not len(nests):
         first = 0 if wanted is None else int(wanted.y.min(initial=num_elements))
         return CoverageFault("gap", first) if first < num_elements else None
-    chain = _chain(nests, wanted)
+    # Strides by falling size, each dividing the one before, the last one 1, that loops of the nests use.
+    tables = [nests] if wanted is None else [nests, wanted]
+    used = np.sort(np.concatenate([table.loops[:, :, 2][table.loops[:, :, 0] > 1] for table in tables]))
+    strides = [1]
+    # Not np.unique: it imports numpy.ma, which takes longer than most proofs.
+    for stride in used[np.append(True, used[1:] != used[:-1])].tolist() if len(used) else ():
+        # Loops over a stride that is left out of the chain are unrolled by `_digit_counts`.
+        if stride > strides[-1] and stride % strides[-1] == 0:
+            strides.append(stride)
+    chain = np.array(strides[::-1], dtype=np.int64)
     lower, upper = _boxes(*_digit_counts(nests, chain), chain)
     if wanted is None:
         whole_counts = np.ones((1, len(chain)), dtype=np.int64)
@@ -60,20 +69,6 @@ def find_fault(nests: NestTable, num_elements: int, wanted: NestTable | None = N
     else:
         whole = _boxes(*_digit_counts(wanted, chain), chain)
     return _compare_corners(lower, upper, *whole, chain)
-
-
-def _chain(nests: NestTable, others: NestTable | None) -> IntArray:
-    """Return strides by falling size, each dividing the one before, the last one 1, that loops of the nests use."""
-    tables = [nests] if others is None else [nests, others]
-    strides = [table.loops[:, :, 2][table.loops[:, :, 0] > 1] for table in tables]
-    chain = [1]
-    used = np.sort(np.concatenate(strides))
-    # Not np.unique: it imports numpy.ma, which takes longer than most proofs.
-    for stride in used[np.append(True, used[1:] != used[:-1])].tolist() if len(used) else ():
-        # Loops over a stride that is left out of the chain are unrolled by `_digit_counts`.
-        if stride > chain[-1] and stride % chain[-1] == 0:
-            chain.append(stride)
-    return np.array(chain[::-1], dtype=np.int64)
 
 
 def _digit_counts(nests: NestTable, chain: IntArray) -> tuple[IntArray, IntArray]:

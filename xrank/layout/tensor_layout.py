@@ -158,7 +158,7 @@ class TensorLayout:
         cls, text: str, device_mesh: DeviceMesh | None = None, views: Mapping[str, DeviceMesh] | None = None
     ) -> TensorLayout:
         """Parse a layout's text, such as ``"[f/tp/~dp, h]"``; attach the mesh and its views, if given."""
-        layout = _parse_cached(text) if isinstance(text, str) else cls._make(parse(text), None, None)
+        layout = _parse(text) if isinstance(text, str) else cls._make(parse(text), None, None)
         return layout if device_mesh is None else layout.with_mesh(device_mesh, views)
 
     @classmethod
@@ -223,6 +223,10 @@ class TensorLayout:
         object.__setattr__(self, "cut_axes", tuple(axes_of(dim) for dim in tree.dims))
 
 
+# A model has only a few different layouts.
+_parse = lru_cache(maxsize=4096)(lambda text: TensorLayout._make(parse(text), None, None))
+
+
 def flat_of(layout: TensorLayout) -> Flat | None:
     """Return the flat node of a layout; None for the layout of one tensor."""
     node = layout.dims[0] if len(layout.dims) == 1 else None
@@ -236,12 +240,6 @@ def axis_lengths(mesh: DeviceMesh, view: DeviceMesh | None = None) -> dict[str, 
     lengths = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     # For a name in both, the view's axis counts, because the layout names the view.
     return lengths if view is None else {**lengths, **dict(zip(view.axis_names, view.shape, strict=True))}
-
-
-@lru_cache(maxsize=4096)
-def _parse_cached(text: str) -> TensorLayout:
-    """Parse with a cache: a model has only a few different layouts."""
-    return TensorLayout._make(parse(text), None, None)
 
 
 def free_size_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:

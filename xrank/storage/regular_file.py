@@ -339,15 +339,12 @@ class ObjectFile(RegularFile, frozen=True):
     def _identity(self) -> tuple[str, ObjectStatus]:
         return self.origin.path, self.status
 
-    def has_end(self, *, is_last: bool) -> bool:
-        """Return whether the object's first byte, or its last one, is kept."""
-        place = max(0, self.nbytes - 1) if is_last else 0
-        return not self.nbytes or _kept.find(self._identity, place, place + 1) is not None
-
-    def bring_end(self, *, is_last: bool) -> None:
-        """Read the object's beginning, or its end, by one request, and keep it."""
+    def bring_end(self, *, is_last: bool) -> Callable[[], object] | None:
+        """Return a read of the object's beginning, or its end, by one request; None if it is kept, or there is none."""
         place = self.nbytes - 1 if is_last else 0
-        self._get(*self._widen(place, place + 1), stop=_AT_ONCE)
+        if not self.nbytes or _kept.find(self._identity, place, place + 1) is not None:
+            return None
+        return partial(self._get, *self._widen(place, place + 1), stop=_AT_ONCE)
 
     def _widen(self, start: int, end: int) -> tuple[int, int]:
         """Return the range that one request reads for a wanted one."""
@@ -398,9 +395,9 @@ def _read_ahead(path: str, *, is_last: bool) -> None:
     at = bisect_left(names, name)
     paths = [f"{folder}/{one}" for one in [*names[at:], *names[:at]]]
     files = (open_object(Origin(one)) for one in paths if places.is_file(one))
-    ahead = list(islice((file for file in files if not file.has_end(is_last=is_last)), _NUM_AHEAD))
+    ahead = list(islice(filter(None, (file.bring_end(is_last=is_last) for file in files)), _NUM_AHEAD))
     with ThreadPoolExecutor(_NUM_AHEAD) as pool:
-        for one in [pool.submit(file.bring_end, is_last=is_last) for file in ahead]:
+        for one in [pool.submit(read) for read in ahead]:
             one.exception()
 
 

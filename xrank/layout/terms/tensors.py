@@ -436,7 +436,12 @@ def from_placements(
                 raise _factor_error(placement, 1, cuts[dim], pieces[dim], mesh, axis)
             cuts[dim].insert(0, axis)
         elif placement.is_partial():
-            _check_sum(placement, axis)
+            # Other partial results are refused; embeddings' masked ones must be masked before the sum.
+            if type(placement).__name__ != "Partial" or getattr(placement, "reduce_op", None) != "sum":
+                what = f"the ranks along {axis!r} hold partial results that are not addends of a sum"
+                want = 'Partial("sum"), Shard or Replicate'
+                next_step = "reduce the tensor before: redistribute it to Replicate or Shard"
+                raise LayoutError(what, got=repr(placement), want=want, next_step=next_step)
             sums.insert(0, axis)
         elif not placement.is_replicate():
             want = "Shard, Replicate, _StridedShard or Partial"
@@ -522,15 +527,6 @@ def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, sha
         got = f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}"
         what, want = f"{what}and torch's own cut gives the ranks other elements", "a size that divides"
         raise beyond_dialect("placements", what, got, f"{want}, or the mesh's order of cuts")
-
-
-def _check_sum(placement: Any, axis: str) -> None:
-    """Refuse partial results other than plain sums; embeddings' masked ones must be masked before the sum."""
-    operation = getattr(placement, "reduce_op", None)
-    if type(placement).__name__ != "Partial" or operation != "sum":
-        what = f"the ranks along {axis!r} hold partial results that are not addends of a sum"
-        next_step = "reduce the tensor before: redistribute it to Replicate or Shard"
-        raise LayoutError(what, got=repr(placement), want='Partial("sum"), Shard or Replicate', next_step=next_step)
 
 
 def _several_cuts_error(dim: int, axes: Sequence[str], where: str, pieces: int) -> LayoutError:
