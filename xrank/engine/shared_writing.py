@@ -105,8 +105,7 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
     path = os.path.join(OutputPlace.from_path(out).parent, told["name"])
     if told["files"]:  # otherwise rank 0 does not wait, and the stage may be the output already
         # A folder that certainly differs does not appear later: do not wait for a network file system's client.
-        nearest, theirs = _list_parents(path)[:1], [tuple(one) for one in told["above"]]
-        seconds = _ELSEWHERE_SECONDS if nearest and nearest[0] not in theirs else STALE_SECONDS
+        seconds = _ELSEWHERE_SECONDS if _is_elsewhere(path, told["above"]) else STALE_SECONDS
 
         def look() -> Journal | None:
             journal = read_journal(path)
@@ -181,6 +180,12 @@ def _list_parents(path: str) -> list[tuple[str, int]]:
             found.append((folder, os.stat(folder).st_ino))
         path = folder
     return found
+
+
+def _is_elsewhere(path: str, above: Sequence[Sequence[object]]) -> bool:
+    """Return whether the nearest existing folder above a path here is not among rank 0's."""
+    here = _list_parents(path)
+    return bool(here) and here[0] not in {(folder, inode) for folder, inode in above}
 
 
 def _await_sight(
