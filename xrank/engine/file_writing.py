@@ -242,11 +242,9 @@ class WrittenFiles(Struct, frozen=True):
     def notes(self) -> tuple[tuple[str, str], ...]:
         """Return the report's notes on differing replicas from which one was picked."""
         # Sorted: the manifest must not depend on which thread or rank found one first.
-        return tuple(
-            ("replicas-differ", f"{name}: rank {rank} differs in {count:,} elements; the lowest rank's were taken")
-            for name, ranks in sorted(self.outcome.differences.items())
-            for rank, count in sorted(ranks.items())
-        )
+        found = ((name, *one) for name, ranks in self.outcome.differences.items() for one in ranks.items())
+        texts = (f"{name}: rank {rank} differs in {count:,} elements" for name, rank, count in sorted(found))
+        return tuple(("replicas-differ", f"{text}; the lowest rank's were taken") for text in texts)
 
 
 def write_files(

@@ -276,13 +276,8 @@ def survey(
     meshes = {} if layouts.device_mesh is None else {"mesh": layouts.device_mesh}
     meshes.update((f"view {name}", view) for name, view in layouts.views.items())
     used = set(compiler.rules.values())
-    return Survey(
-        meshes,
-        texts,
-        tuple(found),
-        tuple(one.name for one in found if one.rule is None and one.problem is None),
-        tuple(rule for rule in texts if rule not in used),
-    )
+    unmatched = tuple(one.name for one in found if one.rule is None and one.problem is None)
+    return Survey(meshes, texts, tuple(found), unmatched, tuple(rule for rule in texts if rule not in used))
 
 
 class _Names(Struct, frozen=True):

@@ -411,13 +411,5 @@ def timed_report(command: str, started: float, *, fault: XrankError | None = Non
 
 def source_facts(source: StoredModel) -> SourceFacts:
     """Return the facts of a source."""
-    return SourceFacts(
-        path=source.path,
-        format=source.format,
-        recipe=source.recipe,
-        step=source.step,
-        world_size=source.world_size,
-        run_id=source.run_id,
-        nbytes=source.nbytes,
-        skipped_nbytes=source.skipped_nbytes,
-    )
+    names = ("path", "format", "recipe", "step", "world_size", "run_id", "nbytes", "skipped_nbytes")
+    return SourceFacts(**{name: getattr(source, name) for name in names})

@@ -473,13 +473,9 @@ class _Share:
             self._outputs.close()
         # Only of records that no other rank reads: of the others the first rank joins the parts, and reads the rest.
         read_rest(self._checksums, work.source, division.find_records(number, rank), _staging(work.budget))
-        return PartialResults(
-            tuple(outcome.parts.values()),
-            self._checksums.take_parts(division.find_records(number)),
-            self._checksums.num_checked,
-            outcome.differences,
-            outcome.shared_nbytes,
-        )
+        parts, shared = tuple(outcome.parts.values()), self._checksums.take_parts(division.find_records(number))
+        checked = self._checksums.num_checked
+        return PartialResults(parts, shared, checked, outcome.differences, outcome.shared_nbytes)
 
 
 class _Joining:

@@ -293,10 +293,6 @@ def _selection_after(
     names = {output.name for output in outputs}
     tied = {target: others for target, others in selection.tied.items() if target in names}
     lost = [name for target, others in selection.tied.items() if target not in tied for name in others]
-    return replace(
-        selection,
-        outputs=outputs,
-        tied=tied,
-        excluded=(*selection.excluded, *(name for name, made in told.items() if not made), *lost),
-        cast={name: text for name, text in selection.cast.items() if name not in told},
-    )
+    excluded = (*selection.excluded, *(name for name, made in told.items() if not made), *lost)
+    cast = {name: text for name, text in selection.cast.items() if name not in told}
+    return replace(selection, outputs=outputs, tied=tied, excluded=excluded, cast=cast)

@@ -487,11 +487,9 @@ class FileWindows(JoinedFile):
     def part(self) -> FilePart:
         """Return the digests and CRCs of the share's windows, which must all be done."""
         digests = ((tensor, digest.part()) for tensor, digest in enumerate(self.digests))
-        return FilePart(
-            self.index,
-            tuple((tensor, part) for tensor, part in digests if part.blocks or part.edges),
-            tuple((tensor, *part) for tensor, crc in enumerate(self._crcs) for part in crc.parts if part[0] < part[1]),
-        )
+        known = tuple((tensor, part) for tensor, part in digests if part.blocks or part.edges)
+        crcs = ((tensor, part) for tensor, crc in enumerate(self._crcs) for part in crc.parts)
+        return FilePart(self.index, known, tuple((tensor, *part) for tensor, part in crcs if part[0] < part[1]))
 
     def prepare(self, tensor: int) -> PreparedTensor:
         """Return a tensor's copies, ready for cutting; the last few are cached, as windows come in order."""

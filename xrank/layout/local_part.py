@@ -501,14 +501,9 @@ def _bind_dims(
 ) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
     """Return each dim with the axes that cut it and the numbers of its names; shared by all ranks."""
     bound = bind(tree, shape, dict(count_lengths), dict(sizes))
-    return tuple(
-        (
-            dim,
-            frozenset(axes_of(dim)),
-            tuple((name, bound[name]) for name in (*names_of_dim(dim), *count_names_of_dim(dim))),
-        )
-        for dim in tree.dims
-    )
+    names = {dim: (*names_of_dim(dim), *count_names_of_dim(dim)) for dim in tree.dims}
+    numbers = {dim: tuple((name, bound[name]) for name in own) for dim, own in names.items()}
+    return tuple((dim, frozenset(axes_of(dim)), numbers[dim]) for dim in tree.dims)
 
 
 def compile_bound_dims(bound: Iterable[tuple[Node, frozenset[str], Sizes]], places: Places) -> list[DimPart]:

@@ -407,12 +407,11 @@ class MeshViews(Struct, frozen=True):
         found = [(name, mesh) for name, mesh in self.others if wanted <= set(mesh.axis_names)]
         if len(found) != 1:
             what = f"{'several views have' if found else 'no view has'} the axes {sorted(wanted)}"
-            got = str([name for name, _ in found] or [mesh.grid for mesh in (self.main, *self._meshes())])
+            got = str(
+                [name for name, _ in found] or [mesh.grid for mesh in (self.main, *(mesh for _, mesh in self.others))]
+            )
             raise LayoutError(what, got=got, want="one view with all of them")
         return found[0][1]
-
-    def _meshes(self) -> tuple[DeviceMesh, ...]:
-        return tuple(mesh for _, mesh in self.others)
 
 
 def mesh_from_order(order: str, lengths: Mapping[str, int], ranks: Sequence[int] | None = None) -> DeviceMesh:
@@ -474,15 +473,11 @@ def megatron_views(
     # Both factorings divide the same ranks: dense weights ignore ep, experts ignore cp.
     dp = _remaining(world_size, {"tp": tp, "cp": cp, "pp": pp})
     edp = _remaining(world_size, {"etp": etp, "ep": ep, "pp": pp})
-    main = mesh_from_order(
-        "-".join(name for name in names if name != "ep"), {"tp": tp, "cp": cp, "dp": dp, "pp": pp}, ranks
-    )
+    own = "-".join(name for name in names if name != "ep")
+    main = mesh_from_order(own, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}, ranks)
     renamed = {"tp": "etp", "dp": "edp"}
-    expert = mesh_from_order(
-        "-".join(renamed.get(name, name) for name in names if name != "cp"),
-        {"etp": etp, "ep": ep, "edp": edp, "pp": pp},
-        ranks,
-    )
+    own = "-".join(renamed.get(name, name) for name in names if name != "cp")
+    expert = mesh_from_order(own, {"etp": etp, "ep": ep, "edp": edp, "pp": pp}, ranks)
     if ep > 1 and "ep" not in names:
         raise LayoutError(f"the order {order!r} leaves out 'ep', which has {ep} places", want="'ep' in the order")
     # Experts of a layer are on the stage of its dense weights, so both meshes must agree on the stages.

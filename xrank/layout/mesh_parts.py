@@ -80,11 +80,8 @@ def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num
         case Split(of, axis):
             return _cut(dim, compile_places(of, sizes, places, num_places), *places[axis], sizes)
         case Flat(members, multiple):
-            compiled = [
-                product_table((compile_places(each, sizes, places, num_places) for each in member.dims), num_places)
-                for member in members
-            ]
-            whole = _end_to_end(compiled)
+            dims = [[compile_places(each, sizes, places, num_places) for each in member.dims] for member in members]
+            whole = _end_to_end([product_table(own, num_places) for own in dims])
             return whole if multiple is None else _pad(whole, multiple, sizes)
 
 
@@ -200,19 +197,14 @@ class MeshParts(Struct, frozen=True, eq=False):
         """Convert rank -> (nests, local shape, local elements); either all ranks have a shape or none."""
         found: dict[tuple[tuple[Nest, ...], tuple[int, ...] | None, int], int] = {}
         ranks = sorted(held)
-        part = int_array(
-            found.setdefault((tuple(nests), shape, num_elements), len(found))
-            for nests, shape, num_elements in map(held.__getitem__, ranks)
-        )
-        shapes = [shape for _, shape, _ in found if shape is not None]
-        return cls(
-            int_array(ranks),
-            part,
-            int_array(num_elements for _, _, num_elements in found),
-            np.repeat(np.arange(len(found)), [len(nests) for nests, _, _ in found]),
-            NestTable.from_nests([nest for nests, _, _ in found for nest in nests]),
-            np.array(shapes, dtype=np.int64).reshape(len(found), -1) if shapes else None,
-        )
+        kinds = ((tuple(nests), shape, num_elements) for nests, shape, num_elements in map(held.__getitem__, ranks))
+        part = int_array(found.setdefault(kind, len(found)) for kind in kinds)
+        sizes = int_array(num_elements for _, _, num_elements in found)
+        owner = np.repeat(np.arange(len(found)), [len(nests) for nests, _, _ in found])
+        table = NestTable.from_nests([nest for nests, _, _ in found for nest in nests])
+        known = [shape for _, shape, _ in found if shape is not None]
+        shapes = np.array(known, dtype=np.int64).reshape(len(found), -1) if known else None
+        return cls(int_array(ranks), part, sizes, owner, table, shapes)
 
     @property
     def first_ranks(self) -> IntArray:

@@ -35,11 +35,8 @@ class NestTable(Struct, frozen=True, eq=False):
         depth = max((len(nest.loops) for nest in nests), default=0)
         filler = ((1, 0, 0),)
         rows = [nest.loops + filler * (depth - len(nest.loops)) for nest in nests]
-        return cls(
-            int_array(nest.x for nest in nests),
-            int_array(nest.y for nest in nests),
-            np.array(rows, dtype=np.int64).reshape(len(nests), depth, 3),
-        )
+        loops = np.array(rows, dtype=np.int64).reshape(len(nests), depth, 3)
+        return cls(int_array(nest.x for nest in nests), int_array(nest.y for nest in nests), loops)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -115,25 +112,16 @@ def canonical_rows(nests: NestTable) -> NestTable:
 
 
 def product_rows(major: NestTable, minor: NestTable, local_sizes: IntArray, global_size: int) -> NestTable:
-    """Return for each row the nest of a product of two index spaces.
+    """Return the products of nests of two spaces, row by row; each index of the major one counts a whole minor space.
 
-    Args:
-        major: the nests whose indices count the minor space as a whole.
-        minor: the same number of nests, in the minor space.
-        local_sizes: local size of each row's minor space.
-        global_size: global size of the minor space.
+    Each row's minor space has its local size, and all have the same global size.
     """
     loops = major.loops.copy()
     # Each major stride covers the whole minor space, so the joined strides fall, as `canonical_rows` expects.
     loops[:, :, 1] *= local_sizes[:, None]
     loops[:, :, 2] *= global_size
-    return canonical_rows(
-        NestTable(
-            major.x * local_sizes + minor.x,
-            major.y * global_size + minor.y,
-            np.concatenate((loops, minor.loops), axis=1),
-        )
-    )
+    x, y = major.x * local_sizes + minor.x, major.y * global_size + minor.y
+    return canonical_rows(NestTable(x, y, np.concatenate((loops, minor.loops), axis=1)))
 
 
 def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntArray, NestTable]:
@@ -175,13 +163,8 @@ def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntA
         # The loops are nested, so each edge is a single iteration.
         edge = np.maximum(whole_last + 1, whole_first)
         sides = ((first, first < np.minimum(whole_first, last + 1)), (edge, edge <= last))
-        rows, x, y, loops = (
-            np.concatenate(each)
-            for each in zip(
-                *((rows[there], (x + step * xs)[there], (y + step * ys)[there], inner[there]) for step, there in sides),
-                strict=True,
-            )
-        )
+        cut = [(rows[there], (x + step * xs)[there], (y + step * ys)[there], inner[there]) for step, there in sides]
+        rows, x, y, loops = (np.concatenate(each) for each in zip(*cut, strict=True))
     if not found:
         return rows, nests
     table = join_rows([NestTable(x, y, loops) for _, x, y, loops in found])
@@ -194,11 +177,8 @@ def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntA
 def join_rows(tables: Sequence[NestTable]) -> NestTable:
     """Concatenate tables, padded to the same number of loops."""
     depth = max(table.loops.shape[1] for table in tables)
-    return NestTable(
-        np.concatenate([table.x for table in tables]),
-        np.concatenate([table.y for table in tables]),
-        _trim(np.concatenate([table.with_depth(depth).loops for table in tables])),
-    )
+    x, y = np.concatenate([table.x for table in tables]), np.concatenate([table.y for table in tables])
+    return NestTable(x, y, _trim(np.concatenate([table.with_depth(depth).loops for table in tables])))
 
 
 def _trim(loops: IntArray) -> IntArray:
