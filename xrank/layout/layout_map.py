@@ -150,17 +150,14 @@ def parse_tables(tables: dict[str, Any], file: str) -> LayoutFile:
         if not isinstance(text, str) or not text.lstrip().startswith(("[", "flat(", "scale(", "packed(")):
             want = '"pattern" = "[f/tp, h]", the pattern in quotes'
             raise _wrong(file, f"the rule {pattern!r} has no layout's text", text, want)
-    return LayoutFile(mesh, views, sizes, tables.get("tensors", {}), _aliases(tables.get("alias", {}), file))
-
-
-def _aliases(table: dict[str, Any], file: str) -> dict[str, str]:
-    for name, target in table.items():
+    aliases = tables.get("alias", {})
+    for name, target in aliases.items():
         if not isinstance(target, str) or name == target:
             raise _wrong(file, f"the alias {name!r} names no other tensor", target, "a name")
-        if target in table:
+        if target in aliases:
             problem = f"the alias {name!r} stands for {target!r}, an alias itself"
             raise _wrong(file, problem, want="the name of a tensor with a layout")
-    return table
+    return LayoutFile(mesh, views, sizes, tables.get("tensors", {}), aliases)
 
 
 def _wrong(file: str, problem: str, got: object = None, want: str | None = None) -> LayoutError:

@@ -407,9 +407,8 @@ class MeshViews(Struct, frozen=True):
         found = [(name, mesh) for name, mesh in self.others if wanted <= set(mesh.axis_names)]
         if len(found) != 1:
             what = f"{'several views have' if found else 'no view has'} the axes {sorted(wanted)}"
-            got = str(
-                [name for name, _ in found] or [mesh.grid for mesh in (self.main, *(mesh for _, mesh in self.others))]
-            )
+            grids = [self.main.grid, *(mesh.grid for _, mesh in self.others)]
+            got = str([name for name, _ in found] or grids)
             raise LayoutError(what, got=got, want="one view with all of them")
         return found[0][1]
 

@@ -75,10 +75,7 @@ class NestTable(Struct, frozen=True, eq=False):
 def rows_of(owner: IntArray, chosen: IntArray, num_owners: int) -> tuple[IntArray, IntArray]:
     """Return the rows of the chosen owners, one owner after the other: (row numbers, indices into `chosen`).
 
-    Args:
-        owner: the owner of each row, rising.
-        chosen: owners in any order, possibly repeated.
-        num_owners: number of owners.
+    The rows' owners rise; the chosen ones may repeat, in any order.
     """
     counts = np.bincount(owner, minlength=num_owners)
     starts = np.cumsum(counts) - counts

@@ -428,7 +428,14 @@ def from_placements(
             packed = pieces.setdefault(dim, int(placement.split_factor))
             if packed > 1 and cuts[dim]:
                 raise _several_cuts_error(dim, [axis, *cuts[dim]], f"the placements {list(placements)}", packed)
-            cuts[dim].insert(_cuts_before(placement, cuts[dim], packed, mesh, axis), axis)
+            factor, parts, before = int(placement.split_factor), packed, 0
+            # The known cuts, from the first on, that make the parts which the factor counts.
+            while parts != factor:
+                if before == len(cuts[dim]):
+                    raise _factor_error(placement, factor, cuts[dim], packed, mesh, axis)
+                parts *= mesh.axis_length(cuts[dim][before])
+                before += 1
+            cuts[dim].insert(before, axis)
             strided.add(dim)
         elif placement.is_shard():
             dim = _dim(placement, ndim, axis)
@@ -597,18 +604,6 @@ def _dim(placement: Any, ndim: int, axis: str) -> int:
         what = f"the placement along {axis!r} cuts a dim that the tensor does not have"
         raise LayoutError(what, got=repr(placement), want=f"a dim of {ndim}")
     return dim % ndim
-
-
-def _cuts_before(placement: Any, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str) -> int:
-    """Return how many of the known cuts, from the first on, make the parts that a strided shard's factor counts."""
-    factor = int(placement.split_factor)
-    parts = packed
-    for count, later in enumerate((*axes, None)):
-        if parts == factor:
-            return count
-        if later is not None:
-            parts *= mesh.axis_length(later)
-    raise _factor_error(placement, factor, axes, packed, mesh, axis)
 
 
 def _factor_error(

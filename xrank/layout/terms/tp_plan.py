@@ -111,7 +111,8 @@ def from_tp_plan(
     for generic, of_layers in layouts.items():
         # Layers whose parameter has equal layouts share one key; otherwise each name is a key.
         if len(set(of_layers.values())) == 1:
-            result[_pattern(generic)] = next(iter(of_layers.values()))
+            words = (r"\d+" if word == "*" else re.escape(word) for word in generic.split("."))
+            result[r"\.".join(words) if "*" in generic else generic] = next(iter(of_layers.values()))
         else:
             for name, layout in of_layers.items():
                 result[name] = layout
@@ -179,13 +180,6 @@ def _generic(name: str) -> str:
     As there, only the first of two adjacent numbers is replaced.
     """
     return re.sub(r"\.\d+(?P<end>\.|$)", r".*\g<end>", name)
-
-
-def _pattern(generic: str) -> str:
-    """Return the LayoutMap's key for a name, which may have wildcards."""
-    if "*" not in generic:
-        return generic
-    return r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in generic.split("."))
 
 
 def _layout(cut: Cut | None, shape: tuple[int, ...], mesh: DeviceMesh, axis: str, *rule: str) -> TensorLayout:
