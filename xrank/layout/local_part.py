@@ -416,7 +416,7 @@ def local_part(
         LocalPart(shape=(2, 3), nests=(Nest(x=0, y=6, loops=((6, 1, 1),)),), sums=())
     """
     lengths, places = places_of(layout, mesh, coordinate)
-    if layout.tree.where and not holds(layout, mesh, coordinate):
+    if not holds(layout, mesh, coordinate):
         return None
     known = _relevant(layout.tree, check_sizes(sizes)) if sizes else ()
     # Axes in "where" and "sum" do not change the part: without them in the key, ranks along them share a cache entry.
@@ -426,6 +426,8 @@ def local_part(
 
 def holds(layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int]) -> bool:
     """Return whether the layout's "where" includes a rank; arguments as in `local_part`."""
+    if not layout.tree.where:
+        return True
     at = {axis: (length - 1, place) for axis, length, place in places_of(layout, mesh, coordinate)[1]}
     for where in layout.tree.where:
         end, place = at[where.axis]
