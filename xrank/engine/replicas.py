@@ -34,10 +34,11 @@ def prefer_own_copies(plan: Plan, holder: IntArray, rank: int) -> Plan:
     `holder` has by record the rank that holds it.
     """
 
-    def choose(number: int, twins: Sequence[_Row]) -> _Row:
-        own = [(copies, row) for copies, row in twins if holder[copies.record[row]] == rank]
+    def choose(number: int, tensor: TensorPlan, twin: IntArray) -> dict[int, int]:
+        own = np.flatnonzero((twin >= 0) & (holder[tensor.replicas.record] == rank))
         # A copy in the rank's own memory needs no exchange.
-        return own[-1] if own and own[0] != twins[0] else twins[0]
+        own = own[holder[tensor.copies.record[twin[own]]] != rank]
+        return dict(zip(twin[own].tolist(), own.tolist(), strict=True))
 
     return _choose_twins(plan, choose, keeps_others=True)
 
@@ -48,29 +49,37 @@ def spread_copies(plan: Plan, number: int) -> Plan:
     The pieces of one reader are spread, too, so that ranks which hold the same serve equal shares. The result has no
     replicas.
     """
-    return _choose_twins(plan, lambda tensor, twins: twins[(number + tensor) % len(twins)], keeps_others=False)
+
+    def choose(tensor_number: int, tensor: TensorPlan, twin: IntArray) -> dict[int, int]:
+        rows_of: dict[int, list[int]] = {}
+        for row, copy in enumerate(twin.tolist()):
+            rows_of.setdefault(copy, []).append(row)
+        turns = ((copy, rows, (number + tensor_number) % (len(rows) + 1)) for copy, rows in rows_of.items())
+        return {copy: rows[turn - 1] for copy, rows, turn in turns if turn and copy >= 0}
+
+    return _choose_twins(plan, choose, keeps_others=False)
 
 
-_Row: TypeAlias = tuple[Copies, int]
-
-
-def _choose_twins(plan: Plan, choose: Callable[[int, Sequence[_Row]], _Row], *, keeps_others: bool) -> Plan:
-    """Read, of a copy and its replicas with the same destination, the one that `choose` returns for (tensor, rows)."""
+def _choose_twins(
+    plan: Plan, choose: Callable[[int, TensorPlan, IntArray], dict[int, int]], *, keeps_others: bool
+) -> Plan:
+    """Read replicas in place of copies: `choose` returns row of the copy -> row of its twin, by tensor and twins."""
     numbers = count()
 
     def apply(tensor: TensorPlan) -> TensorPlan:
-        number, twin = next(numbers), find_twins(tensor) if len(tensor.replicas) else None
-        if twin is None:
+        number = next(numbers)
+        if not len(tensor.replicas):
             return tensor
-        choices: list[list[_Row]] = [[(tensor.copies, row)] for row in range(len(tensor.copies))]
-        for row in np.flatnonzero(twin >= 0).tolist():
-            choices[twin[row]].append((tensor.replicas, row))
-        rows = [choose(number, twins) for twins in choices]
-        copies = Copies(
-            np.array([copies.rank[row] for copies, row in rows], np.int64),
-            np.array([copies.record[row] for copies, row in rows], np.int64),
-            NestTable.from_nests([copies.nests[row] for copies, row in rows]),
-        )
+        copies, twin = tensor.copies, find_twins(tensor)
+        chosen = choose(number, tensor, twin)
+        if chosen:
+            whole, table = range(len(copies)), tensor.replicas
+            rows = [(table, chosen[row]) if row in chosen else (tensor.copies, row) for row in whole]
+            copies = Copies(
+                np.array([each.rank[row] for each, row in rows], np.int64),
+                np.array([each.record[row] for each, row in rows], np.int64),
+                NestTable.from_nests([each.nests[row] for each, row in rows]),
+            )
         rest = np.flatnonzero((twin < 0) & keeps_others)
         return replace(tensor, copies=copies, replicas=tensor.replicas.take(rest))
 
