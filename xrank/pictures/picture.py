@@ -119,14 +119,6 @@ def draw_facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield "</div>"
 
 
-def draw_rows(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a table of labels and texts."""
-    yield "<table>"
-    for label, text in rows:
-        yield f"<tr><th>{page_text(label)}<td>{page_text(text)}"
-    yield "</table>"
-
-
 _CHART_WIDTH = 480
 
 
@@ -244,9 +236,10 @@ def draw_report(report: Report, samples: Sequence[Sample] = ()) -> Iterator[str]
     if report.peak_rss_nbytes:
         facts.append((size_text(report.peak_rss_nbytes), "peak memory"))
     yield from draw_facts(facts)
-    yield '<div class="wide">'
-    yield from draw_rows(report_rows(report))
-    yield "</div>"
+    yield '<div class="wide"><table>'
+    for label, text in report_rows(report):
+        yield f"<tr><th>{page_text(label)}<td>{page_text(text)}"
+    yield "</table></div>"
     if len(samples) > 2:
         yield from _draw_rates(samples)
     yield from _draw_output(made)
