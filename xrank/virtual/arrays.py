@@ -53,9 +53,7 @@ ArrayKind: TypeAlias = Literal["numpy", "torch"]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
-"""Numpy's binary function for each reduction."""
-
-_TORCH_FUNCTIONS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "mul"}
+"""The binary function for each reduction, of numpy and of torch alike."""
 
 _TORCH_COMPUTES = frozenset(("F64", "F32", "F16", "BF16", "C64", "I64", "I32", "I16", "I8", "U8", "BOOL"))
 """Element types that torch can compute with on a CPU; numpy and ml_dtypes compute with all types."""
@@ -148,22 +146,16 @@ def split_lengths(length: int, count: int) -> tuple[int, ...]:
     return (short + 1,) * num_longer + (short,) * (count - num_longer)
 
 
-def split_at(array: Array, lengths: Sequence[int], dim: int) -> tuple[Array, ...]:
-    """Return views of the parts of these lengths along a dim; the lengths add up to the dim's length."""
-    assert sum(lengths) == array.shape[dim], (lengths, array.shape, dim)
+def split_evenly(array: Array, count: int, dim: int) -> tuple[Array, ...]:
+    """Return views of `count` parts along a dim, with the lengths of `split_lengths`."""
     index: list[Any] = [slice(None)] * len(array.shape)
     parts = []
     start = 0
-    for length in lengths:
+    for length in split_lengths(array.shape[dim], count):
         index[dim] = slice(start, start + length)
         parts.append(array[tuple(index)])
         start += length
     return tuple(parts)
-
-
-def split_evenly(array: Array, count: int, dim: int) -> tuple[Array, ...]:
-    """Return views of `count` parts along a dim, with the lengths of `split_lengths`."""
-    return split_at(array, split_lengths(array.shape[dim], count), dim)
 
 
 def fold(left: Array, right: Array, reduction: str) -> Array:
@@ -177,7 +169,7 @@ def fold(left: Array, right: Array, reduction: str) -> Array:
     if name in _TORCH_COMPUTES:
         import torch
 
-        return getattr(torch, _TORCH_FUNCTIONS[reduction])(left.detach(), right.detach())
+        return getattr(torch, _UFUNCS[reduction])(left.detach(), right.detach())
     # torch has no CPU kernels for narrow types; numpy computes them with ml_dtypes on the same bytes.
     folded = _numpy_fold(_as_numpy(left), _as_numpy(right), reduction)
     return from_bytes(bytes_of(folded), spec_of(left), "torch")

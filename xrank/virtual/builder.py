@@ -99,7 +99,16 @@ class ProgramBuilder:
         """Return each device's ranges, in mesh order."""
         if not shape:
             return [()] * len(self._coordinates)
-        return list(zip(*map(self._bounds_of, dims, shape), strict=True))
+        for key in zip(dims, shape, strict=True):
+            if key not in self._bounds:
+                found: dict[tuple[int, ...], tuple[int, int]] = {}
+                places = [tuple(at[axis] for axis in key[0].axes) for at in self._coordinates]
+                for place, at in zip(places, self._coordinates, strict=True):
+                    # Devices at equal places along the cutting axes have equal bounds; such places are few.
+                    if place not in found:
+                        found[place] = bounds_of(*key, self.mesh, at)
+                self._bounds[key] = [found[place] for place in places]
+        return list(zip(*(self._bounds[key] for key in zip(dims, shape, strict=True)), strict=True))
 
     def specs(self, value: Value) -> list[ArraySpec]:
         """Return the spec of each device's shard, in mesh order."""
@@ -271,19 +280,6 @@ class ProgramBuilder:
                 )
             )
         return result
-
-    def _bounds_of(self, dim: DimSharding, size: int) -> list[tuple[int, int]]:
-        """Return each device's (start, stop) of one dim."""
-        key = (dim, size)
-        if key not in self._bounds:
-            found: dict[tuple[int, ...], tuple[int, int]] = {}
-            places = [tuple(at[axis] for axis in dim.axes) for at in self._coordinates]
-            for place, at in zip(places, self._coordinates, strict=True):
-                # Devices at equal places along the cutting axes have equal bounds; such places are few.
-                if place not in found:
-                    found[place] = bounds_of(dim, size, self.mesh, at)
-            self._bounds[key] = [found[place] for place in places]
-        return self._bounds[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,18 @@ class CollectiveCall:
     def run(self, brought: Array | Sequence[Array] | None, links: Links) -> tuple[Any, Traffic]:
         """Execute all steps with an array, or one part per member; return the caller's own result, and the traffic."""
         traffic = Traffic(1)
-        self._fill_slots(brought)
+        size = len(self.members)
+        match self.course.start:
+            case "whole":
+                self.slots[self.place] = brought
+            case "flat":
+                assert brought is not None
+                self.slots.update(enumerate(split_evenly(reshape(brought, (-1,)), size, 0)))
+            case "parts" if isinstance(brought, list | tuple):
+                self.slots.update(enumerate(brought))
+            case "parts":
+                assert brought is not None and self.dim is not None
+                self.slots.update(enumerate(split_evenly(brought, size, self.dim)))
         wanted = self._compute_specs()
         for step in self.course.steps:
             if isinstance(step, SendSlot):
@@ -116,21 +127,6 @@ class CollectiveCall:
             assert not step.fold or self.reduction is not None
             self.slots[step.slot] = fold(array, self.slots[step.slot], self.reduction or "") if step.fold else array
         return self._result(brought), traffic
-
-    def _fill_slots(self, brought: Array | Sequence[Array] | None) -> None:
-        size = len(self.members)
-        match self.course.start:
-            case "whole":
-                self.slots[self.place] = brought
-            case "flat":
-                assert brought is not None
-                flat = reshape(brought, (-1,))
-                self.slots.update(enumerate(split_evenly(flat, size, 0)))
-            case "parts" if isinstance(brought, list | tuple):
-                self.slots.update(enumerate(brought))
-            case "parts":
-                assert brought is not None and self.dim is not None
-                self.slots.update(enumerate(split_evenly(brought, size, self.dim)))
 
     def _compute_specs(self) -> Mapping[int, ArraySpec]:
         """Return the spec that each slot must receive, as far as this device knows; a length of -1 matches any."""
@@ -425,16 +421,14 @@ class VirtualDevice:
         if not is_dim and dim is not None:
             raise self._refusal(collective, f"has dim {dim!r} of a shape {spec.shape}", "a dim of the array")
         if collective in ("all_reduce", "reduce_scatter"):
-            self._check_reduction(collective, spec.dtype, reduction)
+            dtype = spec.dtype
+            if reduction not in REDUCTIONS:
+                raise self._refusal(collective, f"has the reduction {reduction!r}", f"one of {list(REDUCTIONS)}")
+            if reduction == "mean" and (dtype[0] in "IU" or dtype == "BOOL"):
+                raise self._refusal(collective, f"is a mean of {dtype}", "floats; or a sum, divided as you choose")
+            if reduction in ("max", "min") and dtype == "C64":
+                raise self._refusal(collective, f"is a {reduction} of {dtype}", "numbers that have an order")
         return dim if dim is None else dim % len(spec.shape)
-
-    def _check_reduction(self, collective: str, dtype: str, reduction: str | None) -> None:
-        if reduction not in REDUCTIONS:
-            raise self._refusal(collective, f"has the reduction {reduction!r}", f"one of {list(REDUCTIONS)}")
-        if reduction == "mean" and (dtype[0] in "IU" or dtype == "BOOL"):
-            raise self._refusal(collective, f"is a mean of {dtype}", "floats; or a sum, divided as you choose")
-        if reduction in ("max", "min") and dtype == "C64":
-            raise self._refusal(collective, f"is a {reduction} of {dtype}", "numbers that have an order")
 
     def _partner(self, device: int) -> int:
         if device not in self.mesh or device == self.index:
@@ -501,22 +495,19 @@ def _do(instruction: Any, inputs: Sequence[Array], device: VirtualDevice) -> Seq
                 )
             return outputs
         case Communicate():
-            result = _communicate(instruction, inputs[0] if inputs else None, device)
+            name, group, dim = instruction.collective, instruction.group, instruction.dim or 0
+            if name not in COLLECTIVES:
+                raise UsageError(
+                    f"unknown collective {name!r}", rank=device.index, want=f"one of {', '.join(COLLECTIVES)}"
+                )
+            cut = None if name in (*ALWAYS_PUSH, "all_reduce", "broadcast") else dim
+            reduction = (instruction.reduction or "sum") if name in ("all_reduce", "reduce_scatter") else None
+            given = inputs[0] if inputs else None
+            given = list(split_evenly(given, len(group), dim)) if name == "all_to_all" else given
+            result = device.exchange(name, given, group=group, dim=cut, reduction=reduction, root=instruction.root)
+            result = concatenate(result, dim) if isinstance(result, list) else result
             return (result,) if instruction.output else ()
     raise AssertionError(instruction)
-
-
-def _communicate(call: Communicate, array: Array | None, device: VirtualDevice) -> Array | None:
-    if call.collective not in COLLECTIVES:
-        raise UsageError(
-            f"unknown collective {call.collective!r}", rank=device.index, want=f"one of {', '.join(COLLECTIVES)}"
-        )
-    dim = call.dim or 0
-    cut = None if call.collective in (*ALWAYS_PUSH, "all_reduce", "broadcast") else dim
-    reduction = (call.reduction or "sum") if call.collective in ("all_reduce", "reduce_scatter") else None
-    given = list(split_evenly(array, len(call.group), dim)) if call.collective == "all_to_all" else array
-    result = device.exchange(call.collective, given, group=call.group, dim=cut, reduction=reduction, root=call.root)
-    return concatenate(result, dim) if isinstance(result, list) else result
 
 
 def _title(instruction: Any) -> str:
@@ -630,7 +621,13 @@ class VirtualCluster:
                     want="its arguments after it: run(function, x, y)",
                 )
             _check_function(operation)
-            jobs, names = self._make_function_jobs(operation, args), None
+            # A forked process has its own copies.
+            copied = self.engine == "in-process"
+            jobs = [
+                DeviceJob(device, partial(self._call, device, operation, _copy_arguments(args) if copied else args))
+                for device in self.mesh.ranks
+            ]
+            names = None
         outcome = self._engine()(jobs, timeout_seconds=self.timeout_seconds)
         _check_received(outcome)
         statistics = Statistics(tuple(statistics for _, statistics in outcome.results))
@@ -652,14 +649,6 @@ class VirtualCluster:
         from xrank.virtual import processes
 
         return processes.run
-
-    def _make_function_jobs(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[DeviceJob]:
-        # A forked process has its own copies.
-        copied = self.engine == "in-process"
-        return [
-            DeviceJob(device, partial(self._call, device, function, _copy_arguments(args) if copied else args))
-            for device in self.mesh.ranks
-        ]
 
     def _call(
         self, index: int, function: Callable[..., Any], args: tuple[Any, ...], links: Links

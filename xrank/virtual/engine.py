@@ -529,17 +529,11 @@ def _join_threads(monitor: Monitor, threads: dict[int, threading.Thread]) -> Non
     for device, thread in threads.items():
         if thread.is_alive() and device not in monitor.live:  # on a busy machine, it has not exited yet
             thread.join(max(0.0, begun + _EXIT_SECONDS - monotonic()))
-    _wait_for_exits([thread for thread in threads.values() if not thread.is_alive()])
-
-
-def _wait_for_exits(threads: Sequence[threading.Thread]) -> None:
-    """Wait until the kernel has removed threads that Python has joined.
-
-    After `join` returns, C libraries still clean up after the thread under their own locks (MKL under a spin lock). A
-    fork at that moment, such as the process engine's, would leave the lock locked in the child forever.
-    """
+    # After `join` returns, C libraries still clean up after the thread under their own locks (MKL under a spin lock). A
+    # fork at that moment, such as the process engine's, would leave the lock locked in the child forever: so wait until
+    # the kernel has removed the joined threads.
     end = monotonic() + _EXIT_SECONDS
-    for thread in threads:
+    for thread in [thread for thread in threads.values() if not thread.is_alive()]:
         while thread.native_id and os.path.exists(f"/proc/self/task/{thread.native_id}") and monotonic() < end:
             sleep(0.0002)
 

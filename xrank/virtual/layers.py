@@ -9,7 +9,7 @@ along the axes that cut the columns, dB along those that cut the rows. `cheapest
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
@@ -429,17 +429,8 @@ class FeedForwardSharding:
     def gspmd(cls, x: str = "x", y: str = "y") -> FeedForwardSharding:
         """Return GSPMD's sharding over two axes."""
         rows = TensorSharding((x, None, y))
-        return cls(
-            (
-                rows,
-                TensorSharding((x, y)),
-                TensorSharding((y,)),
-                rows,
-                TensorSharding((y, x)),
-                TensorSharding((y,)),
-                rows,
-            )
-        )
+        w1, b, w2 = (TensorSharding(dims) for dims in ((x, y), (y,), (y, x)))
+        return cls((rows, w1, b, rows, w2, b, rows))
 
     @classmethod
     def megatron(cls, axis: str, num_dims: int = 3) -> FeedForwardSharding:
@@ -507,11 +498,9 @@ class FeedForward(ShardedOperation):
 
     def build(self, builder: ProgramBuilder, inputs: Mapping[str, Value]) -> Mapping[str, Value]:
         """Write the layer."""
-        hidden = _write_hidden(builder, inputs, self.sharding)
-        w2 = inputs["w2"]
-        out = product(
-            builder, hidden.after, w2, _choose_block(builder, hidden.after, w2, self.sharding.out), self.sharding.out
-        )
+        _, hidden, _ = _write_hidden(builder, inputs, self.sharding)
+        w2, wanted = inputs["w2"], self.sharding.out
+        out = product(builder, hidden, w2, _choose_block(builder, hidden, w2, wanted), wanted)
         return {"out": _add_bias(builder, out, inputs["b2"])}
 
     def backward(self) -> FeedForwardBackward:
@@ -542,26 +531,19 @@ class FeedForwardBackward(_Backward):
         """Recompute the layer up to relu, then write all gradients."""
         sharding = self.forward.sharding
         x, dout, w2 = inputs["x"], inputs["dout"], inputs["w2"]
-        hidden = _write_hidden(builder, inputs, sharding)
+        before, after, block = _write_hidden(builder, inputs, sharding)
         check_gradient("dout", dout, x.shape, x.dtype)
-        block = _choose_block(builder, hidden.after, w2, sharding.out)
-        dhidden, dw2 = product_backward(builder, hidden.after, w2, dout, block)
-        before = builder.compute("relu_backward", (hidden.before, dhidden), dhidden.shape, dhidden.sharding)
-        dx, dw1 = product_backward(builder, x, inputs["w1"], before, hidden.block)
-        db1, db2 = _column_sum(builder, before), _column_sum(builder, dout)
+        dafter, dw2 = product_backward(builder, after, w2, dout, _choose_block(builder, after, w2, sharding.out))
+        dbefore = builder.compute("relu_backward", (before, dafter), dafter.shape, dafter.sharding)
+        dx, dw1 = product_backward(builder, x, inputs["w1"], dbefore, block)
+        db1, db2 = _column_sum(builder, dbefore), _column_sum(builder, dout)
         return {"dx": dx, "dw1": dw1, "db1": db1, "dw2": dw2, "db2": db2}
 
 
-@dataclass(frozen=True, slots=True)
-class _Hidden:
-    """The middle of the layer: before relu, after it, and the block of the first product."""
-
-    before: Value
-    after: Value
-    block: MatrixBlock = field(repr=False)
-
-
-def _write_hidden(builder: ProgramBuilder, inputs: Mapping[str, Value], sharding: FeedForwardSharding) -> _Hidden:
+def _write_hidden(
+    builder: ProgramBuilder, inputs: Mapping[str, Value], sharding: FeedForwardSharding
+) -> tuple[Value, Value, MatrixBlock]:
+    """Write the middle of the layer; return it before relu and after it, and the block of the first product."""
     x, w1 = check_factors("x", inputs["x"], "w1", inputs["w1"])
     sizes = (w1.shape[1], w1.shape[0])
     for name, shape in (("w2", sizes), ("b1", sizes[:1]), ("b2", sizes[1:])):
@@ -573,7 +555,7 @@ def _write_hidden(builder: ProgramBuilder, inputs: Mapping[str, Value], sharding
     block = _choose_block(builder, x, w1, sharding.hidden)
     before = _add_bias(builder, product(builder, x, w1, block, sharding.hidden), inputs["b1"])
     after = builder.compute("relu", (before,), before.shape, before.sharding)
-    return _Hidden(before, after, block)
+    return before, after, block
 
 
 def _choose_block(builder: ProgramBuilder, left: Value, right: Value, wanted: TensorSharding) -> MatrixBlock:

@@ -171,40 +171,6 @@ def _unreadable(file: str | None, got: str, want: str) -> UsageError:
     )
 
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
-
-
-class _GroupTimes(NamedTuple):
-    """Times of each member, in the group's order, in seconds."""
-
-    left: FloatArray
-    """Time at which the member leaves."""
-    sent: FloatArray
-    """Time spent sending."""
-    waited: FloatArray
-    """Time spent waiting for others."""
-
-
-def _group_times(
-    instruction: Communicate, algorithm: str, entered: FloatArray, latency: float, bandwidth: float
-) -> _GroupTimes:
-    """Compute when the members leave a collective without a root, for all of them at once, in the group's order."""
-    now, sent, waited = entered, np.zeros(len(entered)), np.zeros(len(entered))
-    last = entered
-    for step, nbytes in iterate_steps(instruction.collective, algorithm, instruction.given, instruction.dim):
-        if isinstance(step, SendSlot):
-            now = now + nbytes / bandwidth
-            sent += nbytes / bandwidth
-            # The roll moves each sender's arrival time to its receiver. Receives that follow one another take all
-            # messages in transit, so the last arrival alone counts.
-            last = np.maximum(last, np.roll(now + latency, step.member))
-        else:
-            arrived = np.maximum(now, last)
-            waited += arrived - now
-            now = arrived
-    return _GroupTimes(now, sent, waited)
-
-
 class LinkSample(NamedTuple):
     """A measurement for `LinkModel.from_samples`: the sequential work of one device."""
 
@@ -382,7 +348,13 @@ class _Play:
         self.calls: dict[tuple[int, ...], list[_GroupCall]] = {}
 
     def run(self, programs: Sequence[Program]) -> Timeline:
-        self._send_packets(programs)
+        latency, bandwidth = self.model.host or self.model.link()
+        now = 0.0
+        for program in programs:
+            for instruction in program.instructions:
+                if isinstance(instruction, Receive):
+                    now += instruction.spec.nbytes / bandwidth
+                    self.arrivals.setdefault((HOST, program.device), deque()).append(now + latency)
         self.clocks = {program.device: _Clock(self._events(program)) for program in programs}
         ready = deque(self.clocks)
         while ready:
@@ -449,29 +421,30 @@ class _Play:
         if len(call.entered) < len(group):
             return False
         members = [self.clocks[device] for device in group]
-        entered = np.array([member.now for member in members])
-        link = self.model.link(call.instruction.axes)
-        for member, left, sent, waited in zip(
-            members, *_group_times(call.instruction, self.algorithm, entered, *link), strict=True
-        ):
-            member.now = float(left)
-            member.send += float(sent)
-            member.wait += float(waited)
+        latency, bandwidth = self.model.link(call.instruction.axes)
+        # All members' times at once, in the group's order.
+        now = last = np.array([member.now for member in members])
+        sent, waited = np.zeros(len(group)), np.zeros(len(group))
+        collective, given, dim = call.instruction.collective, call.instruction.given, call.instruction.dim
+        for step, nbytes in iterate_steps(collective, self.algorithm, given, dim):
+            if isinstance(step, SendSlot):
+                now = now + nbytes / bandwidth
+                sent += nbytes / bandwidth
+                # The roll moves each sender's arrival time to its receiver. Receives that follow one another take all
+                # messages in transit, so the last arrival alone counts.
+                last = np.maximum(last, np.roll(now + latency, step.member))
+            else:
+                arrived = np.maximum(now, last)
+                waited += arrived - now
+                now = arrived
+        for place, member in enumerate(members):
+            member.now = float(now[place])
+            member.send += float(sent[place])
+            member.wait += float(waited[place])
             member.taking = member.call = None
         # The last member to enter goes on at once; the others stopped in `_advance` when they entered.
         ready.extend(device for device, member in zip(group, members, strict=True) if member is not clock)
         return True
-
-    def _find_call(self, device: int, instruction: Communicate) -> _GroupCall:
-        """Return the call that is the device's next one with this group."""
-        clock, group = self.clocks[device], instruction.group
-        # The members come here one after another; the number of a member's earlier calls tells which call it enters.
-        number = clock.num_calls.get(group, 0)
-        clock.num_calls[group] = number + 1
-        calls = self.calls.setdefault(group, [])
-        if number == len(calls):
-            calls.append(_GroupCall(instruction))
-        return calls[number]
 
     def _events(self, program: Program) -> Iterator[_Event]:
         model, device = self.model, program.device
@@ -491,8 +464,15 @@ class _Play:
                 case Take():
                     yield 0.0, None, instruction.device, 0.0
                 case Communicate() if instruction.collective not in ROOTED:
-                    check_group(instruction, device, instruction.group)
-                    self.clocks[device].call = self._find_call(device, instruction)
+                    clock, group = self.clocks[device], instruction.group
+                    check_group(instruction, device, group)
+                    # Members come here one after another; the number of its earlier calls tells which call each enters.
+                    number = clock.num_calls.get(group, 0)
+                    clock.num_calls[group] = number + 1
+                    calls = self.calls.setdefault(group, [])
+                    if number == len(calls):
+                        calls.append(_GroupCall(instruction))
+                    clock.call = calls[number]
                     yield 0.0, None, _WHOLE_GROUP, 0.0
                 case Communicate():
                     # Message by message: members may leave before others enter.
@@ -506,12 +486,3 @@ class _Play:
                         other = group[step.member]
                         is_sent = isinstance(step, SendSlot)
                         yield (nbytes / bandwidth, other, None, latency) if is_sent else (0.0, None, other, 0.0)
-
-    def _send_packets(self, programs: Sequence[Program]) -> None:
-        latency, bandwidth = self.model.host or self.model.link()
-        now = 0.0
-        for program in programs:
-            for instruction in program.instructions:
-                if isinstance(instruction, Receive):
-                    now += instruction.spec.nbytes / bandwidth
-                    self.arrivals.setdefault((HOST, program.device), deque()).append(now + latency)

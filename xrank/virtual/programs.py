@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -89,16 +89,11 @@ class Statistics:
 
     def by_collective(self) -> dict[str, Traffic]:
         """Return the traffic of all devices, summed by collective name."""
-        return merge_traffic(device.collectives for device in self.devices)
-
-
-def merge_traffic(many: Iterable[Mapping[str, Traffic]]) -> dict[str, Traffic]:
-    """Sum traffic by collective name."""
-    total: dict[str, Traffic] = {}
-    for one in many:
-        for name, traffic in one.items():
-            total[name] = total.get(name, Traffic()) + traffic
-    return total
+        total: dict[str, Traffic] = {}
+        for device in self.devices:
+            for name, traffic in device.collectives.items():
+                total[name] = total.get(name, Traffic()) + traffic
+        return total
 
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -194,7 +189,9 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
             return Course("parts", _exchange_directly(others, lambda other: other), "all")
         case "broadcast":
             if ring:
-                steps = _send_along_ring(size, member, root, broadcast=True)
+                received = (ReceiveSlot((member - 1) % size, root),) if member != root else ()
+                after = (member + 1) % size
+                steps = (*received, SendSlot(after, root)) if after != root else received
             else:
                 steps = tuple(SendSlot(one, root) for one in others) if member == root else (ReceiveSlot(root, root),)
             return Course("whole" if member == root else "nothing", steps, "one", root)
@@ -294,41 +291,28 @@ def _exchange_directly(others: tuple[int, ...], slot_for: Callable[[int], int]) 
     return (*sends, *(ReceiveSlot(other, other) for other in reversed(others)))
 
 
-def _pass_around(size: int, member: int, first: int) -> tuple[Step, ...]:
+def _pass_around(size: int, member: int, first: int, *, fold: bool = False) -> tuple[Step, ...]:
     """Return the steps that pass every slot once around the ring; the member starts with slot `first`."""
     after, before = (member + 1) % size, (member - 1) % size
     steps: list[Step] = []
     for turn in range(size - 1):
         # Each turn sends on the slot that the last turn brought.
-        steps += (SendSlot(after, (first - turn) % size), ReceiveSlot(before, (first - turn - 1) % size))
+        steps += (SendSlot(after, (first - turn) % size), ReceiveSlot(before, (first - turn - 1) % size, fold))
     return tuple(steps)
 
 
 def _reduce_around(size: int, member: int) -> tuple[Step, ...]:
     """Return the steps that reduce each slot around the ring; a member ends with the reduced slot of its own place."""
-    after, before = (member + 1) % size, (member - 1) % size
-    steps: list[Step] = []
     # A slot's reduction begins at the member after its owner and ends at the owner, so every member computes the same
     # order of additions in each run: results are reproducible bit by bit.
-    for turn in range(size - 1):
-        steps += (
-            SendSlot(after, (member - turn - 1) % size),
-            ReceiveSlot(before, (member - turn - 2) % size, fold=True),
-        )
-    return tuple(steps)
+    return _pass_around(size, member, member - 1, fold=True)
 
 
-def _send_along_ring(size: int, member: int, root: int, *, broadcast: bool = False) -> tuple[Step, ...]:
+def _send_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
     """Return the steps that move slots from the root along the ring, the farthest member's slot first."""
     after, before = (member + 1) % size, (member - 1) % size
     distance = (member - root) % size
     steps: list[Step] = []
-    if broadcast:
-        if distance:
-            steps.append(ReceiveSlot(before, root))
-        if distance < size - 1:
-            steps.append(SendSlot(after, root))
-        return tuple(steps)
     # With the farthest slot first, members forward while the root still sends.
     for farther in range(size - 1, distance, -1):
         slot = (root + farther) % size

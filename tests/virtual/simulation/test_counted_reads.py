@@ -12,9 +12,8 @@ from tests.virtual.simulation.made_layouts import llama
 from xrank.engine.casts import cut_tiles
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
-from xrank.virtual.simulation.simulation import compute_traffic
+from xrank.virtual.simulation.simulation import compute_traffic, plan_work
 from xrank.virtual.simulation.traffic import compute_read_overhead, elements_below
-from xrank.virtual.simulation.work import plan_work
 
 BYTES = ("read_nbytes", "own_nbytes", "taken_nbytes", "given_nbytes", "written_nbytes")
 STAGING_NBYTES = 2 << 20

@@ -12,7 +12,7 @@ from tests.virtual.simulation.test_planned_bytes import left, written
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.recipes.sources import read_source
-from xrank.virtual.simulation.work import build_layout_model, read_layouts_on, survey_layouts
+from xrank.virtual.simulation.simulation import build_layout_model, read_layouts_on, survey_layouts
 
 
 def test_the_pieces_are_those_that_real_ranks_left(tmp_path: Path) -> None:

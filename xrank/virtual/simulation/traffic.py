@@ -57,22 +57,23 @@ class RoundTraffic:
     @property
     def taken_nbytes(self) -> IntArray:
         """Bytes that each rank reads from others' memory."""
-        return self._sum_by_rank(self.exchange.taker, self.exchange.nbytes)
+        return _sum_by_rank(len(self.reads), self.exchange.taker, self.exchange.nbytes)
 
     @property
     def given_nbytes(self) -> IntArray:
         """Bytes that others read from each rank's memory."""
-        return self._sum_by_rank(self.exchange.giver, self.exchange.nbytes)
+        return _sum_by_rank(len(self.reads), self.exchange.giver, self.exchange.nbytes)
 
     @property
     def messages(self) -> IntArray:
         """Number of reads of each rank from others' memory."""
-        return self._sum_by_rank(self.exchange.taker, self.exchange.messages)
+        return _sum_by_rank(len(self.reads), self.exchange.taker, self.exchange.messages)
 
-    def _sum_by_rank(self, rank: IntArray, amount: IntArray) -> IntArray:
-        found = np.zeros_like(self.written_nbytes)
-        np.add.at(found, rank, amount)
-        return found
+
+def _sum_by_rank(num_ranks: int, rank: IntArray, amount: IntArray) -> IntArray:
+    found = np.zeros(num_ranks, np.int64)
+    np.add.at(found, rank, amount)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,28 +96,12 @@ class ConversionTraffic:
         return sum((getattr(one, name) for one in self.rounds), np.zeros_like(self.compared_nbytes))
 
 
-def count_written_nbytes(plan: Plan, one: Round) -> IntArray:
-    """Count the bytes that each rank writes in a round."""
-    found = np.zeros(len(one.shares), np.int64)
-    for rank, share in enumerate(one.shares):
-        for index, ranges in share.items():
-            end = plan.files[index].output.nbytes
-            found[rank] += sum(min(r.stop * WINDOW_NBYTES, end) - r.start * WINDOW_NBYTES for r in ranges)
-    return found
-
-
 def build_round(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic:
     """Build a round from the bytes written by each rank and all reads."""
     num_ranks = len(written_nbytes)
     none = np.zeros(0, np.int64)
     parts = [(flow.taker, flow.giver, flow.nbytes, flow.messages) for flow in flows]
     taker, giver, nbytes, messages = (np.concatenate([none, *c]) for c in zip(*(parts or [(none,) * 4]), strict=True))
-
-    def sums(chosen: IntArray, amount: IntArray) -> IntArray:
-        found = np.zeros(num_ranks, np.int64)
-        np.add.at(found, taker[chosen], amount[chosen])
-        return found
-
     files, own = np.flatnonzero(giver == FROM_FILES), np.flatnonzero(giver == taker)
     others = np.flatnonzero((giver != FROM_FILES) & (giver != taker))
     # Sum the flows of each (taker, giver) pair: sort by a combined key, then reduce runs of equal keys.
@@ -127,9 +112,9 @@ def build_round(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic
     both = [np.add.reduceat(each[others], firsts) if len(firsts) else none for each in (nbytes, messages)]
     return RoundTraffic(
         written_nbytes,
-        sums(files, nbytes),
-        sums(files, messages),
-        sums(own, nbytes),
+        _sum_by_rank(num_ranks, taker[files], nbytes[files]),
+        _sum_by_rank(num_ranks, taker[files], messages[files]),
+        _sum_by_rank(num_ranks, taker[own], nbytes[own]),
         Flow(keys[firsts] // num_ranks, keys[firsts] % num_ranks, *both),
     )
 
@@ -161,7 +146,12 @@ def count_rounds(
                     flows += _count_from_files(tensor, runs, staging_nbytes)
                 else:
                     flows += _count_from_memory(tensor, runs, holder, staging_nbytes)
-        rounds.append(build_round(count_written_nbytes(plan, one), flows))
+        written = np.zeros(len(one.shares), np.int64)
+        for rank, share in enumerate(one.shares):
+            for index, ranges in share.items():
+                end = plan.files[index].output.nbytes
+                written[rank] += sum(min(r.stop * WINDOW_NBYTES, end) - r.start * WINDOW_NBYTES for r in ranges)
+        rounds.append(build_round(written, flows))
     return tuple(rounds)
 
 
