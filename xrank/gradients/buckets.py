@@ -365,7 +365,6 @@ class BucketSync:
         is_watched = plan.config.check_for_nan_in_grad or plan.config.check_for_large_grads
         self.watch = GradientWatch(plan, buffers) if is_watched else None
         self._buffers, self._wire = buffers, wire
-        self._ranks = tuple(sorted(plan.views.main.ranks))
         index_of = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
         self._members = [[index_of[name] for name in bucket.names] for bucket in plan.buckets]
         self._prescales = [plan.buffers[parameter.buffer].prescale for parameter in plan.parameters]
@@ -415,7 +414,15 @@ class BucketSync:
             # Scale while adding: this saves a pass over the full bucket.
             if is_leaving and not self.arrivals[index]:
                 self._is_scaled[index] = True
-            self._add(index, gradient)
+            view, scale = self._views[index], self._prescales[index] if self._is_scaled[index] else 1
+            if not self._is_stale[index]:
+                view.add_(gradient, alpha=scale)
+            elif view.dtype == gradient.dtype:
+                torch.mul(gradient, scale, out=view)
+            else:
+                # Scaled in the buffer's dtype, which is wider than the gradient's: its product is rounded once.
+                view.copy_(gradient).mul_(scale)
+            self._is_stale[index] = False
         self.arrivals[index] += 1
         # A second gradient outside of no_sync must not count towards the full bucket again.
         if not is_leaving or self._is_last[index]:
@@ -455,26 +462,25 @@ class BucketSync:
                 if not count
             ]
         # The flag travels behind the gradients: every rank runs all collectives, even a rank that has faults.
-        flag = FaultFlag([*self.faults, *more], self._wire, self._ranks)
+        flag = FaultFlag([*self.faults, *more], self._wire, self.plan.all_ranks)
         # Before the waits and faults: a gradient that comes from now on belongs to the next step.
         self.is_finished = True
         self.faults = []
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
-        self._add_instances()
+        # Sums run inside each instance of the distributed optimizer first; only then is a shard complete enough to sum
+        # over the instances.
+        handles = []
+        for bucket in self.plan.buckets:
+            buffer = self._buffers[bucket.buffer]
+            if len(buffer.planned.across_ranks) > 1:
+                start, stop = self.plan.shard(bucket)
+                shard = _real(buffer.data[start:stop])
+                handles.append(self._wire.all_reduce(shard, buffer.planned.across_ranks, buffer.planned.operation))
+        for handle in handles:
+            handle.wait()
         flag.raise_if_any()
-
-    def _add(self, index: int, gradient: torch.Tensor) -> None:
-        view, scale = self._views[index], self._prescales[index] if self._is_scaled[index] else 1
-        if not self._is_stale[index]:
-            view.add_(gradient, alpha=scale)
-        elif view.dtype == gradient.dtype:
-            torch.mul(gradient, scale, out=view)
-        else:
-            # Scaled in the buffer's dtype, which is wider than the gradient's: its product is rounded once.
-            view.copy_(gradient).mul_(scale)
-        self._is_stale[index] = False
 
     def _send_next(self) -> None:
         """Scale the next bucket, inspect it, and send it."""
@@ -487,7 +493,14 @@ class BucketSync:
             if self._is_stale[index]:
                 self._views[index].zero_()
         if planned.prescale != 1.0:
-            self._scale(bucket, whole)
+            # Parameters whose gradients were scaled while they were added must not be scaled again.
+            members = self._members[bucket.id]
+            left = [index for index in members if not self._is_scaled[index]]
+            if len(left) == len(members):
+                whole.mul_(planned.prescale)
+            else:
+                for index in left:
+                    self._views[index].mul_(self._prescales[index])
         fault = None if self.watch is None else self.watch.inspect(bucket, self.arrivals)
         if fault is not None:
             self.faults.append(fault)
@@ -502,29 +515,6 @@ class BucketSync:
         else:
             handle = self._wire.all_reduce(_real(whole), planned.ranks, planned.operation)
         self._handles.append(handle)
-
-    def _scale(self, bucket: PlannedBucket, whole: torch.Tensor) -> None:
-        # Parameters whose gradients were scaled while they were added must not be scaled again.
-        members = self._members[bucket.id]
-        left = [index for index in members if not self._is_scaled[index]]
-        if len(left) == len(members):
-            whole.mul_(self.plan.buffers[bucket.buffer].prescale)
-            return
-        for index in left:
-            self._views[index].mul_(self._prescales[index])
-
-    def _add_instances(self) -> None:
-        """Add up the shards of all instances of the distributed optimizer."""
-        # Sums run inside each instance first; only then is a shard complete enough to sum over the instances.
-        handles = []
-        for bucket in self.plan.buckets:
-            buffer = self._buffers[bucket.buffer]
-            if len(buffer.planned.across_ranks) > 1:
-                start, stop = self.plan.shard(bucket)
-                shard = _real(buffer.data[start:stop])
-                handles.append(self._wire.all_reduce(shard, buffer.planned.across_ranks, buffer.planned.operation))
-        for handle in handles:
-            handle.wait()
 
     def _note_late(self, index: int) -> None:
         """Record a fault for a gradient that came too late. It is not added: its bucket may be under way."""
@@ -615,7 +605,12 @@ class GradientHooks:
         if gradient is None or (is_added and not getattr(parameter, "zero_out_wgrad", False)):
             self._sync.add_gradient(index, None, is_last=self.is_last_microbatch)
             return
-        differing = _find_differing(gradient, parameter)
+        given, own = (list(getattr(one, "placements", ())) for one in (gradient, parameter))
+        differing = []
+        if given and own:
+            # The dims of the mesh along which placements of the gradient and its parameter differ.
+            pairs = zip(given, own, gradient.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
+            differing = [dim for dim, (one, other, length) in enumerate(pairs) if one != other and length > 1]
         foreign = [axis for dim in differing for axis in planned.placement_axes[dim] if axis in planned.axes]
         if foreign:
             rank, axis = self._plan.rank, foreign[0]
@@ -626,7 +621,17 @@ class GradientHooks:
                 f"activations that are DTensors along {axis}",
             )
             self._sync.faults.append(fault)
-        local = _take_local(gradient, parameter, planned, differing)
+        # Partial sums stay partial along axes that finalize reduces later. Along other axes torch adds them up here.
+        later = {axis for one in planned.later for axis in one.axes}
+        wanted = list(given)
+        for dim in differing:
+            if not later.issuperset(planned.placement_axes[dim]):
+                wanted[dim] = own[dim]
+        if wanted != given:
+            # A collective along the differing axes: all ranks along them come here, in the order of their backwards.
+            gradient = gradient.redistribute(gradient.device_mesh, wanted)  # type: ignore[attr-defined]
+        local: torch.Tensor = local_of(gradient)
+        local = local if local.layout is torch.strided else local.to_dense()
         self._sync.add_gradient(index, local, is_last=self.is_last_microbatch)
 
 
@@ -634,28 +639,3 @@ def _take_gradient(hooks: weakref.ref[GradientHooks], index: int, parameter: tor
     found = hooks()
     if found is not None:
         found.take_gradient(index, parameter)
-
-
-def _find_differing(gradient: Any, parameter: Any) -> list[int]:
-    """Return the dims of the mesh along which placements of a gradient and its parameter differ."""
-    if not hasattr(gradient, "placements") or not hasattr(parameter, "placements"):
-        return []
-    pairs = zip(gradient.placements, parameter.placements, gradient.device_mesh.shape, strict=True)
-    return [dim for dim, (own, its, length) in enumerate(pairs) if own != its and length > 1]
-
-
-def _take_local(gradient: Any, parameter: Any, planned: PlannedParameter, differing: Sequence[int]) -> torch.Tensor:
-    """Return a gradient as a strided tensor with the placements of its parameter's local tensor.
-
-    Partial sums stay partial along axes that finalize reduces later. Along other axes torch adds them up here.
-    """
-    later = {axis for one in planned.later for axis in one.axes}
-    wanted = list(getattr(gradient, "placements", ()))
-    for dim in differing:
-        if not later.issuperset(planned.placement_axes[dim]):
-            wanted[dim] = parameter.placements[dim]
-    if wanted and wanted != list(gradient.placements):
-        # A collective along the differing axes: all ranks along them come here, in the order of their backwards.
-        gradient = gradient.redistribute(gradient.device_mesh, wanted)
-    local: torch.Tensor = local_of(gradient)
-    return local if local.layout is torch.strided else local.to_dense()

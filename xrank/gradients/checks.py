@@ -153,8 +153,14 @@ def compare_replicas(
     digests = {name: _digest(tensor) for name, tensor in owned.items()}
     findings: list[GradientFinding] = []
     sets: dict[tuple[tuple[int, ...], FindingKind, tuple[str, ...]], list[str]] = {}
-    for name, ranks, kind, axes in _list_equal_sets(plan):
-        sets.setdefault((ranks, kind, axes), []).append(name)
+    for planned in plan.parameters:
+        buffer = plan.buffers[planned.buffer]
+        same = buffer.across_ranks if plan.config.use_distributed_optimizer else planned.ranks
+        if len(same) > 1:
+            sets.setdefault((same, "replicas", planned.axes), []).append(planned.name)
+    for planned, later in list_later(plan.parameters):
+        as_kind: FindingKind = "tied" if later.kind in ("word", "position") else "replicas"
+        sets.setdefault((later.ranks, as_kind, later.axes), []).append(planned.name)
     # All ranks use one order: a rank is in several sets, and each set waits for all of its ranks.
     for (ranks, kind, axes), names in sorted(sets.items()):
         own = [digests.get(name, "missing") for name in names]
@@ -171,7 +177,7 @@ def compare_replicas(
             if len(set(by_rank.values())) == 1 or "missing" in by_rank.values():
                 continue  # the rank without the gradient reports it
             difference, at, tensor = None, None, owned.get(name)
-            is_comparable = len({_header(text) for text in by_rank.values()}) == 1
+            is_comparable = len({text.rpartition(" ")[0] for text in by_rank.values()}) == 1
             if is_comparable and tensor is not None and num_compared < _MAX_COMPARED:
                 num_compared += 1
                 difference, at = _find_largest_difference(tensor, ranks, wire)
@@ -182,26 +188,10 @@ def compare_replicas(
     return findings
 
 
-def _list_equal_sets(plan: GradientPlan) -> Iterator[tuple[str, tuple[int, ...], FindingKind, tuple[str, ...]]]:
-    """Yield each parameter with each set of two or more ranks that should own equal elements of it."""
-    for planned in plan.parameters:
-        buffer = plan.buffers[planned.buffer]
-        same = buffer.across_ranks if plan.config.use_distributed_optimizer else planned.ranks
-        if len(same) > 1:
-            yield planned.name, same, "replicas", planned.axes
-    for planned, later in list_later(plan.parameters):
-        kind: FindingKind = "tied" if later.kind in ("word", "position") else "replicas"
-        yield planned.name, later.ranks, kind, later.axes
-
-
 def _digest(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "none came"
     return f"{tensor.numel()} of {tensor.dtype} {xxh128_hexdigest(row_major_bytes(tensor).data)}"
-
-
-def _header(digest: str) -> str:
-    return digest.rpartition(" ")[0]
 
 
 def _find_largest_difference(tensor: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> tuple[float, int]:
@@ -232,7 +222,7 @@ def _describe_difference(
         alone = [ranks[0] for ranks in groups.values() if len(ranks) == 1]
         if alone:
             how += f", {ranks_text(alone)} another"
-    if len({_header(text) for text in groups}) > 1:
+    if len({text.rpartition(" ")[0] for text in groups}) > 1:
         return f"copies along {join_words(axes)} are not alike: {how} ({' or '.join(sorted(groups))})"
     by = "" if difference is None else f", by up to {difference:.3g} at element {at} of those that are compared"
     return f"copies along {join_words(axes)} are not equal{by}: {how}"
@@ -352,9 +342,17 @@ def find_factors(
     Products, or their inverses, come before quotients, and those of the parameter's own mesh before all others. A
     quotient is written so that it equals the ratio: ``dp/edp``.
     """
-    own = _list_lengths(plan, planned, is_own=True)
-    every = _list_lengths(plan, planned, is_own=False)
-    for lengths in (own, every):
+    place = MeshPlace(plan.views, plan.rank)
+    own_mesh = place.mesh(plan.buffers[planned.buffer].is_expert)
+    exchanged = [*planned.axes, *(axis for later in planned.later for axis in later.axes)]
+    for meshes in ((own_mesh,), (own_mesh, place.dense, *(mesh for _, mesh in plan.views.others))):
+        lengths: dict[str, int] = {}
+        for mesh in meshes:
+            for axis in mesh.axis_names:
+                if mesh.axis_length(axis) > 1:
+                    lengths.setdefault(axis, mesh.axis_length(axis))
+        # Axes of the parameter's exchanges come first.
+        lengths = {axis: lengths[axis] for axis in (*exchanged, *lengths) if axis in lengths}
         for count in range(1, len(lengths) + 1):
             # A missing division and a division too many have inverse ratios and the same axis.
             factor = max(ratio, 1 / ratio)
@@ -363,7 +361,7 @@ def find_factors(
                 for chosen in combinations(lengths, count)
                 if abs(factor / prod(lengths[axis] for axis in chosen) - 1) <= tolerance
             )
-            if not found and lengths is every:
+            if not found and len(meshes) > 1:
                 found = _find_quotients(ratio, lengths, count, tolerance)
             if found:
                 return found
@@ -383,19 +381,6 @@ def _find_quotients(ratio: float, lengths: Mapping[str, int], count: int, tolera
     # Experts have other replicas than dense weights: to divide by the one number for the other is the usual mistake.
     usual = tuple(text for chosen, text in found if all(axis in EXPERT_DATA_AXES for axis in chosen))
     return usual or tuple(text for _, text in found)
-
-
-def _list_lengths(plan: GradientPlan, planned: PlannedParameter, *, is_own: bool) -> dict[str, int]:
-    """Return the lengths of axes longer than 1, of the parameter's mesh or of all, those of its exchanges first."""
-    place = MeshPlace(plan.views, plan.rank)
-    lengths: dict[str, int] = {}
-    others = () if is_own else (place.mesh(False), *(mesh for _, mesh in plan.views.others))
-    for mesh in (place.mesh(plan.buffers[planned.buffer].is_expert), *others):
-        for axis in mesh.axis_names:
-            if mesh.axis_length(axis) > 1:
-                lengths.setdefault(axis, mesh.axis_length(axis))
-    exchanged = dict.fromkeys([*planned.axes, *(axis for later in planned.later for axis in later.axes)])
-    return {axis: lengths[axis] for axis in (*exchanged, *lengths) if axis in lengths}
 
 
 def describe_factor(ratio: float, plan: GradientPlan, planned: PlannedParameter) -> str:
@@ -420,8 +405,14 @@ def _summarize_factors(
 
     The judged gradients are those whose reference is not zero, so that a factor would show.
     """
+    # The kinds of gradients that one mistake scales alike, the largest first.
+    kinds = [("all gradients", list(judged))]
+    for title, is_expert in (("all gradients of experts", True), ("all gradients of dense weights", False)):
+        kinds.append((title, [name for name in judged if plan.buffers[plan[name].buffer].is_expert == is_expert]))
+    for kind, title in (("tensor", "all copies along tp"), ("conditional", "all copies along pp")):
+        kinds.append((title, [name for name in judged if any(later.kind == kind for later in plan[name].later)]))
     left = list(findings)
-    for title, members in _list_kinds(plan, judged):
+    for title, members in kinds:
         scaled = {one.name: one for one in left if one.kind == "scale" and one.name in members}
         factors = [one.factor for one in scaled.values() if one.factor is not None]
         if len(members) < 2 or len(factors) < len(members) or max(factors) > min(factors) * (1 + _FACTOR_TOLERANCE):
@@ -436,15 +427,6 @@ def _summarize_factors(
     return left
 
 
-def _list_kinds(plan: GradientPlan, judged: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the kinds of gradients that one mistake scales alike, the largest first."""
-    yield "all gradients", list(judged)
-    for title, is_expert in (("all gradients of experts", True), ("all gradients of dense weights", False)):
-        yield title, [name for name in judged if plan.buffers[plan[name].buffer].is_expert == is_expert]
-    for kind, title in (("tensor", "all copies along tp"), ("conditional", "all copies along pp")):
-        yield title, [name for name in judged if any(later.kind == kind for later in plan[name].later)]
-
-
 # Missing exchanges: a sum or mean over some ranks that would be right
 
 
@@ -454,7 +436,16 @@ def explain_missing_sums(
     """Return the findings, with the missing exchange where one explains a difference; on all ranks together."""
     wrong = {one.name for one in findings if one.kind == "reference" and one.name in compared}
     hints: dict[str, str] = {}
-    for ranks, axes, names in _list_summed_sets(plan):
+    # Sets of ranks with their axes and the parameters of which they should hold the same; all ranks use one order.
+    place = MeshPlace(plan.views, plan.rank)
+    sets: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}
+    for planned in plan.parameters:
+        if len(planned.tensor_ranks) > 1 and planned.is_cut_over_tp is not True:
+            axis = place.tensor_axis(plan.buffers[planned.buffer].is_expert)
+            sets.setdefault((planned.tensor_ranks, (axis,)), []).append(planned.name)
+        if len(planned.ranks) > 1 and not plan.config.use_distributed_optimizer:
+            sets.setdefault((planned.ranks, planned.axes), []).append(planned.name)
+    for (ranks, axes), names in sorted(sets.items()):
         own = {name: [compared[name][0].numel(), name in wrong] for name in names if name in compared}
         # Ranks along tp may hold other parameters, so only those that all of them compare are added up.
         texts = wire.exchange(json.dumps(own if wrong & own.keys() else None), ranks)
@@ -478,20 +469,6 @@ def explain_missing_sums(
         replace(one, message=one.message + hints[one.name]) if one.kind == "reference" and one.name in hints else one
         for one in findings
     ]
-
-
-def _list_summed_sets(plan: GradientPlan) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], list[str]]]:
-    """Yield sets of ranks with their axes and the parameters of which they should hold the same, in one order."""
-    place = MeshPlace(plan.views, plan.rank)
-    sets: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}
-    for planned in plan.parameters:
-        if len(planned.tensor_ranks) > 1 and planned.is_cut_over_tp is not True:
-            axis = place.tensor_axis(plan.buffers[planned.buffer].is_expert)
-            sets.setdefault((planned.tensor_ranks, (axis,)), []).append(planned.name)
-        if len(planned.ranks) > 1 and not plan.config.use_distributed_optimizer:
-            sets.setdefault((planned.ranks, planned.axes), []).append(planned.name)
-    for (ranks, axes), names in sorted(sets.items()):
-        yield ranks, axes, names
 
 
 Given: TypeAlias = "Mapping[str, Any] | torch.nn.Module | Sequence[torch.nn.Module]"
@@ -638,7 +615,7 @@ def check_gradients(
         True
     """
     wire = connect_ranks(plan, wire)
-    everyone = tuple(sorted(plan.views.main.ranks))
+    everyone = plan.all_ranks
     given = read_gradients(named_gradients, plan)
     _check_views(given, plan, wire)
     plan = take_slices(plan, given)
@@ -684,7 +661,7 @@ def _check_views(given: GivenGradients, plan: GradientPlan, wire: GradientWire) 
                 want=f"element {planned.offset}, as in the plan",
             )
             break
-    texts = wire.exchange("" if error is None else error.message, tuple(sorted(plan.views.main.ranks)))
+    texts = wire.exchange("" if error is None else error.message, plan.all_ranks)
     if error is not None:
         raise error
     for rank, text in sorted(texts.items()):

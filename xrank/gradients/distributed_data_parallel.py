@@ -42,18 +42,12 @@ def connect_ranks(plan: GradientPlan, wire: GradientWire | None) -> GradientWire
     All ranks of the world call this together, as `make_wire`, and raise the same errors: a rank has the plan of another
     rank, ranks have different meshes, or plans differ.
     """
-    everyone = tuple(sorted(plan.views.main.ranks))
+    everyone = plan.all_ranks
     if wire is None:
         wire = make_wire(plan.groups())
         grids = " and ".join(mesh.grid for mesh in (plan.views.main, *(mesh for _, mesh in plan.views.others)))
         texts = wire.exchange(json.dumps([plan.rank, grids]), everyone)
         _check_places({rank: json.loads(text) for rank, text in texts.items()})
-    _check_lines_of_all(plan, wire)
-    return wire
-
-
-def _check_lines_of_all(plan: GradientPlan, wire: GradientWire) -> None:
-    everyone = tuple(sorted(plan.views.main.ranks))
     lines = agreement_lines(plan)
     mine = {" ".join(map(str, ranks)): [*found, _describe_order(plan, ranks)] for ranks, found in lines.items()}
     digests = {key: xxh128_hexdigest("\n".join(found).encode()) for key, found in mine.items()}
@@ -68,6 +62,7 @@ def _check_lines_of_all(plan: GradientPlan, wire: GradientWire) -> None:
         raise At().error(
             f"ranks {among} do not lay out the same gradients", "give all ranks the same module, plan and config"
         )
+    return wire
 
 
 def _check_places(places: Mapping[int, tuple[int, str]]) -> None:

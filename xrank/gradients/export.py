@@ -20,14 +20,13 @@ from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.faults import At
 from xrank.gradients.optimizers import OWNED, list_states
+from xrank.gradients.plan import ACROSS_STAGES
 from xrank.gradients.roles import MeshPlace, local_of
 from xrank.gradients.shards import OwnedSlice, list_owned_slices
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.local_part import bind, infer_shape
 from xrank.layout.notation import LayoutTree, axes_of, render
 from xrank.layout.tensor_layout import axis_lengths
-
-_CROSS_STAGE = ("conditional", "word", "position")
 
 
 class SliceLayouts:
@@ -47,7 +46,12 @@ class SliceLayouts:
         if one.is_cut:
             _check_equal(name, one, layout, shape, mesh)
             # Listed, because shards are equal parts of the bucket, which cut the parameter anywhere.
-            counts = ",".join(map(str, _count_owned(one)))
+            plan, planned = one.model.plan, one.planned
+            shards = (
+                plan.shard(plan.buckets[planned.bucket], rank) for rank in plan.buffers[planned.buffer].shard_ranks
+            )
+            end = planned.offset + planned.numel
+            counts = ",".join(str(max(0, min(stop, end) - max(start, planned.offset))) for start, stop in shards)
             text = f"flat({key} {dims})/{axis}{{{counts}}}"
         self._set(key, text, one, mesh, {axis for dim in layout.dims for axis in axes_of(dim)})
 
@@ -60,7 +64,7 @@ class SliceLayouts:
         at = mesh.coordinate(plan.rank)
         is_expert = plan.buffers[one.planned.buffer].is_expert
         if at.get("pp") is not None and mesh.axis_length("pp") > 1:
-            if any(later.kind in _CROSS_STAGE for later in one.planned.later):
+            if any(later.kind in ACROSS_STAGES for later in one.planned.later):
                 # Stages hold copies under their own names, so each stage has a layout of its own.
                 mesh = mesh.submesh(pp=at["pp"])
             else:
@@ -118,17 +122,6 @@ def _find_mesh(one: OwnedSlice) -> tuple[DeviceMesh, str]:
         new[1] = (axis := f"{axis}_shard", num_shards)
     grid = [(a, mesh.axis_length(a)) for a in before] + new + [(a, mesh.axis_length(a)) for a in after]
     return DeviceMesh([length for _, length in grid], [name for name, _ in grid], ranks), axis
-
-
-def _count_owned(one: OwnedSlice) -> list[int]:
-    """Return the number of the parameter's elements that each shard rank owns, in the order of the shards."""
-    plan, planned = one.model.plan, one.planned
-    bucket = plan.buckets[planned.bucket]
-    found = []
-    for rank in plan.buffers[planned.buffer].shard_ranks:
-        start, stop = plan.shard(bucket, rank)
-        found.append(max(0, min(stop, planned.offset + planned.numel) - max(start, planned.offset)))
-    return found
 
 
 def _layout_from_placements(name: str, parameter: Any, one: OwnedSlice) -> tuple[TensorLayout, tuple[int, ...]]:

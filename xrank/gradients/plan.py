@@ -125,6 +125,7 @@ Operation: TypeAlias = Literal["sum", "average"]
 LaterKind: TypeAlias = Literal["conditional", "tensor", "word", "position"]
 LATER_KINDS: tuple[LaterKind, ...] = ("conditional", "tensor", "word", "position")
 """In the order of finalize: conditional embedders along pp, copies along tp, tied tables."""
+ACROSS_STAGES = ("conditional", "word", "position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +271,6 @@ def _explain_replicas(parameter: PlannedParameter, buffer: PlannedBuffer, config
     return f"{parameter.name} is {kind} of shape {shape} in {kept}. {added}{divided}."
 
 
-def _explain_later(later: LaterReduction) -> str:
-    verb = "summed" if later.operation == "sum" else "averaged"
-    ranks, axes = ranks_text(later.ranks), join_words(later.axes)
-    return f"Later it is {verb} over {ranks} along {axes}, because {later.reason}."
-
-
 def _list_elements(start: int, stop: int) -> str:
     if stop - start < 2:
         return f"element {start}" if stop > start else "no element"
@@ -359,6 +354,11 @@ class GradientPlan:
         arguments = (self.views, self.rank, self.config, self.parameters, self.buffers, self.buckets, self.frozen)
         return (GradientPlan, arguments)
 
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """All ranks of the mesh, ascending."""
+        return tuple(sorted(self.views.main.ranks))
+
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
         """Return this rank and the ranks that differ from it along axes of the dense mesh, ascending.
 
@@ -381,7 +381,7 @@ class GradientPlan:
         sets += [later.ranks for parameter in self.parameters for later in parameter.later]
         sets += [parameter.tensor_ranks for parameter in self.parameters]
         sets += [self.ranks_along("pp"), self.data_ranks, self.ranks_along("tp", *DENSE_DATA_AXES)]
-        sets.append(tuple(sorted(self.views.main.ranks)))
+        sets.append(self.all_ranks)
         return tuple(dict.fromkeys(ranks for ranks in sets if len(ranks) > 1))
 
     def shard(self, bucket: PlannedBucket, rank: int | None = None) -> tuple[int, int]:
@@ -414,7 +414,11 @@ class GradientPlan:
             return f"{name} is frozen: it has no gradient, no place in a buffer, and is never exchanged."
         parameter = self[name]
         buffer = self.buffers[parameter.buffer]
-        sentences = [_explain_replicas(parameter, buffer, self.config), *map(_explain_later, parameter.later)]
+        sentences = [_explain_replicas(parameter, buffer, self.config)]
+        for later in parameter.later:
+            verb = "summed" if later.operation == "sum" else "averaged"
+            ranks, axes = ranks_text(later.ranks), join_words(later.axes)
+            sentences.append(f"Later it is {verb} over {ranks} along {axes}, because {later.reason}.")
         sentences.append(self._explain_place(parameter))
         if parameter.reasons:
             sentences.append(f"This is known because {join_words(parameter.reasons)}.")
@@ -462,9 +466,6 @@ def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> I
     yield LaterReduction(role.tied, ("pp",), ranks, "sum", why)
 
 
-_ACROSS_STAGES = ("conditional", "word", "position")
-
-
 @dataclass(frozen=True, slots=True)
 class _BufferKind:
     """The properties that all parameters of one buffer share."""
@@ -485,10 +486,31 @@ def _make_plan(
 ) -> GradientPlan:
     if not isinstance(config, GradientConfig):
         raise UsageError("the config is not a GradientConfig", got=type(config).__name__, want="a GradientConfig")
-    place = MeshPlace(views, _find_own_rank(views) if rank is None else rank)
+    if rank is None and dist.is_available() and dist.is_initialized():
+        rank = dist.get_rank()
+    elif rank is None and views.main.size == 1:
+        rank = views.main.ranks[0]
+    elif rank is None:
+        raise At().usage_error(
+            f"the rank of the plan on a mesh of {views.main.size} ranks is unknown: torch.distributed is not "
+            "initialized",
+            "give rank=, or call torch.distributed.init_process_group before",
+        )
+    place = MeshPlace(views, rank)
     if config.use_distributed_optimizer:
         check_shard_order(views)
-    names, frozen = _names_by_parameter(module)
+    if not isinstance(module, torch.nn.Module) and not all(isinstance(chunk, torch.nn.Module) for chunk in module):
+        raise UsageError("the object to plan is not a module", got=type(module).__name__, want="a module, or chunks")
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    frozen: list[str] = []
+    for name, parameter in iter_parameters(module):
+        if not parameter.requires_grad:
+            frozen.append(name)
+        elif isinstance(parameter, torch.nn.UninitializedParameter):
+            raise At(name).usage_error("it has no shape yet", "run the module once before it is planned")
+        else:
+            # A tied parameter is one object with one gradient, so it has one place under all of its names.
+            names.setdefault(parameter, []).append(name)
     kinds: dict[_BufferKind, list[int]] = {}
     parameters: list[PlannedParameter] = []
     for index, (parameter, known) in enumerate(names.items()):
@@ -501,6 +523,7 @@ def _make_plan(
     for kind, indices in kinds.items():
         numels.setdefault(kind.ranks, []).extend(parameters[index].numel for index in indices)
 
+    operation: Operation = "average" if config.average_in_collective else "sum"
     buffers: list[PlannedBuffer] = []
     unnumbered: list[tuple[int, PlannedBucket]] = []
     for kind, indices in kinds.items():
@@ -510,7 +533,7 @@ def _make_plan(
             # All stages that hold a parameter cut its bucket into the same shards, so it has one of its own.
             tuple(
                 config.use_distributed_optimizer
-                and any(later.kind in _ACROSS_STAGES for later in parameters[index].later)
+                and any(later.kind in ACROSS_STAGES for later in parameters[index].later)
                 for index in indices
             ),
             choose_bucket_size(config, numels[kind.ranks]),
@@ -537,7 +560,7 @@ def _make_plan(
                 shard_ranks=shard_ranks,
                 rank=place.rank,
                 across_ranks=across_ranks,
-                operation=_operation(config),
+                operation=operation,
                 divisor=kind.divisor,
                 numel=layout.numel,
                 buckets=(),
@@ -549,25 +572,19 @@ def _make_plan(
     placed: dict[str, PlannedParameter] = {planned.name: planned for planned in parameters}
     for bucket in buckets:
         for name in bucket.names:
-            planned = placed[name]
-            owned = _find_owned(planned, bucket, buffers[bucket.buffer], config)
+            planned, owned = placed[name], (0, placed[name].numel)
+            if config.use_distributed_optimizer:
+                # The part of it inside this rank's shard, in its own elements; empty if they do not meet.
+                buffer = buffers[bucket.buffer]
+                start, stop = shard_bounds(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
+                owned = max(start - planned.offset, 0), min(stop - planned.offset, planned.numel)
+                owned = owned if owned[0] < owned[1] else (0, 0)
             placed[name] = replace(planned, bucket=bucket.id, owned=owned)
     numbered = tuple(
         replace(buffer, buckets=tuple(bucket.id for bucket in buckets if bucket.buffer == buffer.id))
         for buffer in buffers
     )
-    return GradientPlan(views, place.rank, config, tuple(placed.values()), numbered, buckets, frozen)
-
-
-def _find_owned(
-    parameter: PlannedParameter, bucket: PlannedBucket, buffer: PlannedBuffer, config: GradientConfig
-) -> tuple[int, int]:
-    """Return the part of a parameter inside this rank's shard, in its own elements; empty if they do not meet."""
-    if not config.use_distributed_optimizer:
-        return 0, parameter.numel
-    start, stop = shard_bounds(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
-    owned = max(start - parameter.offset, 0), min(stop - parameter.offset, parameter.numel)
-    return owned if owned[0] < owned[1] else (0, 0)
+    return GradientPlan(views, place.rank, config, tuple(placed.values()), numbered, buckets, tuple(frozen))
 
 
 def iter_parameters(
@@ -582,36 +599,6 @@ def iter_parameters(
         return
     for number, chunk in enumerate(module):
         yield from chunk.named_parameters(prefix=str(number), remove_duplicate=False)
-
-
-def _find_own_rank(views: MeshViews) -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    if views.main.size == 1:
-        return views.main.ranks[0]
-    raise At().usage_error(
-        f"the rank of the plan on a mesh of {views.main.size} ranks is unknown: torch.distributed is not initialized",
-        "give rank=, or call torch.distributed.init_process_group before",
-    )
-
-
-def _names_by_parameter(
-    module: torch.nn.Module | Sequence[torch.nn.Module],
-) -> tuple[dict[torch.nn.Parameter, list[str]], tuple[str, ...]]:
-    """Return the names of each parameter that needs a gradient, and the names of all other parameters."""
-    if not isinstance(module, torch.nn.Module) and not all(isinstance(chunk, torch.nn.Module) for chunk in module):
-        raise UsageError("the object to plan is not a module", got=type(module).__name__, want="a module, or chunks")
-    names: dict[torch.nn.Parameter, list[str]] = {}
-    frozen: list[str] = []
-    for name, parameter in iter_parameters(module):
-        if not parameter.requires_grad:
-            frozen.append(name)
-        elif isinstance(parameter, torch.nn.UninitializedParameter):
-            raise At(name).usage_error("it has no shape yet", "run the module once before it is planned")
-        else:
-            # A tied parameter is one object with one gradient, so it has one place under all of its names.
-            names.setdefault(parameter, []).append(name)
-    return names, tuple(frozen)
 
 
 def _plan_parameter(
@@ -633,7 +620,13 @@ def _plan_parameter(
         )
     axes = tuple(axis for axis in place.data_axes(role.is_expert) if axis not in role.sharded)
     ranks = place.ranks(axes, role.is_expert)
-    divisor = 1 if config.calculate_per_token_loss else _find_divisor(role, place)
+    divisor = 1
+    if not config.calculate_per_token_loss:
+        # The ranks with different data; the same for experts, since each rank saw its part of the batch. Axes that cut
+        # the parameter do not count: the code that cut it averages its gradient along them.
+        mesh = place.mesh(role.is_expert)
+        cut = prod(mesh.axis_length(axis) for axis in place.data_axes(role.is_expert) if axis in role.sharded)
+        divisor = len(place.ranks(place.data_axes(False))) // cut
     later = tuple(plan_later_reductions(name, role, place))
     planned = PlannedParameter(
         name=name,
@@ -643,7 +636,7 @@ def _plan_parameter(
         grad_dtype=grad_dtype,
         axes=axes,
         ranks=ranks,
-        operation=_operation(config),
+        operation="average" if config.average_in_collective else "sum",
         divisor=divisor,
         later=later,
         buffer=0,
@@ -658,16 +651,6 @@ def _plan_parameter(
     # Without shards the later sum covers whole gradients, and no place in a buffer matters.
     over_tp = tuple(one.operation for one in later if one.kind == "tensor" and config.use_distributed_optimizer)
     return planned, _BufferKind(role.is_expert, local.dtype, grad_dtype, axes, ranks, divisor, over_tp)
-
-
-def _find_divisor(role: ParameterRole, place: MeshPlace) -> int:
-    """Return the number of ranks with different data; the same for experts, since each rank saw its part of the batch.
-
-    Axes that cut the parameter do not count: the code that cut it averages its gradient along them.
-    """
-    mesh = place.mesh(role.is_expert)
-    cut = prod(mesh.axis_length(axis) for axis in place.data_axes(role.is_expert) if axis in role.sharded)
-    return len(place.ranks(place.data_axes(False))) // cut
 
 
 def split_instances(
@@ -685,7 +668,3 @@ def split_instances(
     size = len(ranks) // count
     instance, place = divmod(ranks.index(rank), size)
     return ranks[instance * size : (instance + 1) * size], ranks[place::size]
-
-
-def _operation(config: GradientConfig) -> Operation:
-    return "average" if config.average_in_collective else "sum"

@@ -287,12 +287,24 @@ def grad_norm(models: _Models, *, norm_type: float = 2.0) -> torch.Tensor:
         raise UsageError("norm_type is not a positive number", got=repr(norm_type), want="2, math.inf, or above 0")
     slices = list(list_owned_slices(models).values())
     first = models if isinstance(models, DistributedDataParallel) else models[0]
-    wire, ranks = first.wire, tuple(sorted(first.plan.views.main.ranks))
+    wire, ranks = first.wire, first.plan.all_ranks
+    # The sum of the elements' powers of each slice, or their maximum for an infinite norm.
     powers = torch.zeros(len(slices), dtype=torch.float64, device=wire.device)
-    for index, one in enumerate(slices):
-        powers[index] = _power(one.gradient(), norm_type).to(powers)
     how: Combination = "max" if math.isinf(norm_type) else "sum"
-    _add_shards(slices, powers, how)
+    cut: dict[tuple[int, ...], list[int]] = {}
+    for index, one in enumerate(slices):
+        gradient = one.gradient()
+        if gradient.numel():
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide).double()
+            powers[index] = (norm if how == "max" else norm**norm_type).to(powers)
+        if one.is_cut:
+            shard_ranks = one.model.plan.buffers[one.planned.buffer].shard_ranks
+            cut.setdefault(shard_ranks, []).append(index)
+    for among, indices in cut.items():
+        part = powers[indices]
+        slices[0].model.wire.all_reduce(part, among, how).wait()
+        powers[indices] = part
     shares = powers if how == "max" else powers / _count_copies(slices, powers)
     total = shares.max() if how == "max" and len(slices) else shares.sum()
     total = total.reshape(1)
@@ -338,29 +350,6 @@ def clip_grad_norm(
     for model in [models] if isinstance(models, DistributedDataParallel) else models:
         model.scale_gradients(factor)
     return norm
-
-
-def _power(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the sum of the elements' powers, or their maximum for an infinite norm."""
-    if not gradient.numel():
-        return gradient.new_zeros((), dtype=torch.float64)
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide).double()
-    power: torch.Tensor = norm if math.isinf(norm_type) else norm**norm_type
-    return power
-
-
-def _add_shards(slices: Sequence[OwnedSlice], powers: torch.Tensor, how: Combination) -> None:
-    """Add up the parts of each parameter that replicas own."""
-    by_ranks: dict[tuple[int, ...], list[int]] = {}
-    for index, one in enumerate(slices):
-        if one.is_cut:
-            shard_ranks = one.model.plan.buffers[one.planned.buffer].shard_ranks
-            by_ranks.setdefault(shard_ranks, []).append(index)
-    for ranks, indices in by_ranks.items():
-        part = powers[indices]
-        slices[0].model.wire.all_reduce(part, ranks, how).wait()
-        powers[indices] = part
 
 
 def _count_copies(slices: Sequence[OwnedSlice], powers: torch.Tensor) -> torch.Tensor:
@@ -432,7 +421,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = torch.zeros(1, device=model.wire.device)
         for value in found.values():
             flag += value.to(flag.device)
-        model.wire.all_reduce(flag, tuple(sorted(model.plan.views.main.ranks)), "max").wait()
+        model.wire.all_reduce(flag, model.plan.all_ranks, "max").wait()
         if not found:
             found[model.wire.device] = torch.zeros((), device=model.wire.device)
         for value in found.values():
