@@ -226,7 +226,8 @@ class _Interception(TorchFunctionMode):
                 return operation(self._axis, *self._take_all(args[:1]), *args[1:], **kwargs)
             args, kwargs = self._take_all((args, kwargs))
         if self._batch_group is not None:
-            if func is functional.batch_norm and _takes_batch_statistics(*args, **kwargs):
+            is_trained = func is functional.batch_norm and (args[5] if len(args) > 5 else kwargs.get("training", False))
+            if is_trained:
                 return batch_norm(self._batch_group, *args, **kwargs)
             if func in _LOSSES:
                 return _compute_loss(func, args, kwargs, self._batch_group)
@@ -272,10 +273,6 @@ def _is_about_itself(func: Any) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _TRANSPOSED
     return name in _ABOUT_ITSELF or (name.endswith("_") and not name.endswith("__"))
-
-
-def _takes_batch_statistics(*args: Any, training: bool = False, **_: Any) -> bool:
-    return bool(args[5]) if len(args) > 5 else training
 
 
 class Construction:

@@ -228,8 +228,12 @@ def _shard_loader(loader: DataLoader[Any], num_shards: int, shard: int) -> DataL
         rest = len(loader.sampler) % batch_size  # type: ignore[arg-type]
         if rest % num_shards:
             raise _make_indivisible_error("The last batch's size", "last_batch_size", rest, num_shards)
-    sampler = _share_shuffle(loader.batch_sampler)
-    return DataLoader(loader.dataset, batch_sampler=_BatchSlices(sampler, num_shards, shard), **options)
+    batches: Any = loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if type(batches) is BatchSampler and isinstance(sampler, RandomSampler):
+        # The same order on every rank: each process seeds torch's own sampler differently.
+        batches = BatchSampler(_SharedRandomSampler(sampler), batches.batch_size, batches.drop_last)
+    return DataLoader(loader.dataset, batch_sampler=_BatchSlices(batches, num_shards, shard), **options)
 
 
 def _make_indivisible_error(what: str, name: str, size: int, num_shards: int) -> UsageError:
@@ -239,14 +243,6 @@ def _make_indivisible_error(what: str, name: str, size: int, num_shards: int) ->
         want=f"a multiple of {num_shards}",
         next_step="change the batch size, or drop the remainder (drop_last=True)",
     )
-
-
-def _share_shuffle(batches: Any) -> Any:
-    """Return batches in the same order on every rank: each process seeds torch's own sampler differently."""
-    sampler = getattr(batches, "sampler", None)
-    if type(batches) is not BatchSampler or not isinstance(sampler, RandomSampler):
-        return batches
-    return BatchSampler(_SharedRandomSampler(sampler), batches.batch_size, batches.drop_last)
 
 
 class _SharedRandomSampler(RandomSampler):

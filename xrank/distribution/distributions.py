@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -91,7 +91,15 @@ def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int])
                 got=f"{shape[placement.dim]} positions",
                 want=f"a multiple of {factor}, or cuts in the order of the mesh {mesh.grid!r}",
             )
-        if not GATHERS_PIECES and _counts_pieces(placement, placements, mesh):
+        if GATHERS_PIECES or not hasattr(placement, "split_factor"):
+            continue
+        # A strided shard counts pieces of its dim if no other axis cuts the dim before; else parts of that axis.
+        alike = [
+            axis
+            for axis, at in zip(mesh.axis_names, placements, strict=True)
+            if getattr(at, "dim", None) == placement.dim
+        ]
+        if sum(mesh.axis_length(axis) > 1 for axis in alike) == 1:
             raise LayoutError(
                 f"torch {torch.__version__} does not gather dim {placement.dim} in the layout {layout}: each rank "
                 "holds a part of several pieces",
@@ -103,13 +111,6 @@ def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int])
 
 GATHERS_PIECES = "use_strided_shard_as_shard_order" in DTensorSpec.__dataclass_fields__
 """Whether torch redistributes strided shards that no order of cuts explains; 2.10 stops at an assertion."""
-
-
-def _counts_pieces(placement: Any, placements: Sequence[Any], mesh: DeviceMesh) -> bool:
-    """Return whether a strided shard counts pieces of its dim, and not the parts of an axis that cut it before."""
-    dim = getattr(placement, "dim", None)
-    cutting = [axis for axis, at in zip(mesh.axis_names, placements, strict=True) if getattr(at, "dim", None) == dim]
-    return hasattr(placement, "split_factor") and sum(mesh.axis_length(axis) > 1 for axis in cutting) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +134,6 @@ class OutputLayout:
         return tensor.redistribute(live_mesh(self.mesh), placements_for(self.layout, self.mesh, tensor.shape))
 
 
-def output_rules(layout_map: LayoutMap, roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Return the output rule of each module that has one; the path of the outermost module's output is ``output``."""
-    found: dict[nn.Module, str] = {}
-    for root in roots:
-        for name, module in root.named_modules():
-            rule = layout_map.rule_for(f"{name}/output" if name else "output")
-            if rule is not None:
-                found[module] = rule
-    return found
-
-
 def convert_states(module: nn.Module, mesh: TorchMesh) -> None:
     """Convert the module's own tensors whenever its state dict is made or loaded; not those of its parts."""
     if not any(isinstance(hook, _ToDTensors) for hook in module._state_dict_hooks.values()):
@@ -158,6 +148,10 @@ class _Converter:
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # a copied module has the same mesh
 
+    def whole(self, tensor: torch.Tensor) -> DTensor:
+        """Return a tensor that every rank holds as a DTensor."""
+        return DTensor.from_local(tensor, self.mesh, (Replicate(),) * self.mesh.ndim, run_check=False)
+
 
 class _ToDTensors(_Converter):
     """The hook that makes DTensors of the module's own buffers."""
@@ -166,8 +160,7 @@ class _ToDTensors(_Converter):
         for name, buffer in module._buffers.items():
             value = state.get(prefix + name)
             if buffer is not None and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                whole = (Replicate(),) * self.mesh.ndim
-                state[prefix + name] = DTensor.from_local(value, self.mesh, whole, run_check=False)
+                state[prefix + name] = self.whole(value)
 
 
 class _FromState(_Converter):
@@ -179,8 +172,7 @@ class _FromState(_Converter):
             if own is None or not isinstance(value, torch.Tensor) or value.shape != own.shape:
                 continue  # torch's own error names the shapes
             if isinstance(own, DTensor) and not isinstance(value, DTensor):
-                whole = (Replicate(),) * self.mesh.ndim
-                placed = DTensor.from_local(value.detach().to(self.mesh.device_type), self.mesh, whole, run_check=False)
+                placed = self.whole(value.detach().to(self.mesh.device_type))
                 state[prefix + name] = placed.redistribute(placements=own.placements)
             elif isinstance(value, DTensor) and not isinstance(own, DTensor):
                 state[prefix + name] = value.full_tensor()
@@ -515,22 +507,24 @@ class ModelParallel(Distribution):
         # Plans check all parameters of all modules before the first one is replaced.
         plans = [plan_parameters(root, mesh, self.get_tensor_layout) for root in roots]
         rules = {self.layout_map.rule_for(name) for planned in plans for plan in planned for name in plan.names}
-        outputs = output_rules(self.layout_map, roots)
+        outputs: dict[nn.Module, str] = {}
+        for root in roots:
+            for name, module in root.named_modules():
+                # The path of the outermost module's output is "output".
+                rule = self.layout_map.rule_for(f"{name}/output" if name else "output")
+                if rule is not None:
+                    outputs[module] = rule
         if torch_mesh is not None:
             for root, planned in zip(roots, plans, strict=True):
                 lay_out_parameters(root, planned, torch_mesh)
                 self._surround(root, list(root.parameters()), torch_mesh)
                 for module in root.modules():
-                    self._lay_out_output(module, outputs.get(module))
+                    layout = self.layout_map[outputs[module]] if module in outputs else None
+                    hook = None if layout is None else OutputLayout(layout, mesh)
+                    if hook is not None and hook not in module._forward_hooks.values():
+                        module.register_forward_hook(hook)
                     convert_states(module, torch_mesh)
         return {rule for rule in (*rules, *outputs.values()) if rule is not None}
-
-    def _lay_out_output(self, module: nn.Module, rule: str | None) -> None:
-        layout = None if rule is None else self.layout_map[rule]
-        if layout is not None:
-            hook = OutputLayout(layout, self.device_mesh)
-            if hook not in module._forward_hooks.values():
-                module.register_forward_hook(hook)
 
     def check_used(self, rules: set[str]) -> None:
         """Check that all rules were used."""

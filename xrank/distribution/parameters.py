@@ -17,7 +17,7 @@ hold equal activations and equal gradients of them, except between the functions
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -89,14 +89,8 @@ class _Take(torch.autograd.Function):
             given[axis] = Partial("avg")
             if wanted[axis].is_replicate():
                 wanted[axis] = Partial("avg")
-        found = DTensor.from_local(
-            gradient.contiguous(),
-            tensor.device_mesh,
-            given,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        size = {"shape": tensor.shape, "stride": tensor.stride()}
+        found = DTensor.from_local(gradient.contiguous(), tensor.device_mesh, given, run_check=False, **size)
         return found.redistribute(placements=wanted), None, None
 
 
@@ -235,8 +229,18 @@ class _Average:
         used = used.to(self._device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         with torch.no_grad():
-            gradients = [self._local_gradient(index) for index, is_used in enumerate(used.tolist()) if is_used]
-            for bucket in _make_buckets(gradients):
+            buckets: list[list[torch.Tensor]] = []
+            nbytes = 0
+            for index in used.flatten().nonzero().flatten().tolist():
+                gradient, last = self._local_gradient(index), buckets[-1] if buckets else []
+                is_alike = bool(last) and (last[0].dtype, last[0].device) == (gradient.dtype, gradient.device)
+                if is_alike and nbytes + gradient.nbytes <= _BUCKET_NBYTES:
+                    last.append(gradient)
+                else:
+                    buckets.append([gradient])
+                    nbytes = 0
+                nbytes += gradient.nbytes
+            for bucket in buckets:
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
                 dist.all_reduce(flat, group=self._group)
                 flat.div_(dist.get_world_size(self._group))
@@ -262,29 +266,12 @@ class _Average:
             return gradient
         placements = list(gradient.placements)
         placements[self._axis] = placement
-        return DTensor.from_local(
-            gradient._local_tensor, gradient.device_mesh, placements, run_check=False,
-            shape=gradient.shape, stride=gradient.stride(),
-        )  # fmt: skip
+        size = {"shape": gradient.shape, "stride": gradient.stride()}
+        return DTensor.from_local(gradient._local_tensor, gradient.device_mesh, placements, run_check=False, **size)
 
 
 def _local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _make_buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield runs of gradients of one dtype and device, each of about `_BUCKET_NBYTES`."""
-    bucket: list[torch.Tensor] = []
-    nbytes = 0
-    for gradient in gradients:
-        is_other = bool(bucket) and (bucket[0].dtype, bucket[0].device) != (gradient.dtype, gradient.device)
-        if bucket and (is_other or nbytes + gradient.nbytes > _BUCKET_NBYTES):
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(gradient)
-        nbytes += gradient.nbytes
-    if bucket:
-        yield bucket
 
 
 def copy_to_tp_region(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -307,42 +294,35 @@ def sum_statistics(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 def average_loss(loss: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the mean of the ranks' losses, with the gradient of this rank's own."""
-    size = dist.get_world_size(group)
-    mean: torch.Tensor = _Exchange.apply(loss, group, True, False)  # type: ignore[no-untyped-call]
-    return _Scale.apply(mean, 1 / size)  # type: ignore[no-untyped-call, no-any-return]
+    factor = 1 / dist.get_world_size(group)
+    mean: torch.Tensor = _Exchange.apply(loss, group, True, False, factor)  # type: ignore[no-untyped-call]
+    return mean
 
 
 class _Exchange(torch.autograd.Function):
-    """Sums over a group in forward, in backward, in both or in neither."""
+    """Sums over a group in forward, in backward, in both or in neither; a factor scales the value alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, sums_value: bool, sums_gradient: bool
+        ctx: Any,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        sums_value: bool,
+        sums_gradient: bool,
+        factor: float = 1.0,
     ) -> torch.Tensor:
         ctx.group, ctx.sums_gradient = group, sums_gradient
         if not sums_value:
             return tensor.view_as(tensor)
         summed = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=group)
-        return summed
+        return summed if factor == 1 else summed * factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if ctx.sums_gradient:
             gradient = sum_statistics(gradient, ctx.group)
-        return gradient, None, None, None
-
-
-class _Scale(torch.autograd.Function):
-    """Scales a value and not its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        return tensor * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+        return gradient, None, None, None, None
 
 
 def gather_from_tp_region(part: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
