@@ -159,31 +159,28 @@ def _link_outside(file: Path) -> None:
     file.symlink_to(target)
 
 
-def _make_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
+def _replace(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Return a function that makes something else in a file's place."""
 
+    def apply(file: Path) -> None:
+        file.unlink()
+        make(file)
 
-def _make_fifo(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def _link_to_nothing(file: Path) -> None:
-    file.unlink()
-    file.symlink_to("nothing-there")
+    return apply
 
 
 _MISSING, _DAMAGED = frozenset({3}), frozenset({4})
 
 FAULTS: Mapping[str, SourceFault] = {
     "a file missing": SourceFault(_MISSING, _change_each("removed", lambda file: file.unlink())),
-    "a link to nothing": SourceFault(_MISSING, _change_each("links to nothing", _link_to_nothing)),
+    "a link to nothing": SourceFault(
+        _MISSING, _change_each("links to nothing", _replace(lambda file: file.symlink_to("nothing-there")))
+    ),
     "a file cut short": SourceFault(_DAMAGED, _truncate),
     "an empty file": SourceFault(_MISSING | _DAMAGED, _change_each("is empty", _rewrite(b""))),
     "zeros to the end": SourceFault(_DAMAGED, _zero_tail),
-    "a folder in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a folder", _make_folder)),
-    "a pipe in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a pipe", _make_fifo)),
+    "a folder in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a folder", _replace(Path.mkdir))),
+    "a pipe in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a pipe", _replace(os.mkfifo))),
     "a link out of the folder": SourceFault(_DAMAGED, _change_each("is a link", _link_outside)),
     "a bit of a tensor flipped": SourceFault(_DAMAGED, _flip_payload),
     # A flipped name of a dtype or a layout may be valid, and then requires another command.
