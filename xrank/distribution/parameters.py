@@ -89,7 +89,7 @@ class _Take(torch.autograd.Function):
             given[axis] = Partial("avg")
             if wanted[axis].is_replicate():
                 wanted[axis] = Partial("avg")
-        size = {"shape": tensor.shape, "stride": tensor.stride()}
+        size: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()}
         found = DTensor.from_local(gradient.contiguous(), tensor.device_mesh, given, run_check=False, **size)
         return found.redistribute(placements=wanted), None, None
 
@@ -266,7 +266,7 @@ class _Average:
             return gradient
         placements = list(gradient.placements)
         placements[self._axis] = placement
-        size = {"shape": gradient.shape, "stride": gradient.stride()}
+        size: dict[str, Any] = {"shape": gradient.shape, "stride": gradient.stride()}
         return DTensor.from_local(gradient._local_tensor, gradient.device_mesh, placements, run_check=False, **size)
 
 

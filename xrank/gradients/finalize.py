@@ -105,22 +105,18 @@ class LaterSync:
         for kind in LATER_KINDS:
             # In Megatron's order: sums that are nested otherwise round otherwise.
             parts = [part for part in self._parts if part.later.kind == kind]
-            if kind == "conditional":
-                done += self._run_conditional()
-            elif parts:
+            if kind != "conditional":
                 done += self._reduce(parts)
-        return done
-
-    def _run_conditional(self) -> list[Reduction]:
-        """Reduce embedders that all chunks of all stages have. The chunks of this rank are added up first."""
-        # Every chunk of this rank has a part of the gradient: one sum over all stages then serves all copies.
-        for first, *others in self._copies.values():
-            for other in others:
-                first.gradient.add_(other.gradient)
-        done = self._reduce([first for first, *_ in self._copies.values()])
-        for first, *others in self._copies.values():
-            for other in others:
-                other.gradient.copy_(first.gradient)
+                continue
+            # Embedders that all chunks of all stages have: every chunk of this rank has a part of the gradient, and one
+            # sum over all stages then serves all copies.
+            for first, *others in self._copies.values():
+                for other in others:
+                    first.gradient.add_(other.gradient)
+            done += self._reduce([first for first, *_ in self._copies.values()])
+            for first, *others in self._copies.values():
+                for other in others:
+                    other.gradient.copy_(first.gradient)
         return done
 
     def _reduce(self, parts: Sequence[_LaterPart]) -> list[Reduction]:
@@ -274,7 +270,17 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
     later, routers = LaterSync(chunks), RouterBiases(chunks)
     # These faults travel with the first chunk's flag: raised here, they would leave other ranks waiting.
     first.sync.faults += [*_token_faults(first, num_tokens), *later.faults, *routers.faults]
-    _finish(chunks)
+    # All chunks finish before a fault of any is raised: the other ranks wait for every chunk's exchange.
+    errors = []
+    for chunk in chunks:
+        try:
+            chunk.finish_grad_sync()
+        except GradientError as error:
+            errors.append(error)
+    if errors:
+        for error in errors[1:]:
+            errors[0].add_note(f"also: {error}")
+        raise errors[0]
     done = [
         Reduction("data", buffer.operation, buffer.axes, buffer.ranks, later.number(number, bucket.names), bucket.numel)
         for number, chunk in enumerate(chunks)
@@ -309,20 +315,6 @@ def _chunks(models: _Models) -> list[DistributedDataParallel]:
                 want=f"{first.plan.views.main.grid!r} with {first.config!r}",
             )
     return chunks
-
-
-def _finish(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Finish all chunks, then raise the faults of any: the other ranks wait for every chunk's exchange."""
-    errors = []
-    for chunk in chunks:
-        try:
-            chunk.finish_grad_sync()
-        except GradientError as error:
-            errors.append(error)
-    if errors:
-        for other in errors[1:]:
-            errors[0].add_note(f"also: {other}")
-        raise errors[0]
 
 
 def _token_faults(chunk: DistributedDataParallel, num_tokens: torch.Tensor | float | None) -> list[GradientFault]:

@@ -142,7 +142,17 @@ def check_shard_order(views: MeshViews) -> None:
 
 def as_mesh_views(mesh: Any, axes: Mapping[str, str] | None = None) -> MeshViews:
     """Return a mesh of xrank or torch, or both factorings, as `MeshViews` with the names of axes here."""
-    views = _read_mesh(mesh)
+    if isinstance(mesh, MeshViews):
+        views = mesh
+    elif isinstance(mesh, DeviceMesh):
+        views = MeshViews(mesh)
+    elif hasattr(mesh, "mesh_dim_names"):
+        views = MeshViews(describe_mesh(mesh))
+    else:
+        raise At().layout_error(
+            f"the mesh is a {type(mesh).__name__}, and not a DeviceMesh of xrank or torch, or MeshViews",
+            _SEE_VIEWS,
+        )
     aliases = {**AXIS_ALIASES, **(axes or {})}
     if views.main.axis_names == _UNNAMED:
         aliases.setdefault(_UNNAMED[0], "dp")
@@ -164,21 +174,6 @@ def _rename_axes(mesh: DeviceMesh, aliases: Mapping[str, str]) -> DeviceMesh:
             f"map one of them to another name, such as axes={{{both[1]!r}: 'dp_shard'}}",
         )
     return DeviceMesh(mesh.shape, names, mesh.ranks)
-
-
-def _read_mesh(mesh: Any) -> MeshViews:
-    if isinstance(mesh, MeshViews):
-        return mesh
-    if isinstance(mesh, DeviceMesh):
-        return MeshViews(mesh)
-    if not hasattr(mesh, "mesh_dim_names"):
-        raise At().layout_error(
-            f"the mesh is a {type(mesh).__name__}, and not a DeviceMesh of xrank or torch, or MeshViews",
-            _SEE_VIEWS,
-        )
-    from xrank.layout.terms.tensors import describe_mesh
-
-    return MeshViews(describe_mesh(mesh))
 
 
 def _check_axes(mesh: DeviceMesh, known: set[str]) -> None:

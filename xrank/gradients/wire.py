@@ -113,11 +113,17 @@ class RankWatch:
             work: torch's handle.
             is_on_host: whether ``work.wait`` itself blocks until the results are there, as for tensors of the CPU.
         """
-        while not (work.is_completed() if is_on_host else self._is_soon(work)):
+        while not work.is_completed():
             if is_on_host:
                 with suppress(RuntimeError):  # this wait's own timeout; a failed collective counts as completed
                     work.wait(timedelta(seconds=_LOOK_SECONDS))
                     return
+            else:
+                end = monotonic() + _LOOK_SECONDS
+                while not work.is_completed() and monotonic() < end:
+                    sleep(_PAUSE_SECONDS)
+                if work.is_completed():
+                    break
             self._look()
         self.run(work.wait)
 
@@ -141,15 +147,6 @@ class RankWatch:
                     next_step="see what the other ranks do: py-spy dump --pid PID",
                 ) from error
             raise
-
-    def _is_soon(self, work: Any) -> bool:
-        """Return whether a collective on an accelerator is done within the time between two looks."""
-        end = monotonic() + _LOOK_SECONDS
-        while not work.is_completed():
-            if monotonic() >= end:
-                return False
-            sleep(_PAUSE_SECONDS)
-        return True
 
     def _look(self) -> None:
         """Raise if a rank has ended."""
@@ -199,7 +196,23 @@ def make_wire(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None =
     watch = _watches.get(world)
     texts = exchange_texts(json.dumps(sorted(own)), watch=watch)
     sets_by_rank = [[tuple(ranks) for ranks in json.loads(text)] for text in texts]
-    _check_sets(sets_by_rank, world_size)
+    # All ranks of a set must have asked for it. All ranks get the same result, since all have all sets.
+    num_asking = Counter(ranks for sets in sets_by_rank for ranks in sets)
+    for other, sets in enumerate(sets_by_rank):
+        for ranks in sets:
+            if other not in ranks or not 0 <= ranks[0] <= ranks[-1] < world_size or len(set(ranks)) != len(ranks):
+                raise At(rank=other).error(
+                    f"rank {other} asks for a group of ranks {list(ranks)}",
+                    "make the mesh of the ranks of this world",
+                    want=f"rank {other} and others of the {world_size} ranks of the world, each once",
+                )
+            if num_asking[ranks] < len(ranks):
+                absent = next(one for one in ranks if ranks not in sets_by_rank[one])
+                raise At(rank=absent).error(
+                    f"rank {other} exchanges gradients with ranks {list(ranks)}, and rank {absent} does not",
+                    "make the same mesh on all ranks, and the same marks on copies of a parameter",
+                    f"on rank {absent} the groups {[list(known) for known in sets_by_rank[absent]]}",
+                )
     made = _made.setdefault(world, {})
     # New groups would get torch's own timeout, half an hour.
     options = getattr(world._get_backend(find_world_device()), "options", None)
@@ -238,26 +251,6 @@ def exchange_texts(text: str, group: dist.ProcessGroup | None = None, watch: Ran
     texts = [torch.empty_like(padded) for _ in lengths]
     gather(texts, padded)
     return [found[:length].cpu().numpy().tobytes().decode() for found, length in zip(texts, lengths, strict=True)]
-
-
-def _check_sets(sets_by_rank: list[list[tuple[int, ...]]], world_size: int) -> None:
-    """Check that all ranks of a set asked for it. All ranks get the same result, since all have all sets."""
-    num_asking = Counter(ranks for sets in sets_by_rank for ranks in sets)
-    for rank, sets in enumerate(sets_by_rank):
-        for ranks in sets:
-            if rank not in ranks or not 0 <= ranks[0] <= ranks[-1] < world_size or len(set(ranks)) != len(ranks):
-                raise At(rank=rank).error(
-                    f"rank {rank} asks for a group of ranks {list(ranks)}",
-                    "make the mesh of the ranks of this world",
-                    want=f"rank {rank} and others of the {world_size} ranks of the world, each once",
-                )
-            if num_asking[ranks] < len(ranks):
-                absent = next(other for other in ranks if ranks not in sets_by_rank[other])
-                raise At(rank=absent).error(
-                    f"rank {rank} exchanges gradients with ranks {list(ranks)}, and rank {absent} does not",
-                    "make the same mesh on all ranks, and the same marks on copies of a parameter",
-                    f"on rank {absent} the groups {[list(known) for known in sets_by_rank[absent]]}",
-                )
 
 
 class TorchWire:
