@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
@@ -32,12 +32,12 @@ from xrank.virtual.engine import (
     ChannelStatistics,
     Counts,
     DeviceJob,
-    Engine,
     EngineOutcome,
     Heading,
     Links,
     make_heading,
 )
+from xrank.virtual.engine import run as run_on_threads
 from xrank.virtual.programs import (
     ALWAYS_PUSH,
     COLLECTIVES,
@@ -111,7 +111,15 @@ class CollectiveCall:
             case "parts":
                 assert brought is not None and self.dim is not None
                 self.slots.update(enumerate(split_evenly(brought, size, self.dim)))
-        wanted = self._compute_specs()
+        # The spec that each slot must receive, as far as this device knows; a length of -1 matches any.
+        wanted: dict[int, ArraySpec] = {}
+        own = self.slots.get(self.place)
+        if self.reduction is not None and self.course.finish == "reduce":
+            wanted = dict.fromkeys(range(size), spec_of(own))
+        elif self.reduction is not None:
+            wanted = {slot: spec_of(array) for slot, array in self.slots.items()}
+        elif self.collective in ("all_gather", "gather") and self.dim is not None:
+            wanted = dict.fromkeys(range(size), with_length(spec_of(own), self.dim, -1))
         for step in self.course.steps:
             if isinstance(step, SendSlot):
                 array = self.slots[step.slot]
@@ -128,17 +136,6 @@ class CollectiveCall:
             self.slots[step.slot] = fold(array, self.slots[step.slot], self.reduction or "") if step.fold else array
         return self._result(brought), traffic
 
-    def _compute_specs(self) -> Mapping[int, ArraySpec]:
-        """Return the spec that each slot must receive, as far as this device knows; a length of -1 matches any."""
-        own = self.slots.get(self.place)
-        if self.reduction is not None:
-            if self.course.finish == "reduce":
-                return dict.fromkeys(range(len(self.members)), spec_of(own))
-            return {slot: spec_of(array) for slot, array in self.slots.items()}
-        if self.collective in ("all_gather", "gather") and self.dim is not None:
-            return dict.fromkeys(range(len(self.members)), with_length(spec_of(own), self.dim, -1))
-        return {}
-
     def _check(self, array: Array, wanted: ArraySpec, origin: int) -> None:
         found, own = spec_of(array), self.slots[self.place]
         fits = len(found.shape) == len(wanted.shape) and all(
@@ -146,7 +143,10 @@ class CollectiveCall:
         )
         if fits and found.dtype == wanted.dtype and kind_of(array) == kind_of(own):
             return
-        mine, its = _text(wanted, kind_of(own)), _text(found, kind_of(array))
+        mine, its = (
+            f"{kind_of(one)} {spec.dtype} ({', '.join('any' if n == -1 else str(n) for n in spec.shape)})"
+            for one, spec in ((own, wanted), (array, found))
+        )
         raise UsageError(
             f"{self.collective}: device {origin} brings {its}, which does not match device {self.device}'s {mine}",
             rank=self.device,
@@ -180,11 +180,6 @@ class CollectiveCall:
 
     def _finish_mean(self, total: Array) -> Array:
         return mean_of(total, len(self.members)) if self.reduction == "mean" else total
-
-
-def _text(spec: ArraySpec, kind: str) -> str:
-    lengths = ", ".join("any" if length == -1 else str(length) for length in spec.shape)
-    return f"{kind} {spec.dtype} ({lengths})"
 
 
 Axes = str | Sequence[str] | None
@@ -455,8 +450,13 @@ def interpret(program: Program, device: VirtualDevice) -> None:
         outputs = _do(instruction, inputs, device)
         for (name, spec), array in zip(list_outputs(instruction), outputs, strict=True):
             if spec_of(array) != spec:
+                title = f"its {type(instruction).__name__.lower()}"
+                if isinstance(instruction, Compute):
+                    title = f"the kernel {instruction.kernel!r}"
+                elif isinstance(instruction, Communicate):
+                    title = instruction.collective
                 raise UsageError(
-                    f"device {device.index}: {_title(instruction)} returns {name!r} with another shape or element type",
+                    f"device {device.index}: {title} returns {name!r} with another shape or element type",
                     tensor=name,
                     rank=device.index,
                     got=str(spec_of(array)),
@@ -508,16 +508,6 @@ def _do(instruction: Any, inputs: Sequence[Array], device: VirtualDevice) -> Seq
             result = concatenate(result, dim) if isinstance(result, list) else result
             return (result,) if instruction.output else ()
     raise AssertionError(instruction)
-
-
-def _title(instruction: Any) -> str:
-    match instruction:
-        case Compute():
-            return f"the kernel {instruction.kernel!r}"
-        case Communicate():
-            return instruction.collective
-        case _:
-            return f"its {type(instruction).__name__.lower()}"
 
 
 ENGINES = ("processes", "in-process")
@@ -628,7 +618,13 @@ class VirtualCluster:
                 for device in self.mesh.ranks
             ]
             names = None
-        outcome = self._engine()(jobs, timeout_seconds=self.timeout_seconds)
+        if self.engine == "in-process":
+            outcome = run_on_threads(jobs, timeout_seconds=self.timeout_seconds)
+        else:
+            require_linux('VirtualCluster(engine="processes")')
+            from xrank.virtual import processes
+
+            outcome = processes.run(jobs, timeout_seconds=self.timeout_seconds)
         _check_received(outcome)
         statistics = Statistics(tuple(statistics for _, statistics in outcome.results))
         if names is None:
@@ -639,16 +635,6 @@ class VirtualCluster:
                 for its, arrays in zip(names, outcome.returned, strict=True)
             ]
         return Run(outputs, statistics, Channels(outcome.sent, outcome.received), monotonic() - begin)
-
-    def _engine(self) -> Engine:
-        if self.engine == "in-process":
-            from xrank.virtual import engine
-
-            return engine.run
-        require_linux('VirtualCluster(engine="processes")')
-        from xrank.virtual import processes
-
-        return processes.run
 
     def _call(
         self, index: int, function: Callable[..., Any], args: tuple[Any, ...], links: Links
@@ -667,7 +653,18 @@ class VirtualCluster:
         for program in programs:
             packets = operation.packets(self.mesh, program.device, activations, parameters)
             returned = tuple(i.name for i in program.instructions if isinstance(i, Return))
-            ordered = _order_packets(program, packets)
+            wanted = {one.output: one.spec for one in program.instructions if isinstance(one, Receive)}
+            found = {name: spec_of(array) for name, array in packets.items()}
+            for name in sorted(wanted.keys() | found.keys()):
+                if found.get(name) != wanted.get(name):
+                    raise UsageError(
+                        f"the packet {name!r} for device {program.device} is not what its program receives",
+                        tensor=name,
+                        rank=program.device,
+                        got=str(found.get(name, "no such packet")),
+                        want=str(wanted.get(name, "no such packet")),
+                    )
+            ordered = tuple(packets[name] for name in wanted)  # as the program receives them
             jobs.append(DeviceJob(program.device, partial(self._interpret, program), ordered, len(returned)))
             names.append(returned)
         return jobs, names
@@ -703,22 +700,6 @@ def _copy_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
             got=", ".join(type(arg).__qualname__ for arg in args),
             next_step="detach tensors computed with gradients; let the function itself reach what all may share",
         ) from error
-
-
-def _order_packets(program: Program, packets: dict[str, Array]) -> tuple[Array, ...]:
-    """Return packets in the order in which a program receives them."""
-    wanted = {one.output: one.spec for one in program.instructions if isinstance(one, Receive)}
-    found = {name: spec_of(array) for name, array in packets.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if found.get(name) != wanted.get(name):
-            raise UsageError(
-                f"the packet {name!r} for device {program.device} is not what its program receives",
-                tensor=name,
-                rank=program.device,
-                got=str(found.get(name, "no such packet")),
-                want=str(wanted.get(name, "no such packet")),
-            )
-    return tuple(packets[name] for name in wanted)
 
 
 def _check_received(outcome: EngineOutcome) -> None:

@@ -174,7 +174,15 @@ class Schedule:
             f"{self.bubble_fraction:.1%} idle; at most {max(self.peak_live_activations)} live activations a stage"
         )
         body = (f"<p>{facts}</p>", *draw_timeline(lanes, kinds, "cycle"))
-        return Picture(f"Schedule {self.name}", "\n".join((facts, *_text_lines(self))), body)
+        lines = [facts]
+        width = len(str(self.num_runs - 1)) + (2 if has_chunks else 1)
+        for stage, works in enumerate(self.stages):
+            cells = ["." * width] * self.num_cycles
+            for work in works:
+                chunk = chr(ord("a") + work.chunk % 26) if has_chunks else ""
+                cells[work.cycle] = f"{work.direction[0].upper()}{work.run}{chunk}".ljust(width)
+            lines.append(f"stage {stage}  {' '.join(cells)}".rstrip())
+        return Picture(f"Schedule {self.name}", "\n".join(lines), body)
 
     def _repr_html_(self) -> str:
         return self.picture()._repr_html_()
@@ -293,19 +301,6 @@ def _check_count(count: int, what: str) -> None:
 
 def _text(work: StageWork) -> str:
     return f"{work.direction} of run {work.run}, chunk {work.chunk}, in cycle {work.cycle}"
-
-
-def _text_lines(schedule: Schedule) -> list[str]:
-    """Return a line for each stage: ``F0`` and ``B0`` for the forward and the backward of run 0, dots while idle."""
-    width = len(str(schedule.num_runs - 1)) + (2 if schedule.num_chunks > 1 else 1)
-    lines = []
-    for stage, works in enumerate(schedule.stages):
-        cells = ["." * width] * schedule.num_cycles
-        for work in works:
-            chunk = chr(ord("a") + work.chunk % 26) if schedule.num_chunks > 1 else ""
-            cells[work.cycle] = f"{work.direction[0].upper()}{work.run}{chunk}".ljust(width)
-        lines.append(f"stage {stage}  {' '.join(cells)}".rstrip())
-    return lines
 
 
 @dataclass(frozen=True, slots=True, init=False)

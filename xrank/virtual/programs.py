@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -89,11 +90,11 @@ class Statistics:
 
     def by_collective(self) -> dict[str, Traffic]:
         """Return the traffic of all devices, summed by collective name."""
-        total: dict[str, Traffic] = {}
+        total: defaultdict[str, Traffic] = defaultdict(Traffic)
         for device in self.devices:
             for name, traffic in device.collectives.items():
-                total[name] = total.get(name, Traffic()) + traffic
-        return total
+                total[name] += traffic
+        return dict(total)
 
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -584,54 +585,41 @@ def compile_programs(
 
 def count(programs: Sequence[Program], algorithm: str) -> Statistics:
     """Count the costs of programs."""
-    shares = _Shares(algorithm)
-    return Statistics(tuple(_count_one(program, shares) for program in programs))
-
-
-class _Shares:
-    """Counts of each member of a group, computed once for all: a group may be a whole mesh of thousands."""
-
-    def __init__(self, algorithm: str) -> None:
-        self._algorithm = algorithm
-        self._places: dict[int, dict[int, int]] = {}
-        self._traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = {}
-
-    def traffic(self, instruction: Communicate, device: int) -> Traffic:
-        """Return the counts of a device in a collective."""
-        # Keys use the tuples' identities, which the programs preserve: comparing tuples of thousands is too slow.
-        group, given, collective, dim = instruction.group, instruction.given, instruction.collective, instruction.dim
-        places = self._places.get(id(group))
-        if places is None:
-            places = self._places[id(group)] = {member: place for place, member in enumerate(group)}
-        check_group(instruction, device, places)
-        root = 0 if instruction.root is None else places[instruction.root]
-        key = (id(given), collective, dim, root)
-        if key not in self._traffic:
-            self._traffic[key] = count_traffic(collective, self._algorithm, given, dim=dim, root=root)
-        return self._traffic[key][places[device]]
-
-
-def _count_one(program: Program, shares: _Shares) -> DeviceStatistics:
-    collectives: dict[str, Traffic] = {}
-    from_host = to_host = Traffic()
-    flops = 0
-    for instruction in program.instructions:
-        match instruction:
-            case Receive():
-                from_host += Traffic(1, 0, 1, 0, instruction.spec.nbytes)
-            case Return():
-                to_host += Traffic(1, 1, 0, instruction.spec.nbytes, 0)
-            case Compute():
-                flops += instruction.flops
-            case Communicate():
-                name = instruction.collective
-                collectives[name] = collectives.get(name, Traffic()) + shares.traffic(instruction, program.device)
-            case Send():
-                collectives["send"] = collectives.get("send", Traffic()) + Traffic(1, 1, 0, instruction.spec.nbytes, 0)
-            case Take():
-                taken = Traffic(1, 0, 1, 0, instruction.spec.nbytes)
-                collectives["receive"] = collectives.get("receive", Traffic()) + taken
-    return DeviceStatistics(collectives, from_host, to_host, flops, peak_nbytes(program))
+    # The members' counts of a collective are computed once for all: a group may be a whole mesh of thousands. Keys use
+    # the tuples' identities, which the programs preserve: comparing tuples of thousands is too slow.
+    places_of: dict[int, dict[int, int]] = {}
+    counted: dict[tuple[object, ...], tuple[Traffic, ...]] = {}
+    devices = []
+    for program in programs:
+        collectives: defaultdict[str, Traffic] = defaultdict(Traffic)
+        from_host = to_host = Traffic()
+        flops = 0
+        for instruction in program.instructions:
+            match instruction:
+                case Receive():
+                    from_host += Traffic(1, 0, 1, 0, instruction.spec.nbytes)
+                case Return():
+                    to_host += Traffic(1, 1, 0, instruction.spec.nbytes, 0)
+                case Compute():
+                    flops += instruction.flops
+                case Send():
+                    collectives["send"] += Traffic(1, 1, 0, instruction.spec.nbytes, 0)
+                case Take():
+                    collectives["receive"] += Traffic(1, 0, 1, 0, instruction.spec.nbytes)
+                case Communicate():
+                    name, given, dim = instruction.collective, instruction.given, instruction.dim
+                    places = places_of.get(id(instruction.group))
+                    if places is None:
+                        places = {member: place for place, member in enumerate(instruction.group)}
+                        places_of[id(instruction.group)] = places
+                    check_group(instruction, program.device, places)
+                    root = 0 if instruction.root is None else places[instruction.root]
+                    key = (id(given), name, dim, root)
+                    if key not in counted:
+                        counted[key] = count_traffic(name, algorithm, given, dim=dim, root=root)
+                    collectives[name] += counted[key][places[program.device]]
+        devices.append(DeviceStatistics(dict(collectives), from_host, to_host, flops, peak_nbytes(program)))
+    return Statistics(tuple(devices))
 
 
 def check_group(instruction: Communicate, device: int, members: Container[int]) -> None:
