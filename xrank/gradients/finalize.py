@@ -278,8 +278,8 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
         except GradientError as error:
             errors.append(error)
     if errors:
-        for error in errors[1:]:
-            errors[0].add_note(f"also: {error}")
+        for other in errors[1:]:
+            errors[0].add_note(f"also: {other}")
         raise errors[0]
     done = [
         Reduction("data", buffer.operation, buffer.axes, buffer.ranks, later.number(number, bucket.names), bucket.numel)

@@ -107,7 +107,14 @@ def read_words(source: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Wor
         pairs: Iterable[tuple[str, ...]] = (tuple(word.split("=", 1)) for word in words)
         values = _values(pairs, {**_LINK, **kinds}, None)
     else:
-        values = _values(_pairs_of_file(text), {**_LINK, **kinds}, text)
+        try:
+            with open(text, "rb") as stream:
+                tables = parse_toml(stream.read(_MAX_FILE_NBYTES).decode())
+        except OSError as error:
+            raise _unreadable(text, f"{error.strerror}", "words name=value, or a file") from error
+        except ValueError as error:
+            raise _unreadable(text, f"not TOML: {error}", "a TOML file") from error
+        values = _values(list(_flatten(tables, "", text)), {**_LINK, **kinds}, text)
     general = (values.pop("latency", 0.0), values.pop("bandwidth", inf))
     others = {name: values.pop(name) for name in kinds if name in values}
     axes: dict[str, tuple[float, float]] = {}
@@ -142,17 +149,6 @@ def _values(pairs: Iterable[tuple[str, ...]], kinds: Mapping[str, Kind], file: s
             raise _unreadable(file, f"{name} = {text!r}", "a finite amount above 0")
         values[name] = value
     return values
-
-
-def _pairs_of_file(path: str) -> list[tuple[str, str]]:
-    try:
-        with open(path, "rb") as stream:
-            tables = parse_toml(stream.read(_MAX_FILE_NBYTES).decode())
-    except OSError as error:
-        raise _unreadable(path, f"{error.strerror}", "words name=value, or a file") from error
-    except ValueError as error:
-        raise _unreadable(path, f"not TOML: {error}", "a TOML file") from error
-    return list(_flatten(tables, "", path))
 
 
 def _flatten(table: dict[str, object], prefix: str, path: str) -> Iterable[tuple[str, str]]:

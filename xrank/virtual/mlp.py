@@ -70,11 +70,9 @@ class SGD(Optimizer):
         self, builder: ProgramBuilder, parameter: Value, gradient: Value, states: Sequence[Value], count: Value | None
     ) -> tuple[Value, ...]:
         """Write the step."""
-        velocity = gradient
+        velocity, wide = gradient, state_dtype(gradient.dtype)
         if self.momentum:
-            velocity = _like(
-                builder, "momentum", (gradient, *states), state_dtype(gradient.dtype), momentum=self.momentum
-            )
+            velocity = _like(builder, "momentum", (gradient, *states), wide, momentum=self.momentum)
         new = _like(builder, "descend", (parameter, velocity), learning_rate=self.learning_rate)
         return (new, velocity) if self.momentum else (new,)
 
@@ -113,16 +111,8 @@ class Adam(Optimizer):
         wide = state_dtype(gradient.dtype)
         mean = _like(builder, "moving_mean", (gradient, *old_mean), wide, beta=first)
         square = _like(builder, "moving_square", (gradient, *old_square), wide, beta=second)
-        new = _like(
-            builder,
-            "adam",
-            (parameter, mean, square, count),
-            learning_rate=self.learning_rate,
-            first=first,
-            second=second,
-            epsilon=self.epsilon,
-        )
-        return new, mean, square
+        options = {"learning_rate": self.learning_rate, "first": first, "second": second, "epsilon": self.epsilon}
+        return _like(builder, "adam", (parameter, mean, square, count), None, **options), mean, square
 
 
 def state_dtype(dtype: str) -> str:

@@ -156,7 +156,17 @@ class _Host:
                 raise make_deadlock_error(self._describe(waits), others_work=len(waits) < len(self._running))
             if self._running and time.monotonic() >= self._deadline:
                 raise self._make_hang_error()
-        return self._outcome()
+        sent = {(HOST, device): end.sent for device, end in self._links.outgoing.items()}
+        received = {(device, HOST): end.received for device, end in self._links.incoming.items()}
+        for device, word in self._finished.items():
+            sent |= {(device, target): count for target, count in word.sent.items()}
+            received |= {(source, device): count for source, count in word.received.items()}
+        return EngineOutcome(
+            results=tuple(self._finished[device].result for device in self._processes),
+            returned=tuple(tuple(self._returned[device]) for device in self._processes),
+            sent={ends: count for ends, count in sent.items() if count.messages},
+            received={ends: count for ends, count in received.items() if count.messages},
+        )
 
     def _take(self, device: int) -> None:
         channel, returned = self._links.from_device(device), self._returned[device]
@@ -219,19 +229,6 @@ class _Host:
         for device, text in sorted(texts.items()):
             error.add_note(f"stack of device {device}:\n{text or '(it does not react: it is inside the kernel)'}")
         return error
-
-    def _outcome(self) -> EngineOutcome:
-        sent = {(HOST, device): end.sent for device, end in self._links.outgoing.items()}
-        received = {(device, HOST): end.received for device, end in self._links.incoming.items()}
-        for device, word in self._finished.items():
-            sent |= {(device, target): count for target, count in word.sent.items()}
-            received |= {(source, device): count for source, count in word.received.items()}
-        return EngineOutcome(
-            results=tuple(self._finished[device].result for device in self._processes),
-            returned=tuple(tuple(self._returned[device]) for device in self._processes),
-            sent={ends: count for ends, count in sent.items() if count.messages},
-            received={ends: count for ends, count in received.items() if count.messages},
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,19 +143,6 @@ def as_device_mesh(mesh: MeshLike) -> DeviceMesh:
     return Mesh(*(mesh if isinstance(mesh, Sequence) else (mesh,))).device_mesh
 
 
-def resolve_axes(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return axis names as a tuple; None means all axes of the mesh."""
-    if axes is None:
-        return mesh.axis_names
-    if not isinstance(axes, Iterable):
-        raise UsageError(
-            f"axes must be names, not {axes!r}", got=repr(axes), want="the name of an axis, or several names"
-        )
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    mesh.check_axes(names)
-    return names
-
-
 def group_of(
     mesh: DeviceMesh, device: int, axes: str | Sequence[str] | None = None, group: Sequence[int] | None = None
 ) -> tuple[int, ...]:
@@ -168,8 +155,14 @@ def group_of(
         group: the members themselves; all members must pass the same order.
     """
     if group is None:
+        if axes is not None and not isinstance(axes, Iterable):
+            raise UsageError(
+                f"axes must be names, not {axes!r}", got=repr(axes), want="the name of an axis, or several names"
+            )
+        names = mesh.axis_names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        mesh.check_axes(names)
         # Cached for all devices: `DeviceMesh.groups` goes over the whole mesh, and every collective asks.
-        return _groups(mesh, resolve_axes(mesh, axes))[device]
+        return _groups(mesh, names)[device]
     if not isinstance(group, Iterable):
         raise UsageError(
             f"device {device} calls a collective over no group", rank=device, got=repr(group), want="several devices"
