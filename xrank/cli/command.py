@@ -339,7 +339,12 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
         output = Output(
             command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, log_json=log_json, wording=wording
         )
-        _configure_logging(output)
+        # The library's log goes to stderr: one line a finished shard where no progress line is drawn.
+        logger = logging.getLogger("xrank")
+        is_short = output.quiet or output.shows_progress
+        logger.setLevel(logging.DEBUG if verbose else logging.WARNING if is_short else logging.INFO)
+        logger.handlers = [output.messages]
+        logger.propagate = False
         with _stopping_once() as leave:
             try:
                 function(output, **arguments)
@@ -411,19 +416,6 @@ def explain_fault(error: Exception) -> XrankError:
     return fault
 
 
-def _configure_logging(output: Output) -> None:
-    """Send the library's log to stderr: one line a finished shard where no progress line is drawn."""
-    logger = logging.getLogger("xrank")
-    level = logging.INFO
-    if output.verbose:
-        level = logging.DEBUG
-    elif output.quiet or output.shows_progress:
-        level = logging.WARNING
-    logger.setLevel(level)
-    logger.handlers = [output.messages]
-    logger.propagate = False
-
-
 _DRAW_SECONDS = 0.1
 _MESSAGE_SECONDS = 60.0
 _BAR_WIDTH = 20
@@ -465,13 +457,12 @@ def _figures(done: int, total: int, rate: float) -> str:
     text = f"{size_text(done)} of {size_text(total)}"
     if done >= total:
         return f"{text}  finishing"
-    return f"{text}  {size_text(rate)}/s  {_time_text((total - done) / rate)} left" if rate else text
-
-
-def _time_text(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    if not rate:
+        return text
+    minutes, rest = divmod(round((total - done) / rate), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    left = f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{text}  {size_text(rate)}/s  {left} left"
 
 
 @contextmanager
@@ -584,25 +575,25 @@ class ReportFile:
 
 def sharing(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command ``--timeout`` and ``--distributed``."""
+
+    def check_seconds(context: click.Context, parameter: click.Parameter, value: float) -> float:
+        if not value > 0:
+            raise click.BadParameter(f"must be more than 0 seconds; got {value:g}.")
+        return value
+
     command = click.option(
         "--distributed", is_flag=True, help="Share the work among ranks named by bare RANK and WORLD_SIZE."
     )(command)
     return click.option(
         "--timeout",
         type=float,
-        callback=_positive,
+        callback=check_seconds,
         default=1800.0,
         metavar="SECONDS",
         envvar="XRANK_TIMEOUT",
         show_envvar=True,
         help="How long ranks that share the work wait for a live rank to arrive; 1800 without it.",
     )(command)
-
-
-def _positive(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    if not value > 0:
-        raise click.BadParameter(f"must be more than 0 seconds; got {value:g}.")
-    return value
 
 
 def report_shared(

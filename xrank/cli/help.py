@@ -85,7 +85,8 @@ class Command(click.Command):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None and not isinstance(parameter, click.Argument):
-                sections[_section_of(parameter)].append(record)
+                own = [title for title, names in _SECTIONS.items() if parameter.name in names] or ["Options"]
+                sections["Messages" if "--help" in parameter.opts else own[0]].append(record)
         assert isinstance(formatter, _Formatter)
         terms = [len(term) for records in sections.values() for term, _ in records]
         width = max((length for length in terms if length <= formatter.term_width), default=0)
@@ -126,9 +127,3 @@ class CommandGroup(click.Group):
             commands = [(name.ljust(width), self.get_command(ctx, name)) for name in names]
             with formatter.section(title):
                 formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
-
-
-def _section_of(parameter: click.Parameter) -> str:
-    if "--help" in parameter.opts:
-        return "Messages"
-    return next((title for title, names in _SECTIONS.items() if parameter.name in names), "Options")

@@ -80,9 +80,15 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command line and leave with its exit status."""
-    _occupy_standard_descriptors()
+    # If a shell closed one (2>&-), the next file opened would get its number, and prints would go into that file.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
     environment.forgo_blas_threads()
-    _share_heaps()
+    # glibc gives each thread a heap of its own, which keeps what it frees: 5 to 10 MB more for a gather from a store.
+    mallopt = system.c_function("mallopt") if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a name
     try:
@@ -99,17 +105,3 @@ def main() -> NoReturn:
     except click.Abort:
         sys.exit(130)
     sys.exit(0)
-
-
-def _share_heaps() -> None:
-    # glibc gives each thread a heap of its own, which keeps what it frees: 5 to 10 MB more for a gather from a store.
-    mallopt = system.c_function("mallopt") if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
-
-
-def _occupy_standard_descriptors() -> None:
-    # If a shell closed one (2>&-), the next file opened would get its number, and prints would go into that file.
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)

@@ -74,26 +74,22 @@ def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None]
             if team.size == 1:
                 outcome = read_through(check.plan, budget, progress)
             else:
-                outcome = _read_together(check.plan, budget, progress, team)
+                from xrank.engine.rounds import Outputs, make_in_rounds  # one process does not need this module
+
+                show = progress or (lambda done, total: None)
+                with closing(open_source(check.plan.source)) as source:
+                    outcome = make_in_rounds(
+                        team,
+                        Work(check.plan, source, budget),
+                        range(len(check.plan.files)),
+                        Outputs(),
+                        what="the verification",
+                        progress=lambda done: show(done, check.plan.nbytes),
+                    )
             finish_hashes()
     except XrankError as error:
         raise check.explain(error) from error
     return check.judge(outcome) if team.is_first else None
-
-
-def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
-    from xrank.engine.rounds import Outputs, make_in_rounds  # one process does not need this module
-
-    show = progress or (lambda done, total: None)
-    with closing(open_source(plan.source)) as source:
-        return make_in_rounds(
-            team,
-            Work(plan, source, budget),
-            range(len(plan.files)),
-            Outputs(),
-            what="the verification",
-            progress=lambda done: show(done, plan.nbytes),
-        )
 
 
 def plan_manifest_check(path: str, base: BaseModel | None) -> Check:

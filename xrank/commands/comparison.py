@@ -472,7 +472,15 @@ def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) 
                 next_step=NOT_COPIES,
             )
         tied.append(TiedName(side, name, may_be[0]))
-    names = _drop_repeats([name for name in sides[0].shards if _is_on_both(name, sides)], sides, ties, updates)
+    # Without names that are on both sides only another name of a tensor among them.
+    on_both = [name for name in sides[0].shards if _is_on_both(name, sides)]
+    known_aliases = {alias for side in sides for alias in side.model.aliases}
+    kept: set[str] = set()
+    for name in sorted(on_both, key=known_aliases.__contains__):
+        others = [other for other in ties.get(name, ()) if other in kept and other not in updates]
+        if not any(all(_is_one(side.shards[name], side.shards[other]) for side in sides) for other in others):
+            kept.add(name)
+    names = [name for name in on_both if name in kept]
     casts = {name: found for name in names if (found := _cast(name, sides, ties)) is not None}
     notes = [
         (
@@ -519,19 +527,6 @@ def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
         joined = list(dict.fromkeys([*groups.get(target, [target]), *groups.get(name, [name])]))
         groups.update(dict.fromkeys(joined, joined))
     return {name: [other for other in group if other != name] for name, group in groups.items()}
-
-
-def _drop_repeats(
-    names: Sequence[str], sides: Sequence[Compared], ties: Mapping[str, Sequence[str]], updates: Collection[str]
-) -> list[str]:
-    """Return the names without those that are on both sides only another name of a tensor among them."""
-    aliases = {alias for side in sides for alias in side.model.aliases}
-    kept: set[str] = set()
-    for name in sorted(names, key=aliases.__contains__):
-        others = [other for other in ties.get(name, ()) if other in kept and other not in updates]
-        if not any(all(_is_one(side.shards[name], side.shards[other]) for side in sides) for other in others):
-            kept.add(name)
-    return [name for name in names if name in kept]
 
 
 def _is_one(a: StoredShard, b: StoredShard) -> bool:
@@ -617,7 +612,9 @@ def plan_comparison(
     else:
         pair = pair_plain(*sides, recipe)
     found = correspond((pair.ours, pair.theirs), pair.updates)
-    outputs = _outputs(pair, found)
+    # In the form in which they are compared.
+    shards = [pair.ours.shards[name] for name in found.names]
+    outputs = [OutputTensor(shard.name, found.cast.get(shard.name, shard.dtype), shard.shape) for shard in shards]
     made = [output for output in outputs if output.name in pair.updates or output.name in found.cast]
     try:
         plan = _plan(pair, found, outputs, made)
@@ -635,12 +632,6 @@ def plan_comparison(
         )
 
     return Check(plan, judge, lambda error: _rename_error(error, pair, found))
-
-
-def _outputs(pair: ComparedPair, found: Correspondence) -> list[OutputTensor]:
-    """Return the compared tensors in the form in which they are compared."""
-    shards = (pair.ours.shards[name] for name in found.names)
-    return [OutputTensor(shard.name, found.cast.get(shard.name, shard.dtype), shard.shape) for shard in shards]
 
 
 def _plan(
@@ -676,7 +667,16 @@ def _rename_error(error: XrankError, pair: ComparedPair, found: Correspondence) 
         return error
     for one in found.tied:
         if text.startswith(f"{_OTHER * one.side}{one.name} is tied to "):
-            return _tie_error(error, pair, one)
+            path, other_path = (pair.theirs.path, pair.ours.path) if one.side else (pair.ours.path, pair.theirs.path)
+            return ContradictionError(
+                f"{one.name} is in {path} alone, and is not {one.target} there",
+                tensor=one.name,
+                file=error.file,
+                index_range=error.index_range,
+                got=error.got,
+                want=f"{one.target}: the two are tied, and {other_path} has one of them",
+                next_step=NOT_COPIES,
+            )
     is_difference = error.index_range is not None and not is_within
     if not is_difference or error.file not in {file.path for file in pair.theirs.model.files}:
         return error
@@ -687,19 +687,6 @@ def _rename_error(error: XrankError, pair: ComparedPair, found: Correspondence) 
         index_range=error.index_range,
         got=error.got,
         want="equal values",
-        next_step=NOT_COPIES,
-    )
-
-
-def _tie_error(error: ContradictionError, pair: ComparedPair, one: TiedName) -> ContradictionError:
-    path, other_path = (pair.theirs.path, pair.ours.path) if one.side else (pair.ours.path, pair.theirs.path)
-    return ContradictionError(
-        f"{one.name} is in {path} alone, and is not {one.target} there",
-        tensor=one.name,
-        file=error.file,
-        index_range=error.index_range,
-        got=error.got,
-        want=f"{one.target}: the two are tied, and {other_path} has one of them",
         next_step=NOT_COPIES,
     )
 

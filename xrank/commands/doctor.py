@@ -101,14 +101,10 @@ def _machine() -> Iterator[Check]:
     if free is not None:
         yield "machine", "memory", None, f"{size_text(free)} available"
     yield "machine", "open files", None, f"{system.descriptor_limit():,} at most (ulimit -n)"
-    cards = _count_cards()
-    yield "machine", "gpu", cards > 0, f"{plural(cards, 'NVIDIA GPU')}; gathers of files need none"
-
-
-def _count_cards() -> int:
+    cards = 0
     with suppress(OSError):
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    return 0
+        cards = len(os.listdir("/proc/driver/nvidia/gpus"))
+    yield "machine", "gpu", cards > 0, f"{plural(cards, 'NVIDIA GPU')}; gathers of files need none"
 
 
 def _kernel() -> Iterator[Check]:

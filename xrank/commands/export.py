@@ -211,7 +211,11 @@ def export_model(
         request, _ = team.agree("the arguments", read_arguments, ModelRequest.describe, check_alike(team.ranks))
         if not background:
             return _export(request, None, path, team, loan, progress)
-        part = _copy_part(request, path, team, max_memory)
+        # The first rank checks the place of the output for all, before they copy.
+        check = partial(check_output, path, overwrite=overwrite)
+        team.agree("the place of the output", lambda: None, lambda _: None, lambda *_: check())
+        room = None if max_memory is None else parse_size(max_memory, "max_memory") - request.options.max_memory_nbytes
+        part = locate_part(request, team, partial(copy_part, rank=team.rank, num_here=team.num_here, room_nbytes=room))
         behind = team.make_background()
 
     def export_copy() -> Report:
@@ -317,17 +321,6 @@ def _buffers(max_memory: str | int | None, *, background: bool) -> str | int:
     if max_memory is None:
         return _BUFFERS_NBYTES
     return min(_BUFFERS_NBYTES, parse_size(max_memory, "max_memory")) if background else max_memory
-
-
-def _copy_part(request: ModelRequest, out: str, team: Team, max_memory: str | int | None) -> ModelPart:
-    """Copy this rank's part, once the first rank has checked the place of the output for all."""
-    overwrite = request.options.overwrite
-    team.agree(
-        "the place of the output", lambda: None, lambda _: None, lambda *_: check_output(out, overwrite=overwrite)
-    )
-    room = None if max_memory is None else parse_size(max_memory, "max_memory") - request.options.max_memory_nbytes
-    view = partial(copy_part, rank=team.rank, num_here=team.num_here, room_nbytes=room)
-    return locate_part(request, team, view)
 
 
 def _export(

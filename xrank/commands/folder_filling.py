@@ -242,7 +242,21 @@ def make_states(
         def fill(stage: Stage) -> WrittenFiles:
             verify = reshard.options.overwrite
             written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
-            _write_small_files(reshard, stage, written)
+            texts = own_texts(reshard)
+            lines = [stage.copy_file(one.name, one.path) for one in reshard.companions if one.name not in texts]
+            lines += [stage.write_file(name, text.encode()) for name, text in texts.items()]
+            origin = reshard.source
+            text = manifest_text(
+                ManifestSource(origin.format, origin.world_size, origin.run_id, origin.step),
+                [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(written.digests.items())],
+                {},
+                companions=[_small_file(line) for line in lines],
+                cast=reshard.selection.cast,
+                notes=[list(note) for note in (*reshard.notes, *written.notes)],
+                plan=identify_output(reshard.digest, {line.file: line.digest for line in lines}),
+            )
+            # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
+            stage.write_file(MANIFEST_NAME, text.encode())
             return written
 
         return _fill_stage(team, work, out, reshard, fill, replaces_states=True) or (None, ())
@@ -252,22 +266,3 @@ def own_texts(reshard: Reshard) -> dict[str, str]:
     """Return name -> content of the companions that a plan changes."""
     changed = reshard.config_text
     return {one.name: changed for one in reshard.companions if one.name == "config.json" and changed is not None}
-
-
-def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
-    """Write the companions, then the manifest."""
-    texts = own_texts(reshard)
-    lines = [stage.copy_file(one.name, one.path) for one in reshard.companions if one.name not in texts]
-    lines += [stage.write_file(name, text.encode()) for name, text in texts.items()]
-    source = reshard.source
-    text = manifest_text(
-        ManifestSource(source.format, source.world_size, source.run_id, source.step),
-        [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(written.digests.items())],
-        {},
-        companions=[_small_file(line) for line in lines],
-        cast=reshard.selection.cast,
-        notes=[list(note) for note in (*reshard.notes, *written.notes)],
-        plan=identify_output(reshard.digest, {line.file: line.digest for line in lines}),
-    )
-    # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
-    stage.write_file(MANIFEST_NAME, text.encode())

@@ -228,7 +228,12 @@ def gather_checkpoint(
     if push is not None:
         target = push.folder
     if dry_run:
-        report = _plan_only(partial(plan_apart, path, target, plan, overwrite=overwrite), target)
+        started = time.monotonic()
+        planned = plan_apart(path, target, plan, overwrite=overwrite)
+        if _find_earlier(planned, target, Team()) is None:
+            check_output(target, overwrite=overwrite)
+        check_room(target, [file.output.nbytes for file in planned.plan.files], planned.source.path)
+        report = plan_report(planned, target, started)
         return report if push is None else push.name(report)
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
 
@@ -252,16 +257,6 @@ def gather_checkpoint(
                 written = make_output(planned, files, target, progress, team, is_repeatable=True)
     report = folder_report("gather", planned, written, target, started)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
-
-
-def _plan_only(plan_checked: Callable[[], FolderPlan], out: str) -> Report:
-    """Return what a gather would write, without writing."""
-    started = time.monotonic()
-    planned = plan_checked()
-    if _find_earlier(planned, out, Team()) is None:
-        check_output(out, overwrite=planned.options.overwrite)
-    check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
-    return plan_report(planned, out, started)
 
 
 def _find_earlier(planned: FolderPlan, out: str, team: Team) -> tuple[FileFacts, ...] | None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from xrank.commands.report import count_outputs
 from xrank.engine.executor import Budget, Outcome, execute
 from xrank.engine.file_writing import hash_beside
-from xrank.engine.planner import Plan, TensorPlan
+from xrank.engine.planner import Plan
 from xrank.engine.report import OutputFacts, ProofFacts, Report, source_facts, timed_report
 from xrank.engine.sources import open_source
 from xrank.engine.tensor_target import TensorTarget, check_fillable
@@ -70,7 +70,9 @@ class ManifestDigests:
         """
         tensor = self._plan.files[part.index].tensors[0]
         want = self._digests.get(tensor.output.name)
-        if want is None or not _is_as_stored(tensor):
+        output = tensor.output
+        is_cast = tensor.changed or tensor.source_dtype != output.dtype
+        if want is None or is_cast or output.shape != output.global_shape or output.is_padded:
             return
         digest = TensorDigest(tensor.output.nbytes)
         for _, known in part.digests:
@@ -87,16 +89,6 @@ class ManifestDigests:
             )
         with self._lock:
             self.num_compared += 1
-
-
-def _is_as_stored(tensor: TensorPlan) -> bool:
-    output = tensor.output
-    return (
-        not tensor.changed
-        and tensor.source_dtype == output.dtype
-        and output.shape == output.global_shape
-        and not output.is_padded
-    )
 
 
 class PreparedLoad(Struct, frozen=True, eq=False):

@@ -16,7 +16,7 @@ from xrank.engine.report import FileFacts, Report
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
 from xrank.ranks.team import Team, check_plans, find_launched_team
-from xrank.recipes.options import DTypeChoice, GatherOptions, dtype_choice
+from xrank.recipes.options import GatherOptions, dtype_choice
 from xrank.recipes.reshard_plan import Reshard, plan_reshard
 from xrank.storage import places
 from xrank.storage.output_place import check_room
@@ -90,9 +90,15 @@ def reshard_checkpoint(
         2
     """
     started, place, path = time.monotonic(), places.enter(source), clean_path(out)
-    options = GatherOptions(
-        dtype=_check_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
-    )
+    choice = dtype_choice(dtype)
+    if choice == "base":
+        raise UsageError(
+            f"{option('dtype', 'base')} is for a gather: states are not cast to the types of a base model",
+            got="base",
+            want="keep, bf16, fp16 or fp32",
+            next_step="choose a dtype",
+        )
+    options = GatherOptions(dtype=choice, max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run)
 
     def plan(host: str, *, checks_output: bool = True) -> Reshard:
         make = partial(
@@ -137,15 +143,3 @@ def _find_earlier(reshard: Reshard, out: str, team: Team) -> tuple[FileFacts, ..
     if reshard.options.overwrite:
         return None
     return find_together(team, out, reshard.digest, reshard.companions, own_texts(reshard))
-
-
-def _check_dtype(dtype: str | torch.dtype | None) -> DTypeChoice:
-    choice = dtype_choice(dtype)
-    if choice == "base":
-        raise UsageError(
-            f"{option('dtype', 'base')} is for a gather: states are not cast to the types of a base model",
-            got="base",
-            want="keep, bf16, fp16 or fp32",
-            next_step="choose a dtype",
-        )
-    return choice

@@ -25,7 +25,6 @@ from xrank.layout import LayoutMap
 from xrank.ranks.team import check_plans, find_launched_team
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.decision import digest_of_plan, read_layouts
-from xrank.recipes.found_source import BaseModel
 from xrank.recipes.options import default_workers, parse_size
 from xrank.recipes.sources import open_base_model
 from xrank.storage import places
@@ -114,7 +113,18 @@ def verify_model(
 
     def plan() -> Check:
         if against is None:
-            return _plan_alone(text, base, choices)
+            # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
+            if not places.exists(os.path.join(text, MANIFEST_NAME)) or WorkspaceReader().recognise(text) is None:
+                return plan_proof(text, base, **choices)
+            surplus = next((name for name, value in choices.items() if value is not None), None)
+            if surplus is not None:
+                raise UsageError(
+                    f"{option(surplus)} was given, but {text} is a model with a manifest, whose tensors are whole",
+                    got=option(surplus),
+                    want=f"a checkpoint that needs it, or {option('against')} one",
+                    next_step=f"leave {option(surplus)} out",
+                )
+            return plan_manifest_check(text, base)
         from xrank.commands.comparison import plan_comparison  # not needed for a single path
 
         return plan_comparison(text, places.enter(against), budget, adapter_config, base=base, recipe=recipe, **choices)
@@ -211,19 +221,3 @@ def _verify_signature(
         notes=notes,
         fault=fault,
     )
-
-
-def _plan_alone(path: str, base: BaseModel | None, choices: Mapping[str, Any]) -> Check:
-    """Return the check of a model by its manifest, or of a checkpoint by itself."""
-    # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
-    if not places.exists(os.path.join(path, MANIFEST_NAME)) or WorkspaceReader().recognise(path) is None:
-        return plan_proof(path, base, **choices)
-    surplus = next((name for name, value in choices.items() if value is not None), None)
-    if surplus is not None:
-        raise UsageError(
-            f"{option(surplus)} was given, but {path} is a model with a manifest, whose tensors are whole",
-            got=option(surplus),
-            want=f"a checkpoint that needs it, or {option('against')} one",
-            next_step=f"leave {option(surplus)} out",
-        )
-    return plan_manifest_check(path, base)

@@ -456,8 +456,17 @@ def _check(values: Mapping[str, Any], path: str) -> None:
     numbers = {
         "r": [values["r"]],
         "lora_alpha": [values["lora_alpha"]],
-        **{key: _values_of(values.get(key), key, path) for key in ("rank_pattern", "alpha_pattern")},
     }
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = {} if values.get(key) is None else values[key]
+        if not isinstance(patterns, dict):
+            raise _wrong(path, key, patterns, "an object")
+        for pattern in patterns:
+            try:
+                compile_pattern(pattern)
+            except ValueError:
+                raise _wrong(path, key, pattern, "regular expressions as keys") from None
+        numbers[key] = list(patterns.values())
     for key, found in numbers.items():
         for number in found:
             kinds = (int,) if key in ("r", "rank_pattern") else (int, float)
@@ -469,19 +478,6 @@ def _check(values: Mapping[str, Any], path: str) -> None:
     targets = values.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise _wrong(path, "target_parameters", targets, "a list of names")
-
-
-def _values_of(patterns: Any, key: str, path: str) -> list[Any]:
-    if patterns is None:
-        return []
-    if not isinstance(patterns, dict):
-        raise _wrong(path, key, patterns, "an object")
-    for pattern in patterns:
-        try:
-            compile_pattern(pattern)
-        except ValueError:
-            raise _wrong(path, key, pattern, "regular expressions as keys") from None
-    return list(patterns.values())
 
 
 def _wrong(path: str, key: str, got: object, want: str) -> CorruptError:
@@ -514,7 +510,12 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
     # PEFT adapts every module with such an ending. If unadapted modules share an ending, only whole paths are exact.
     also = {module for module in names.modules if module.rpartition(".")[2] in last} - adapted
     if names.is_alone:
-        also |= _find_unadapted_layers(adapted)
+        # Adapted modules show that others exist: the same module in another layer, up to the last one.
+        numbers = [re.findall(r"(?<=\.)\d+(?=\.)", f".{module}.") for module in adapted]
+        count = 1 + max((int(found[0]) for found in numbers if len(found) == 1), default=-1)
+        layered = {re.sub(r"(?<=\.)\d+(?=\.)", "{}", module) for module in adapted}
+        every = {each.replace("{}", str(k)) for each in layered if each.count("{}") == 1 for k in range(count)}
+        also |= every - adapted
     trained = {name.rpartition(".")[0] for name in names.trained}
     biases: set[str] = set()
     if names.is_alone:
@@ -539,14 +540,6 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
         "peft_type": "LORA",
         "target_modules": sorted(adapted if also else last),
     }
-
-
-def _find_unadapted_layers(adapted: set[str]) -> set[str]:
-    """Return modules that adapted ones show to exist: the same as an adapted module in another layer up to the last."""
-    numbers = [re.findall(r"(?<=\.)\d+(?=\.)", f".{module}.") for module in adapted]
-    last = max((int(found[0]) for found in numbers if len(found) == 1), default=-1)
-    layered = {re.sub(r"(?<=\.)\d+(?=\.)", "{}", module) for module in adapted}
-    return {each.replace("{}", str(k)) for each in layered if each.count("{}") == 1 for k in range(last + 1)} - adapted
 
 
 def is_turned(module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool, bool]], config: AdapterConfig) -> bool:

@@ -39,11 +39,6 @@ from xrank.storage import places
 from xrank.words import list_text
 
 
-def is_parameter_pair(pair: Pair, config: AdapterConfig, base: Collection[str]) -> bool:
-    """Return whether a pair adapts a parameter that `target_parameters` names, and not a layer's weight."""
-    return pair.depth > 0 or any(name in base for name in config.parameters_of(pair.module))
-
-
 def find_parameter_updates(
     pairs: Sequence[Pair],
     config: AdapterConfig,
@@ -67,7 +62,15 @@ def find_parameter_updates(
     ]
     fitting = [number for number, way in enumerate(ways) if all(way.values())]
     if pairs and (len(fitting) != 1 or any(len(found) != 1 for found in ways[fitting[0]].values())):
-        raise _unclear_error(pairs[0], config, base, shards)
+        pair = pairs[0]
+        names = config.parameters_of(pair.module)
+        held = [f"{name} {base[name].dtype} {list(base[name].shape)}" for name in names if name in base]
+        got = f"lora_A {list(shards[pair.a].shape)}, lora_B {list(shards[pair.b].shape)} and {list_text(held, 4)}"
+        want = f"one way for each of {list_text(names, 4, empty='target_parameters')}"
+        problem = (
+            f"{pair.module}: which of its parameters the adapter is added to, and how, does not follow from the shapes"
+        )
+        raise UsageError(problem, tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT)
     chosen = ways[fitting[0]] if pairs else {}
     found = {name: pair for (one,) in chosen.values() for name, pair in one.items()}
     blocks = {name: base[name].shape[0] if len(base[name].shape) > 2 else 1 for name in found}
@@ -109,19 +112,6 @@ def _fits(weight: StoredShard, a: StoredShard, b: StoredShard, rank: int, *, is_
     return a.shape[0] == b.shape[1] == num_blocks * rank and (b.shape[0], a.shape[1]) == wide
 
 
-def _unclear_error(
-    pair: Pair, config: AdapterConfig, base: Mapping[str, StoredShard], shards: Mapping[str, StoredShard]
-) -> UsageError:
-    names = config.parameters_of(pair.module)
-    held = [f"{name} {base[name].dtype} {list(base[name].shape)}" for name in names if name in base]
-    got = f"lora_A {list(shards[pair.a].shape)}, lora_B {list(shards[pair.b].shape)} and {list_text(held, 4)}"
-    want = f"one way for each of {list_text(names, 4, empty='target_parameters')}"
-    problem = (
-        f"{pair.module}: which of its parameters the adapter is added to, and how, does not follow from the shapes"
-    )
-    return UsageError(problem, tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT)
-
-
 def find_updates(
     names: AdapterNames,
     config: AdapterConfig,
@@ -133,7 +123,12 @@ def find_updates(
     `base` has the weights under the base model's names, `shards` all tensors under the source's.
     """
     fits = {}
-    stacked = [pair for pair in names.pairs if is_parameter_pair(pair, config, base)]
+    # Pairs of parameters that `target_parameters` names, and not of layers' weights.
+    stacked = [
+        pair
+        for pair in names.pairs
+        if pair.depth > 0 or any(name in base for name in config.parameters_of(pair.module))
+    ]
     plain = [pair for pair in names.pairs if pair not in stacked]
     for pair in plain:
         weight = _weight_of(pair, base, shards)

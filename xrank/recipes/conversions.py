@@ -211,9 +211,9 @@ class NamePass:
         for name in sort_naturally(names):
             if self._is_save:
                 new, side, pattern = self._apply_converters(name)
-                new, pattern = (self._apply_renamings(name), name) if side is None else (new, pattern)
+                new, pattern = (self.rename(name), name) if side is None else (new, pattern)
             else:
-                new, side, pattern = self._apply_converters(self._apply_renamings(name))
+                new, side, pattern = self._apply_converters(self.rename(name))
                 pattern = pattern or name
             if not self._is_save and wanted:
                 new = _fit_prefix(new, self._prefix, wanted)
@@ -223,11 +223,8 @@ class NamePass:
             group.inputs.setdefault(pattern, []).append(name)
         return list(groups.values())
 
-    def finish_name(self, name: str) -> str:
-        """Return the final name of a converter's output: when saving, renamings follow the converters."""
-        return self._apply_renamings(name) if self._is_save else name
-
-    def _apply_renamings(self, name: str) -> str:
+    def rename(self, name: str) -> str:
+        """Return a name after all renamings."""
         for number, transform in self._renamings:
             name, _ = self._apply(number, transform, name)
         return name
@@ -600,13 +597,6 @@ class Converted(Struct, frozen=True, eq=False):
     """Old name -> new name, of tensors that are only renamed."""
 
 
-def find_used(transforms: Sequence[Conversion], file_names: Iterable[str], module_names: Collection[str]) -> set[int]:
-    """Return the numbers of the transforms that loading these files uses, as ``from_pretrained`` remembers them."""
-    names = NamePass(transforms, is_save=False)
-    names.find_groups(file_names, module_names)
-    return names.used
-
-
 def is_loaded_as(transforms: Sequence[Conversion], file_names: Iterable[str], names: Collection[str]) -> bool:
     """Return whether loading files with some names gives tensors that are all among `names`."""
     groups = NamePass(transforms, is_save=False).find_groups(file_names, names)
@@ -644,7 +634,7 @@ def convert_model(
             else:
                 for name, value in _convert_group(group, group.side, shards, config, wanted, known, is_save).items():
                     parts = [(shards[labels[int(label)]], nest) for label, nest in value.parts]
-                    new = names.finish_name(name)
+                    new = names.rename(name) if is_save else name  # when saving, renamings follow the converters
                     outputs.append((new, make_shard(new, value.shape, parts)))
             for new, shard in outputs:
                 if new in made:
@@ -795,8 +785,9 @@ def _choose(
 ) -> list[Conversion]:
     """Return the transforms that saving undoes."""
     if base_names:
-        used = find_used(transforms, base_names, names)
-        return [each for number, each in enumerate(transforms) if number in used]
+        loading = NamePass(transforms, is_save=False)  # uses the transforms that ``from_pretrained`` remembers
+        loading.find_groups(base_names, names)
+        return [each for number, each in enumerate(transforms) if number in loading.used]
     if own is not None and own.conversions is not None:
         transforms = tuple(each for each in transforms if "\n".join(each.load.patterns) in own.conversions)
         if own.is_loaded:

@@ -292,11 +292,6 @@ class Decision(Struct, frozen=True, eq=False):
         return self.adapted is None or not self.adapted.is_alone
 
     @property
-    def weights_stem(self) -> str:
-        """How the names of the model's weight files begin."""
-        return find_weights_stem(self.found.config)
-
-    @property
     def padded_names(self) -> frozenset[str]:
         """Names of tensors that may end with rows of padding, as trainers pad a vocabulary."""
         return frozenset() if self.matched is None else find_padded_names(self.matched, self.source)
@@ -594,7 +589,8 @@ def _plan_output(
 ) -> FolderPlan:
     """Return the proven plan of a decision, after a check against the base model."""
     source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
-    found, small, base, stem = decision.found, decision.small, decision.base, decision.weights_stem
+    found, small, base = decision.found, decision.small, decision.base
+    stem = find_weights_stem(found.config)
     max_nbytes, outputs, transforms = options.max_shard_nbytes, selection.outputs, None
     if adapted is not None:
         if transform is not None:

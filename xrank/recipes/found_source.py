@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,12 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
     module = _find_model(_unwrap(model))
     adapter_text = None
     if callable(getattr(module, "get_base_model", None)) and isinstance(getattr(module, "peft_config", None), Mapping):
-        adapter_text = _adapter_text(module)
+        # As PEFT writes it (peft/config.py: save_pretrained).
+        values = {
+            key: sorted(value) if isinstance(value, set | frozenset) else value
+            for key, value in module.peft_config[module.active_adapter].to_dict().items()
+        }
+        adapter_text = _json("its adapter's configuration", lambda: json.dumps({**values, "inference_mode": True}))
         module = module.get_base_model()
     to_json = getattr(getattr(module, "config", None), "to_json_string", None)
     if not callable(to_json):
@@ -91,6 +96,11 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
     generation = getattr(module, "generation_config", None)
     can_generate = getattr(module, "can_generate", lambda: False)()
     unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    tied = [  # as transformers/modeling_utils.py: _get_tied_weight_keys; a list in transformers 4
+        f"{path}.{key}" if path else str(key)
+        for path, part in module.named_modules()
+        for key in getattr(part, "_tied_weights_keys", None) or ()
+    ]
     return OwnConfig(
         json.loads(_json("its config", config.to_json_string)),
         _json("its generation_config", lambda: generation.to_json_string(keys_to_pop=["compile_config"]))
@@ -98,18 +108,9 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
         else None,
         adapter_text,
         tuple(sorted(map(str, unsaved))),
-        _find_tied(module),
+        tuple(sorted(tied)),
         *_find_conversions(module),
     )
-
-
-def _find_tied(module: Any) -> tuple[str, ...]:
-    """Return the ties of a module and of those in it (transformers/modeling_utils.py: _get_tied_weight_keys)."""
-    found = []
-    for path, part in module.named_modules():
-        keys = getattr(part, "_tied_weights_keys", None)  # a list in transformers 4
-        found += [f"{path}.{key}" if path else str(key) for key in keys or ()]
-    return tuple(sorted(found))
 
 
 def _find_conversions(module: Any) -> tuple[tuple[str, ...] | None, bool]:
@@ -127,16 +128,6 @@ def _find_conversions(module: Any) -> tuple[tuple[str, ...] | None, bool]:
     # A model made from scratch is saved without the prefixes that only loading could have removed.
     used = [each for each in found if is_loaded or type(each).__name__ != "PrefixChange"]
     return tuple("\n".join(each.source_patterns) for each in used), is_loaded
-
-
-def _adapter_text(module: Any) -> str:
-    """Return the configuration of a PEFT model's active adapter as PEFT writes it (peft/config.py: save_pretrained)."""
-    name = module.active_adapter
-    values = {
-        key: sorted(value) if isinstance(value, set | frozenset) else value
-        for key, value in module.peft_config[name].to_dict().items()
-    }
-    return _json("its adapter's configuration", lambda: json.dumps({**values, "inference_mode": True}))
 
 
 def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,26 +156,19 @@ def _find_model(module: Any) -> Any:
     """Return the model with a config in a module that has no tensors beside it, as a policy or a LightningModule."""
     if not callable(getattr(module, "named_modules", None)):
         return module
-    models = (path for path, each in module.named_modules() if _has_config(each))
-    path = next(models, "")
+    configs = ((path, getattr(each, "config", None)) for path, each in module.named_modules())
+    path = next((path for path, config in configs if callable(getattr(config, "to_json_string", None))), "")
     if path == "":
         return module
-    beside = (
-        each
-        for name, each in module.named_modules()
-        if not f"{name}.".startswith(f"{path}.") and any(kept is not None for kept in _own_tensors(each))
-    )
-    return module if any(True for _ in beside) else module.get_submodule(path)
-
-
-def _has_config(module: Any) -> bool:
-    return callable(getattr(getattr(module, "config", None), "to_json_string", None))
-
-
-def _own_tensors(module: Any) -> Iterator[Any]:
     # FSDP1 keeps the parameters of the modules in it in one of the outer module's.
-    yield from (value for name, value in module._parameters.items() if name != "_flat_param")
-    yield from (value for name, value in module._buffers.items() if name != "n_averaged")
+    has_tensors = any(
+        value is not None and own != left_out
+        for name, each in module.named_modules()
+        if not f"{name}.".startswith(f"{path}.")
+        for left_out, tensors in (("_flat_param", each._parameters), ("n_averaged", each._buffers))
+        for own, value in tensors.items()
+    )
+    return module if has_tensors else module.get_submodule(path)
 
 
 def _unwrap(model: Any) -> Any:

@@ -33,7 +33,19 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 def survey_stored(stored: StoredModel) -> Survey:
     """Return the holdings of all ranks for a model that was read with `Hints.needs_layouts`."""
     stated = _collect_stated(stored)
-    drawn = _draw_by_names(stored.shards, stated)
+    # Where names have dims, ranks use one local name for different tensors, so that these are drawn together.
+    groups: dict[DeviceMesh, dict[str, StatedLayout]] = {}
+    for name, stated_one in stated.items():
+        if stated_one.pattern is not None and stated_one.companion is None:
+            groups.setdefault(stated_one.mesh, {})[name] = stated_one
+    known = {shard.name: shard for shard in stored.shards}
+    drawn: dict[str, Holdings] = {}
+    for mesh, group in groups.items():
+        layouts = LayoutMap(mesh)
+        layouts.update({str(one.pattern): one.layout for one in group.values()})
+        of_group = [shard for name, shard in known.items() if name in group]
+        found = survey(layouts, {s.name: s.shape for s in of_group}, dtypes={s.name: s.dtype for s in of_group})
+        drawn.update((one.name, replace(one, rule=None)) for one in found.tensors)
     tensors = tuple(drawn.get(shard.name) or _draw(shard, stated.get(shard.name)) for shard in stored.shards)
     grids = dict.fromkeys(one.mesh for one in tensors if one.mesh is not None)
     names = ["mesh"] if len(grids) == 1 else [f"mesh {i}" for i in range(len(grids))]
@@ -83,8 +95,8 @@ def _collect_stated(stored: StoredModel) -> dict[str, StatedLayout]:
     if not meshes:
         return {}
     largest = max(meshes, key=lambda mesh: mesh.size)
-    found = {name: _choose_layout(stated, largest) for name, stated in stored.layouts.items()}
-    return {name: one for name, one in found.items() if one is not None}
+    found = ((name, _choose_layout(stated, largest)) for name, stated in stored.layouts.items())
+    return {name: one for name, one in found if one is not None}
 
 
 def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> StatedLayout | None:
@@ -113,24 +125,6 @@ def _is_part(mesh: DeviceMesh, of: DeviceMesh) -> bool:
     return all(lengths.get(axis) == n for axis, n in zip(mesh.axis_names, mesh.shape, strict=True)) and all(
         rank in of and mesh.coordinate(rank).items() <= of.coordinate(rank).items() for rank in mesh.ranks
     )
-
-
-def _draw_by_names(shards: Sequence[StoredShard], stated: Mapping[str, StatedLayout]) -> dict[str, Holdings]:
-    """Return the holdings of tensors whose names have dims: ranks use one local name for different tensors."""
-    groups: dict[DeviceMesh, dict[str, StatedLayout]] = {}
-    for shard in shards:
-        one = stated.get(shard.name)
-        if one is not None and one.pattern is not None and one.companion is None:
-            groups.setdefault(one.mesh, {})[shard.name] = one
-    known = {shard.name: shard for shard in shards}
-    drawn: dict[str, Holdings] = {}
-    for mesh, names in groups.items():
-        layouts = LayoutMap(mesh)
-        layouts.update({str(one.pattern): one.layout for one in names.values()})
-        shapes = {name: known[name].shape for name in names}
-        found = survey(layouts, shapes, dtypes={name: known[name].dtype for name in names})
-        drawn.update((one.name, replace(one, rule=None)) for one in found.tensors)
-    return drawn
 
 
 def _draw(shard: StoredShard, stated: StatedLayout | None) -> Holdings:

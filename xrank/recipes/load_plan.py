@@ -242,12 +242,17 @@ def describe_load(source: StoredModel, load: Load) -> dict[str, Any]:
 
 def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[str, Any]]) -> None:
     """Check that ranks see one source, and together hold all of its names and no others."""
-    _check_sources(ranks, [load["source"] for load in loads])
-    _check_names(source, loads)
-
-
-def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
-    """Refuse names that ranks have and the source lacks, and names that no rank has."""
+    first_digest = loads[0]["source"]
+    for rank, digest in zip(ranks, (load["source"] for load in loads), strict=True):
+        if digest != first_digest:
+            problem = f"rank {rank} sees another source than rank {ranks[0]}, or its call differs"
+            want = f"source {first_digest}, as on rank {ranks[0]}: the same names, sizes and times of change"
+            step = (
+                "let all ranks see one file system; where its clients cache what they saw, wait a minute; then let all "
+            )
+            step += f"ranks {AGAIN}"
+            raise ContradictionError(problem, rank=rank, got=f"source {digest}", want=want, next_step=step)
+    # Names that ranks have and the source lacks, and names that no rank has.
     missing = list(dict.fromkeys(name for load in loads for name in load["missing"]))
     held = np.zeros(-(-len(source.shards) // 8), np.uint8)
     for load in loads:
@@ -264,18 +269,6 @@ def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
     step = "make the module with the source's config.json, and tie what to_empty took apart; where one side has a "
     step += f"trainer's names, give {option('recipe')}"
     raise UsageError(problem, tensor=first, file=source.path, got=got, want=want, next_step=step)
-
-
-def _check_sources(ranks: Sequence[int], digests: Sequence[str]) -> None:
-    for rank, digest in zip(ranks, digests, strict=True):
-        if digest != digests[0]:
-            problem = f"rank {rank} sees another source than rank {ranks[0]}, or its call differs"
-            want = f"source {digests[0]}, as on rank {ranks[0]}: the same names, sizes and times of change"
-            step = (
-                "let all ranks see one file system; where its clients cache what they saw, wait a minute; then let all "
-            )
-            step += f"ranks {AGAIN}"
-            raise ContradictionError(problem, rank=rank, got=f"source {digest}", want=want, next_step=step)
 
 
 def _digest(source: StoredModel) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any
 
 from msgspec import Struct
@@ -51,10 +53,7 @@ class _Modules(Struct, frozen=True):
     @property
     def numbers(self) -> int:
         """Bits of all modules that have any tensor."""
-        found = 0
-        for mask in self.masks.values():
-            found |= mask
-        return found
+        return reduce(or_, self.masks.values(), 0)
 
 
 _Kind = tuple[frozenset[tuple[str, _Shape]], list[int]]
@@ -71,7 +70,13 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
     """
     if any(map(_UNEVEN.fullmatch, _list_types(config or {}))):
         return None
-    lists = _collect_lists(shapes)
+    masks: dict[str, dict[str, int]] = {}
+    for name in shapes:
+        for match in _INDEX.finditer(name):
+            own, inner = masks.setdefault(name[: match.start()], {}), name[match.end() + 1 :]
+            own[inner] = own.get(inner, 0) | 1 << int(match[1])
+    # Lists of modules that have modules in them: a list of plain layers may have functions in between.
+    lists = [_Modules(path, own) for path, own in masks.items() if any("." in inner for inner in own)]
     slots = _find_slots(lists)
     for modules in lists:
         numbers = modules.numbers
@@ -80,7 +85,7 @@ def find_hole(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) ->
             continue
         kinds = _group(modules, shapes)
         has_gap = not is_numbered and modules.path not in slots
-        hole = (_find_gap(modules, kinds) if has_gap else None) or _find_lack(modules, kinds, config)
+        hole = (_find_gap(modules, kinds) if has_gap else None) or _find_lack(modules, kinds, config or {})
         if hole is not None:
             return hole
     return None
@@ -92,17 +97,6 @@ def _list_types(config: Mapping[str, Any]) -> Iterator[str]:
     for value in config.values():
         if isinstance(value, Mapping):
             yield from _list_types(value)
-
-
-def _collect_lists(shapes: Mapping[str, _Shape]) -> list[_Modules]:
-    """Return the lists of modules that have modules in them; a list of plain layers may have functions in between."""
-    lists: dict[str, dict[str, int]] = {}
-    for name in shapes:
-        for match in _INDEX.finditer(name):
-            masks = lists.setdefault(name[: match.start()], {})
-            inner = name[match.end() + 1 :]
-            masks[inner] = masks.get(inner, 0) | 1 << int(match[1])
-    return [_Modules(path, masks) for path, masks in lists.items() if any("." in inner for inner in masks)]
 
 
 def _find_slots(lists: Sequence[_Modules]) -> set[str]:
@@ -119,9 +113,7 @@ def _find_slots(lists: Sequence[_Modules]) -> set[str]:
     found: set[str] = set()
     for alike in kinds.values():
         masks = {modules.numbers for modules in alike}
-        total = 0
-        for mask in masks:
-            total |= mask
+        total = reduce(or_, masks)
         if len(masks) > 1 and sum(mask.bit_count() for mask in masks) == total.bit_count() and total & (total + 1) == 0:
             found |= {modules.path for modules in alike}
     return found
@@ -152,13 +144,13 @@ def _find_gap(modules: _Modules, kinds: Sequence[_Kind]) -> Hole | None:
     return Hole(f"{modules.path}.{absent}", like, len(numbers))
 
 
-def _find_lack(modules: _Modules, kinds: Sequence[_Kind], config: Mapping[str, Any] | None) -> Hole | None:
+def _find_lack(modules: _Modules, kinds: Sequence[_Kind], config: Mapping[str, Any]) -> Hole | None:
     """Return the first name that a module lacks and that more modules, otherwise as this one, have."""
     for tensors, numbers in kinds:
         for more, others in kinds:
             if len(others) > len(numbers) and tensors < more:
                 names = sorted(name for name, _ in more - tensors if not _OF_QUANTIZER.search(f".{name}"))
-                if names and not _is_explained(numbers, modules.numbers.bit_length(), config or {}):
+                if names and not _is_explained(numbers, modules.numbers.bit_length(), config):
                     lacked, had = (f"{modules.path}.{number}.{names[0]}" for number in (numbers[0], others[0]))
                     return Hole(lacked, had, len(others))
     return None

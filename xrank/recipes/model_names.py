@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 from msgspec import Struct, field
@@ -80,7 +81,7 @@ class ModelNames(Struct, frozen=True, eq=False):
         if bare and 2 * bare >= len(names):
             return self._make_strip("", names)
         # Most names of a wrapped model have its prefix, so that few prefixes are left for the slower comparison.
-        counts = Counter(prefix for name in names for prefix in _list_prefixes(name))
+        counts = Counter(name[: dot.end()] for name in names for dot in islice(re.finditer(r"\.", name), _MAX_LEVELS))
         often = [p for p, count in counts.items() if count > bare and 4 * count >= len(names)]
         found = {p: self.count(name.removeprefix(p) for name in names if name.startswith(p)) for p in often}
         best = min(found, key=lambda prefix: (-found[prefix], len(prefix)), default="")
@@ -116,18 +117,15 @@ class ModelNames(Struct, frozen=True, eq=False):
         """Return 2 for a name of the model, 1 for one without the base model's prefix, 0 for any other."""
         family = _NUMBER.sub("0", name.removeprefix(_OF_PEFT))
         if family not in self._kinds:
-            self._kinds[family] = max(map(self._compare, self._list_forms(family)))
+            forms = [family]
+            if self.transforms:
+                forms.append(NamePass(self.transforms, is_save=False).find_groups([family])[0].name)
+            if any(map(self._has_stem, forms)):
+                self._kinds[family] = 2
+            else:
+                prefixed = [self.base_prefix + form for form in forms] if self.base_prefix else []
+                self._kinds[family] = int(any(map(self._has_stem, prefixed)))
         return self._kinds[family]
-
-    def _list_forms(self, name: str) -> Iterator[str]:
-        yield name
-        if self.transforms:
-            yield NamePass(self.transforms, is_save=False).find_groups([name])[0].name
-
-    def _compare(self, name: str) -> int:
-        if self._has_stem(name):
-            return 2
-        return int(bool(self.base_prefix) and self._has_stem(self.base_prefix + name))
 
     def _has_stem(self, name: str) -> bool:
         # Parts of a module's own, such as an adapter's, may follow those that the model is known by.
@@ -139,15 +137,6 @@ def _is_near_recipe(names: Sequence[str]) -> bool:
     """Return whether half of the names are those of a training framework, whose recipe renames them or misses some."""
     found = (match(recipe, names) for recipe in load_recipes_for(names))
     return any(one.fits or (one.knows_layers and 2 * one.num_telling >= len(names)) for one in found)
-
-
-def _list_prefixes(name: str) -> Iterator[str]:
-    end = name.find(".")
-    for _ in range(_MAX_LEVELS):
-        if end < 0:
-            return
-        yield name[: end + 1]
-        end = name.find(".", end + 1)
 
 
 def names_of_class(config: Mapping[str, Any] | None) -> ModelNames | None:

@@ -290,7 +290,9 @@ def check_names(found: Match, solved: SolvedSizes, flags: Mapping[str, bool]) ->
         rule = found.recipe.rules[number]
         # A model has the tensors of an optional rule in all layers or in none.
         is_begun = any(str(target) in covered for target in rule.targets.values())
-        is_due = is_required(rule) or _is_due(rule, flags) or rule.when in raised
+        flag = rule.when if rule.unless is None else rule.unless
+        is_due = is_required(rule) or rule.when in raised
+        is_due = is_due or (flag is not None and flags.get(flag) is (rule.unless is None))
         if is_begun or (is_due and rule.within in (None, *raised)):
             _check_covered(found, rule, sizes, covered, groups)
 
@@ -350,12 +352,6 @@ def _check_covered(
             place = ", ".join(f"{n} = {i}" for n, i in zip(names, at, strict=True))
             lost = str(wanted.with_indices(*at) if len(wanted.dims) == len(at) else wanted)
             raise lost_tensor(lost, f"other tensors of {place}" if at else None, _describe_whole(found))
-
-
-def _is_due(rule: Rule, flags: Mapping[str, bool]) -> bool:
-    if rule.unless is not None:
-        return flags.get(rule.unless) is False
-    return rule.when is not None and flags.get(rule.when) is True
 
 
 def _find_covered(

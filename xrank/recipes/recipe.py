@@ -252,7 +252,12 @@ def pair(
     for branch in branches:
         target = parse_side(targets[branch.key])
         target_shape = global_shape(target, known)
-        end = _end(target, branch.key, known)
+        ends = {end.key: end for end in branches_of(target, known)}
+        # The whole of the target, or its part of the same name.
+        end = ends.get("", ends.get(branch.key))
+        if end is None:
+            problem, want = f"the target {target} has no part {branch.key!r}", f"a part {branch.key!r}, or none at all"
+            raise LayoutError(problem, got=f"parts {list(ends)}", want=want)
         if whole.all_dims == target.all_dims:  # equal sides pair by place: names are not needed
             loops = tuple((a.count, a.stride, b.stride) for a, b in zip(branch.loops, end.loops, strict=True))
         else:
@@ -266,16 +271,6 @@ def pair(
             branch.key, whole, target, source_shape, target_shape, branch.start, end.start, loops
         )
     return found
-
-
-def _end(target: Side, key: str, sizes: Mapping[str, int]) -> Branch:
-    """Return the part of a target that a part of the source becomes: the whole, or the part of the same name."""
-    ends = {end.key: end for end in branches_of(target, sizes)}
-    end = ends.get("", ends.get(key))
-    if end is None:
-        problem, want = f"the target {target} has no part {key!r}", f"a part {key!r}, or none at all"
-        raise LayoutError(problem, got=f"parts {list(ends)}", want=want)
-    return end
 
 
 def reverse_pairing(pairing: Pairing) -> Pairing:
@@ -328,17 +323,14 @@ def _pair_by_name(
     counts = Counter(loop.name for loop in source), Counter(loop.name for loop in target)
     for name in {**counts[0], **counts[1]}:
         if counts[0][name] != counts[1][name]:
-            ours, theirs = _times(counts[0][name]), _times(counts[1][name])
+            times = ("not", "once", "twice")
+            ours, theirs = (times[n] if n < 3 else f"{n} times" for n in (counts[0][name], counts[1][name]))
             problem = f"{ends[0]} -> {ends[1]}: {name!r} is {ours} in the source and {theirs} in the target"
             raise LayoutError(problem, got=repr(name), want="each size as often in the source as in the target")
     strides: dict[str, list[int]] = {}
     for loop in target:
         strides.setdefault(loop.name, []).append(loop.stride)
     return tuple((loop.count, loop.stride, strides[loop.name].pop(0)) for loop in source)
-
-
-def _times(count: int) -> str:
-    return ("not", "once", "twice")[count] if count < 3 else f"{count} times"
 
 
 _SIZE = r"(?:[A-Za-z_]\w*|[1-9][0-9]{0,8})"

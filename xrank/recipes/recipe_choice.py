@@ -240,7 +240,10 @@ def rewrite_model(
         factor = 1 / rule.factor(sizes) if matched.is_reversed else rule.factor(sizes)
         if factor != 1.0:
             notes.append(("scaled", f"{names[0]}{likewise_text(names[1:], 3)}: multiplied by {factor:.9g}"))
-        scaled = {name: _scale(shards[name], factor, added) for name in names}
+        scaled = {
+            name: replace(shards[name], factor=shards[name].factor * factor, added=shards[name].added + added)
+            for name in names
+        }
         shape = shards[names[0]].shape
         for pairing in _pairings(matched, place, sizes):
             own = len(pairing.target.name.dims)
@@ -253,7 +256,15 @@ def rewrite_model(
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
     order = list_outcomes(matched, sizes)
     check_whole(source.path, matched, order, made.keys(), flags, layers)
-    notes += _describe_ignored(matched)
+    trained = matched.dropped
+    others = [name for name in matched.ignored if name not in trained]
+    if others:
+        notes.append(("ignored", f"{list_text(others, 3)}: left out, because they are not part of the model"))
+    if trained:
+        kinds = " or ".join(matched.recipe.model_types)
+        reason = f"because a model of {kinds} has no such tensor; its outputs can differ from the trainer's"
+        text = f"{list_text(trained, 3)}: left out, although they were trained, {reason}"
+        notes.append(("dropped", text))
     return replace(
         source,
         shards=tuple(make_shard(name, *made[name]) for name in sorted(made, key=lambda name: order[name].at)),
@@ -276,22 +287,6 @@ def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) 
         error.about(at, file=matched.recipe.name, next_step=f"correct the rule in {at}")
         raise
     return [reverse_pairing([*found.values()][form])] if matched.is_reversed else found.values()
-
-
-def _describe_ignored(matched: Match) -> Iterable[tuple[str, str]]:
-    """Yield notes on the tensors that the recipe leaves out."""
-    dropped = matched.dropped
-    others = [name for name in matched.ignored if name not in dropped]
-    if others:
-        yield "ignored", f"{list_text(others, 3)}: left out, because they are not part of the model"
-    if dropped:
-        kinds = " or ".join(matched.recipe.model_types)
-        reason = f"because a model of {kinds} has no such tensor; its outputs can differ from the trainer's"
-        yield "dropped", f"{list_text(dropped, 3)}: left out, although they were trained, {reason}"
-
-
-def _scale(shard: StoredShard, factor: float, added: int) -> StoredShard:
-    return replace(shard, factor=shard.factor * factor, added=shard.added + added)
 
 
 def make_shard(name: str, shape: tuple[int, ...], parts: Iterable[tuple[StoredShard, Nest]]) -> StoredShard:
@@ -359,17 +354,19 @@ def choose_recipe(
     fitting = [found for found in matches if found.fits]
     types = list_model_types(config)
     chosen = [found for found in fitting if not types or not types.isdisjoint(found.recipe.model_types)]
+
     # Recipes that treat these names alike, such as Llama's and Gemma's, count as one: that without absent blocks, and
     # then the one for the trainer's arguments.
-    ordered = sorted(
-        chosen,
-        key=lambda found: (
-            _count_absent_groups(found),
-            is_refused(found.recipe, source.args),
-            found.recipe.depth,
-        ),
-    )
-    different = list({_outcome(found): found for found in reversed(ordered)}.values())
+    def order(found: Match) -> tuple[int, bool, int]:
+        groups = {rule.group for rule in found.recipe.rules}
+        absent = groups - {found.recipe.rules[number].group for number, _ in found.used}
+        return len(absent), is_refused(found.recipe, source.args), found.recipe.depth
+
+    outcomes: dict[frozenset[object], Match] = {}
+    for found in sorted(chosen, key=order):
+        effect = frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
+        outcomes.setdefault(effect, found)
+    different = list(outcomes.values())
     if len(different) == 1:
         return different[0]
     if fitting:
@@ -383,16 +380,13 @@ def choose_recipe(
         problem = f"{source.path}: which recipe its names are of is not clear"
         raise UsageError(problem, file=source.path, got=got, want="one recipe", next_step=step)
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
-    is_near = nearest is not None and nearest.knows_layers and _counts_as_near(nearest, len(names))
-    if nearest is not None and (is_near or is_megatron):
+    if nearest is None:
+        return None
+    # Near: half of the names are a recipe's, apart from a vision tower's, which are Hugging Face's own.
+    telling, num_kept = nearest.num_telling, nearest.num_known - nearest.num_telling
+    if is_megatron or (nearest.knows_layers and telling > 0 and 2 * telling >= len(names) - num_kept):
         raise _misfit(source, nearest, "no recipe fits its names")
     return None
-
-
-def _counts_as_near(found: Match, num_names: int) -> bool:
-    """Return whether half of the names are a recipe's, apart from a vision tower's, which are Hugging Face's own."""
-    num_kept = found.num_known - found.num_telling
-    return found.num_telling > 0 and 2 * found.num_telling >= num_names - num_kept
 
 
 def fits_any_recipe(source: StoredModel) -> bool:
@@ -447,15 +441,6 @@ def find_padded_names(found: Match, model: StoredModel) -> frozenset[str]:
     padded = {*found.recipe.padded}
     patterns = {side.name.expression for side in sides if side.dims and padded.intersection(names_of_dim(side.dims[0]))}
     return frozenset(s.name for s in model.shards if any(re.fullmatch(pattern, s.name) for pattern in patterns))
-
-
-def _count_absent_groups(found: Match) -> int:
-    groups = {rule.group for rule in found.recipe.rules}
-    return len(groups - {found.recipe.rules[number].group for number, _ in found.used})
-
-
-def _outcome(found: Match) -> frozenset[object]:
-    return frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
 
 
 def load_recipe(asked: str) -> Recipe:
@@ -569,8 +554,11 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
     sizes, wrong = min(solved, key=lambda one: len(one[1]))
     for at in places:
         if at not in wrong:
+            rule = recipe.rules[at[0]]
+            side = rule.sources[0 if found.is_reversed else at[1]]
+            targets = {part: str(target) for part, target in rule.targets.items()}
             try:
-                _pair_rule(found, at, sizes)
+                pair(str(side), targets, sizes, makes_copies=rule.is_copy)
             except LayoutError as error:
                 wrong[at] = error
     repeated = found.find_repeated()
@@ -607,14 +595,6 @@ def _solve(
             if not blamed:
                 raise
             wrong.update(dict.fromkeys(blamed, error))
-
-
-def _pair_rule(found: Match, at: _Place, sizes: Mapping[str, int]) -> None:
-    """Check that both sides of a rule have the same elements."""
-    rule = found.recipe.rules[at[0]]
-    source = rule.sources[0 if found.is_reversed else at[1]]
-    targets = {part: str(side) for part, side in rule.targets.items()}
-    pair(str(source), targets, sizes, makes_copies=rule.is_copy)
 
 
 def _group_unknown(found: Match) -> Iterable[UnknownName]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import combinations
@@ -74,7 +74,14 @@ def read_text(path: str) -> str:
 
 def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the content of a file, merged into the recipe that it extends."""
-    tables = _parse_toml(text, file)
+    try:
+        tables = dict(_loads(text))
+    except ValueError as error:
+        message, _, at = str(error).partition(" (at ")
+        found = re.match(r"(line \d+(?:, column \d+)?)", at)
+        place = f", {found[1]}" if found else f", line {text.count(chr(10)) + 1}" if at else ""
+        problem = f"the recipe {file}{place} is not TOML: {message}"
+        raise LayoutError(problem, file=file, want="TOML", next_step=CORRECT) from error
     refuse_unknown(tables, (*TABLES, *LISTS, *_TEXTS, "rename", "kept", "repeat"), file)
     for key in (*TABLES, "rename", "kept", "repeat"):
         if not isinstance(tables.get(key, {}), dict):
@@ -107,7 +114,10 @@ def repeat_rules(tables: Mapping[str, Any], file: str) -> dict[str, Any]:
             raise misplaced(file, keys, block, "a table with sources and targets")
         refuse_unknown(block, (*_RENAMES, "tensors", "copies"), file, keys)
         renames = _check_renames({side: block[side] for side in _RENAMES}, file, keys)
-        texts = {key: _check_text_table(block.get(key, {}), (*keys, key), file) for key in ("tensors", "copies")}
+        texts = {key: block.get(key, {}) for key in ("tensors", "copies")}
+        for key, table in texts.items():
+            if not isinstance(table, dict) or not all(isinstance(text, str) for text in table.values()):
+                raise misplaced(file, (*keys, key), table, "a table of sources and targets")
         old = tuple(renames["sources"])
         chosen = {source: value for source, value in given.items() if source.startswith(old)}
         for source, value in _rename({"tensors": chosen}, renames)["tensors"].items():
@@ -140,23 +150,6 @@ def _as_rule(source: str, value: Any, file: str) -> dict[str, Any]:
         wanted = "a target's text for each stack of layers"
         raise misplaced(file, ("tensors", source, "copies"), rule["copies"], wanted)
     return rule
-
-
-def _check_text_table(value: Any, keys: tuple[str, ...], file: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise misplaced(file, keys, value, "a table of sources and targets")
-    return value
-
-
-def _parse_toml(text: str, file: str) -> dict[str, Any]:
-    try:
-        return dict(_loads(text))
-    except ValueError as error:
-        message, _, at = str(error).partition(" (at ")
-        found = re.match(r"(line \d+(?:, column \d+)?)", at)
-        place = f", {found[1]}" if found else f", line {text.count(chr(10)) + 1}" if at else ""
-        problem = f"the recipe {file}{place} is not TOML: {message}"
-        raise LayoutError(problem, file=file, want="TOML", next_step=CORRECT) from error
 
 
 def count_extended(text: str) -> int:
@@ -283,19 +276,14 @@ def find_place(file: str, *keys: str) -> str:
         if found is not None:
             at = last = found.end()
         elif depth == 1 and keys[0] == "tensors":  # a rule that [kept] or an extended recipe writes
-            last = _find_kept(text, plain)
+            start = text.find("[kept.")
+            listed = re.compile(r"""["']([^"'\n]+)["']""").finditer(text, start) if start >= 0 else ()
+            last = next((one.end() for one in listed if "[" in one[1] and plain.endswith(one[1])), None)
             break
         elif key not in TABLES:  # `config.h = ...` has no header, and a table may be inherited
             last = last if depth > 1 else None
             break
     return file if last is None else f"{file}, line {text.count(chr(10), 0, last) + 1}"
-
-
-def _find_kept(text: str, source: str) -> int | None:
-    """Return where [kept] lists the tensor that a source ends with."""
-    start = text.find("[kept.")
-    listed = re.compile(r"""["']([^"'\n]+)["']""").finditer(text, start) if start >= 0 else ()
-    return next((found.end() for found in listed if "[" in found[1] and source.endswith(found[1])), None)
 
 
 _MAX_ADDED = 1 << 24  # fp32 has all integers up to here
@@ -486,9 +474,13 @@ def _parse(name: str, text: str, file: str) -> Recipe:
     framework = tables.get("framework", "")
     if not isinstance(framework, str):
         raise misplaced(file, ("framework",), framework, "a text")
-    rules = tuple(
-        rule for source, value in tables.get("tensors", {}).items() for rule in _parse_rules(source, value, file)
-    )
+    rules: tuple[Rule, ...] = ()
+    for source, value in tables.get("tensors", {}).items():
+        rules += (_parse_rule(source, value, file),)
+        own = {key: value[key] for key in ("add", "times") if key in value}
+        for stack, target in value.get("copies", {}).items():
+            copy = _parse_rule(source, {**own, "to": target, "optional": True, "within": stack}, file)
+            rules += (replace(copy, is_copy=True),)
     if not rules:
         raise misplaced(file, ("tensors",), None, "a table [tensors] with rules")
     if lists["by_layer"]:  # layers of different sizes cannot be stacked in one tensor
@@ -517,14 +509,6 @@ def _parse(name: str, text: str, file: str) -> Recipe:
 
 # Recipes extend each other, so several share most sides.
 _side = lru_cache(maxsize=1024)(parse_side)
-
-
-def _parse_rules(source: str, value: Mapping[str, Any], file: str) -> Iterator[Rule]:
-    """Yield the rule of a source, then those of its copies."""
-    yield _parse_rule(source, value, file)
-    own = {key: value[key] for key in ("add", "times") if key in value}
-    for stack, text in value.get("copies", {}).items():
-        yield replace(_parse_rule(source, {**own, "to": text, "optional": True, "within": stack}, file), is_copy=True)
 
 
 def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:

@@ -28,7 +28,7 @@ from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.layout.notation import count_names_of, size_names_of
 from xrank.layout.output_files import OutputTensor, Selection, TensorPart
-from xrank.layout.stored_model import StoredModel, StoredShard
+from xrank.layout.stored_model import StoredModel
 from xrank.layout.tensor_layout import flat_of
 from xrank.readers.claims import Claim, Claims, find_local_name, list_counted_names
 from xrank.recipes.decision import Purpose, Request, config_text_of, decide, digest_of_plan, layout_notes, read_layouts
@@ -72,7 +72,13 @@ def new_parts(
         error.about(name, tensor=name, next_step="correct the layout file")
         raise
     if fault is not None:
-        raise _coverage_error(name, claim, shape, parts, fault)
+        where = range_text(shape, fault.address, fault.address)
+        ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]
+        what = "left to no rank" if fault.kind == "gap" else f"given to {ranks_text(ranks)} in different cuts"
+        problem = f"{name}, from {where} on: {what} by the new layout"
+        got = f"{claim} of {list(shape)} on {claim.mesh.grid}"
+        want, step = "every element on some rank, and equal parts wherever several have it", "correct the layout file"
+        raise LayoutError(problem, tensor=name, index_range=where, got=got, want=want, next_step=step)
     return parts
 
 
@@ -114,18 +120,6 @@ def _part(claim: Claim, rank: int, shape: tuple[int, ...], base: tuple[int, ...]
         return local_part(claim.layout, claim.mesh, coordinate, shape, sizes=sizes)
     assert base is not None
     return companion_part(claim.companion, claim.layout, claim.mesh, coordinate, base, sizes=sizes)
-
-
-def _coverage_error(
-    name: str, claim: Claim, shape: tuple[int, ...], parts: Mapping[int, NewPart], fault: CoverageFault
-) -> LayoutError:
-    where = range_text(shape, fault.address, fault.address)
-    ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]
-    what = "left to no rank" if fault.kind == "gap" else f"given to {ranks_text(ranks)} in different cuts"
-    problem = f"{name}, from {where} on: {what} by the new layout"
-    got = f"{claim} of {list(shape)} on {claim.mesh.grid}"
-    want, step = "every element on some rank, and equal parts wherever several have it", "correct the layout file"
-    return LayoutError(problem, tensor=name, index_range=where, got=got, want=want, next_step=step)
 
 
 class Reshard(Struct, frozen=True, eq=False):
@@ -210,7 +204,11 @@ def plan_reshard_of(
     run_id = stored.run_id or f"reshard-{xxhash.xxh3_64_hexdigest(content)}"
     shapes = {shard.name: shard.shape for shard in stored.shards}
     states = _States(stored, new, names, tied, run_id, host or socket.gethostname(), claims, shapes)
-    outputs = _list_outputs(selection, names)
+    # The tensors that are written separately; a tied name among them gets the dtype and shape of its target.
+    known = {output.name: output for output in selection.outputs}
+    for target, others in selection.tied.items():
+        known.update((name, replace(known[target], name=name)) for name in others)
+    outputs = tuple(known[name] for name, target in names.items() if name == target and name in known)
     for output in outputs:
         states.add(output)
     if not is_partial or not states.held:
@@ -249,31 +247,20 @@ def _find_targets(stored: StoredModel, selection: Selection, claims: Claims) -> 
     found = {}
     for shard in stored.shards:
         # Names with the same pieces of the same records are one tensor in the source.
-        target = shard.name if not len(shard.record) else first.setdefault(_content(shard), shard.name)
+        nests, target = shard.nests, shard.name
+        if len(shard.record):
+            arrays = (shard.rank, shard.record, nests.x, nests.y, nests.loops)
+            content = shard.dtype, shard.shape, *(array.tobytes() for array in arrays)
+            target = first.setdefault(content, shard.name)
         found[shard.name] = asked.get(shard.name) or asked.get(target, target)
     # A target may share another one's bytes itself.
     standing = {name: found.get(target, target) for name, target in found.items()}
     # Two names cannot share bytes if the new layout cuts them in two ways, or puts them on different ranks.
-    return {name: target if _cut_alike(name, target, claims) else name for name, target in standing.items()}
-
-
-def _cut_alike(name: str, target: str, claims: Claims) -> bool:
-    mine, its = new_claim(name, claims), new_claim(target, claims)
-    return mine is None or its is None or (str(mine), mine.mesh) == (str(its), its.mesh)
-
-
-def _list_outputs(selection: Selection, standing: Mapping[str, str]) -> tuple[OutputTensor, ...]:
-    """Return the tensors that are written separately; a tied name among them gets the dtype and shape of its target."""
-    outputs = {output.name: output for output in selection.outputs}
-    for target, names in selection.tied.items():
-        outputs.update((name, replace(outputs[target], name=name)) for name in names)
-    return tuple(outputs[name] for name, target in standing.items() if name == target and name in outputs)
-
-
-def _content(shard: StoredShard) -> tuple[Any, ...]:
-    nests = shard.nests
-    arrays = (shard.rank, shard.record, nests.x, nests.y, nests.loops)
-    return shard.dtype, shard.shape, *(array.tobytes() for array in arrays)
+    for name, target in standing.items():
+        mine, its = new_claim(name, claims), new_claim(target, claims)
+        if mine is not None and its is not None and (str(mine), mine.mesh) != (str(its), its.mesh):
+            standing[name] = name
+    return standing
 
 
 class _States(Struct):

@@ -120,7 +120,14 @@ def solve_sizes(
     """
     bound = {name: number for name, (number, _) in given.items()}
     padded = () if is_reversed else recipe.padded
-    kinds = _group_tensors(tensors)
+    found: dict[tuple[int, _Shape], _TensorKind] = {}
+    for side, name, shape in tensors:
+        indices = side.name.indices(name) or ()
+        kind = found.setdefault((id(side), shape), _TensorKind(side, name, shape, [(-1, name)] * len(indices)))
+        for i, index in enumerate(indices):
+            if index > kind.last[i][0]:
+                kind.last[i] = index, name
+    kinds = list(found.values())
     counts: dict[str, int] = {}
     for kind in kinds:
         for dim, (index, _) in zip(kind.side.name.dims, kind.last, strict=True):
@@ -129,7 +136,16 @@ def solve_sizes(
     for size, count in counts.items():
         # Only without a given count: the highest layer present may not be the model's last, if files are lost.
         bound.setdefault(size, count)
-    _solve_shapes(padded, bound, kinds)
+    # A size that one tensor determines may leave a single unknown in another's product, so go round again.
+    known = -1
+    while known < len(bound):
+        known = len(bound)
+        for kind in kinds:
+            dims = kind.side.dims
+            if len(kind.shape) == len(dims):
+                lengths = {i: n for i, n in enumerate(kind.shape) if not set(names_of_dim(dims[i])) & set(padded)}
+                with suppress(LayoutError):  # the check that follows names the tensor
+                    solve_dims(LayoutTree(dims), lengths, bound)
     for kind in kinds:
         _check_fit(recipe, padded, given, bound, kind, folder)
     return bound
@@ -144,33 +160,6 @@ class _TensorKind(Struct):
     shape: _Shape
     last: list[tuple[int, str]]
     """For each dim of the name the largest index and the name of its tensor."""
-
-
-def _group_tensors(tensors: Iterable[tuple[Side, str, _Shape]]) -> list[_TensorKind]:
-    found: dict[tuple[int, _Shape], _TensorKind] = {}
-    for side, name, shape in tensors:
-        indices = side.name.indices(name) or ()
-        kind = found.setdefault((id(side), shape), _TensorKind(side, name, shape, [(-1, name)] * len(indices)))
-        for i, index in enumerate(indices):
-            if index > kind.last[i][0]:
-                kind.last[i] = index, name
-    return list(found.values())
-
-
-def _solve_shapes(padded: Sequence[str], bound: dict[str, int], kinds: Sequence[_TensorKind]) -> None:
-    """Add the sizes that the shapes determine, until no more are found."""
-    # A size that one tensor determines may leave a single unknown in another's product, so go round again.
-    known = -1
-    while known < len(bound):
-        known = len(bound)
-        for kind in kinds:
-            dims = kind.side.dims
-            if len(kind.shape) == len(dims):
-                lengths = {i: n for i, n in enumerate(kind.shape) if not set(names_of_dim(dims[i])) & set(padded)}
-                try:
-                    solve_dims(LayoutTree(dims), lengths, bound)
-                except LayoutError:
-                    continue  # the check that follows names the tensor
 
 
 def _check_fit(
@@ -248,7 +237,11 @@ def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | N
             continue
         ours, theirs = evaluate(config, terms), evaluate(args, recipe.args.get(name, ()))
         if ours is not None and theirs is not None and not _is_equal(ours, theirs):
-            raise disagreement(_key_in(recipe.args[name][0]), theirs, "the trainer's args", ours, "config.json", folder)
+            # The key of the term: that of its last condition where its value is a constant.
+            term = recipe.args[name][0]
+            key = term.removeprefix("not ").partition(" ")[0]
+            key = term.rpartition(" if ")[2].partition(" ")[0] if key in ("true", "false") else key
+            raise disagreement(key, theirs, "the trainer's args", ours, "config.json", folder)
 
 
 def is_refused(recipe: Recipe, args: _Values | None) -> bool:
@@ -260,12 +253,6 @@ def _find_refused(must: Mapping[str, tuple[object, ...]], values: _Values | None
     # None: a trainer's option that was not given.
     known = {key: value for key in must if (value := look_up(values or {}, key)) is not None}
     return next((key for key, value in known.items() if value not in must[key]), None)
-
-
-def _key_in(term: str) -> str:
-    """Return the key of a term, for errors: that of its last condition where its value is a constant."""
-    key = term.removeprefix("not ").partition(" ")[0]
-    return term.rpartition(" if ")[2].partition(" ")[0] if key in ("true", "false") else key
 
 
 def _is_equal(one: object, other: object) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from operator import add, mul, sub
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
@@ -158,19 +159,15 @@ def _operand(values: Mapping[str, Any], text: str) -> object:
     return int(text) if _NUMBER.fullmatch(text) else _term(values, text)
 
 
+_SIGNS: Mapping[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
+
+
 def _calculate(a: object, sign: str, b: object) -> int | None:
     if type(a) is not int or type(b) is not int:
         return None
-    match sign:
-        case "+":
-            return a + b
-        case "-":
-            return a - b
-        case "*":
-            return a * b
-        case "//":
-            return a // b if b > 0 else None
-    return a // b if b > 0 and a % b == 0 else None
+    if sign in _SIGNS:
+        return _SIGNS[sign](a, b)
+    return a // b if b > 0 and (sign == "//" or a % b == 0) else None
 
 
 _KEY = re.compile(r"[A-Za-z_][\w.*-]*")
@@ -209,19 +206,14 @@ def look_up(values: Mapping[str, Any], key: str) -> object:
     for section in (values, inner if isinstance(inner, Mapping) else {}):
         if key in section:
             return section[key]
-        value = _lookup_path(section, key.split(".")) if "." in key else None
+        value: object = section if "." in key else None
+        for step in key.split("."):  # a path through sections and lists may break off
+            if isinstance(value, Mapping):
+                value = value.get(step)
+            elif isinstance(value, list | tuple) and _NUMBER.fullmatch(step) and int(step) < len(value):
+                value = value[int(step)]
+            else:
+                value = None
         if value is not None:
             return value
     return None
-
-
-def _lookup_path(value: object, path: Sequence[str]) -> object:
-    """Return the value at the end of a path through sections and lists; None where it breaks off."""
-    for key in path:
-        if isinstance(value, Mapping):
-            value = value.get(key)
-        elif isinstance(value, list | tuple) and _NUMBER.fullmatch(key) and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value
