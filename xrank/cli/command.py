@@ -244,12 +244,9 @@ def command_name(context: click.Context | None) -> str:
 
 
 def wording_of(command: click.Command, typed: str | None = None, context: click.Context | None = None) -> Wording:
-    """Return the wording whose options are those of a command.
+    """Return the wording whose options are those of a command, and the command line that the user typed.
 
-    Args:
-        command: the command.
-        typed: the command line that the user typed.
-        context: of the run, which shows whether a value came from a variable: errors then name that.
+    The run's `context` shows whether a value came from a variable: errors then name that.
     """
     options = [text for parameter in command.params for text in parameter.opts if text.startswith("--")]
     variables = (
@@ -520,15 +517,7 @@ Progress = Callable[[int, int], None]
 
 
 class ReportFile:
-    """Records the progress of a command, and writes its page. Called by the rank that reports.
-
-    Args:
-        path: the page's file.
-        clock: returns seconds.
-
-    Raises:
-        UsageError: the file's folder is not there, or cannot be written to; nothing has been done yet.
-    """
+    """Records the progress of a command, and writes its page. Called by the rank that reports."""
 
     def __init__(self, path: str, clock: Callable[[], float] = monotonic) -> None:
         self._path = path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -66,7 +65,16 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
     source, details = report.source, report.details
     rows = [("path", str(report.path)), ("format", source["format"])]
     if "stage" in details:
-        return [*rows, *_stage_rows(details["stage"])]
+        stage = details["stage"]
+        finished, begun = stage["finished_nbytes"], stage["begun_nbytes"]
+        next_step = {
+            "alive": "its gather is still running",
+            "gone": "the same gather goes on from here",
+            "unknown": "if its gather is no longer running there, the same gather goes on from here",
+        }[stage["owner"]]
+        size = f"{size_text(finished)} of {size_text(begun)} begun"
+        rows.append(("finished", f"{plural(len(stage['files']), 'file')}, {size}"))
+        return [*rows, ("owner", f"host {stage['host']}, pid {stage['pid']}: {stage['owner']}; {next_step}")]
     if "num_tensors" in source:
         if source["world_size"]:
             run = f", run {source['run_id']}" if source["run_id"] else ""
@@ -75,7 +83,11 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
         kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in source["dtypes"].items())
         counts = f"{plural(source['num_tensors'], 'tensor')} ({kinds}), {source['num_parameters']:,} parameters"
         rows.append(("model", f"{counts}, {size_text(source['nbytes'])} in the source"))
-        rows.append(("config", _config_text(source, details)))
+        config = details["config_path"]
+        if config is None and "adapter_config.json" in details["companions"]:
+            config = "the adapter's own, adapter_config.json"
+        absent = "none; gather with --base-model, or put a config.json beside it"
+        rows.append(("config", str(config or ("in the states" if source["has_config"] else absent))))
         if source["recipe"]:
             rows.append(("recipe", f"{source['recipe']}: a gather gives Hugging Face's names"))
     facts = [(key, _fact_text(value)) for key, value in details["format"].items() if value is not None]
@@ -102,14 +114,6 @@ def _rows(report: Report, wording: Wording, *, tensors: bool, ranks: bool) -> li
     return rows
 
 
-def _config_text(source: Mapping[str, Any], details: Mapping[str, Any]) -> str:
-    if details["config_path"] is not None:
-        return str(details["config_path"])
-    if "adapter_config.json" in details["companions"]:
-        return "the adapter's own, adapter_config.json"
-    return "in the states" if source["has_config"] else "none; gather with --base-model, or put a config.json beside it"
-
-
 def _fact_text(value: Any) -> str:
     if isinstance(value, dict):
         parts = [f"{key}: {_fact_text(part)}" for key, part in value.items()]
@@ -130,16 +134,3 @@ def _rank_text(row: dict[str, Any]) -> str:
         return f"{plural(row['num_tensors'], 'tensor')}, {size_text(row['nbytes'])} of the model"
     counts = f"{plural(row['num_tensors'], 'tensor')}, {plural(row['num_layouts'], 'layout')}"
     return f"{row['state']}: {row['run']}, {size_text(row['nbytes'])}, {counts}, host {row['host'] or 'unknown'}"
-
-
-def _stage_rows(stage: dict[str, Any]) -> list[tuple[str, str]]:
-    finished, begun = stage["finished_nbytes"], stage["begun_nbytes"]
-    next_step = {
-        "alive": "its gather is still running",
-        "gone": "the same gather goes on from here",
-        "unknown": "if its gather is no longer running there, the same gather goes on from here",
-    }
-    return [
-        ("finished", f"{plural(len(stage['files']), 'file')}, {size_text(finished)} of {size_text(begun)} begun"),
-        ("owner", f"host {stage['host']}, pid {stage['pid']}: {stage['owner']}; {next_step[stage['owner']]}"),
-    ]

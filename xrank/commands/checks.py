@@ -57,18 +57,7 @@ class Check(Struct, frozen=True, eq=False):
 
 
 def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
-    """Run a check, and return its verdict on the first rank, which judges; return None on the others.
-
-    Args:
-        check: the same check on all ranks of a team.
-        budget: threads and buffers.
-        progress: called, on the first rank, with (bytes assembled so far, bytes in all).
-        team: the ranks that share the reading.
-
-    Raises:
-        XrankError: the data is wrong.
-        RankFailedError: another rank found an error, or failed.
-    """
+    """Run a check, the same on all ranks; return the verdict of the first rank, which judges, and None on others."""
     try:
         with hash_beside(check.plan.source.hashes, team) as finish_hashes:
             if team.size == 1:

@@ -306,17 +306,7 @@ def read_sides(
 ) -> tuple[ComparedSide, ComparedSide]:
     """Read both sides. An adapter in a folder within counts where a manifest lists it or the other side has one, too.
 
-    Args:
-        path: path of the first side.
-        other_path: path of the other side.
-        base: supplies metadata that either side does not record, as for `read_source`.
-        layouts: supplies layouts that either side does not record.
-        part: keys of the part of the first side to read.
-        world_size: number of ranks that wrote the first side, where it records none.
-
-    Raises:
-        IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
-            lists is missing, or has tensors with names of the model.
+    `base` and `layouts` supply metadata that either side does not record; `part` and `world_size` are the first side's.
     """
     wheres = [(each, find_source(each)) for each in (path, other_path)]
     manifests = [_manifest(where.path) for _, where in wheres]
@@ -441,17 +431,10 @@ class Correspondence(Struct, frozen=True):
 
 
 def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) -> Correspondence:
-    """Match the tensors of two models.
+    """Match the tensors of two models; the first side's adapter is added to those named in `updates`.
 
     A name on one side alone is not a difference where it is tied, by that side's storage, a manifest or a
     config.json, to a tensor that both have; nor where the other side's manifest records that it was left out as asked.
-
-    Args:
-        sides: the two models.
-        updates: names to which the first side's adapter is added before the comparison.
-
-    Raises:
-        ContradictionError: a tensor is on one side alone, or has another element type or shape there.
     """
     ties = _ties(sides)
     left_out: tuple[list[str], list[str]] = ([], [])
@@ -579,23 +562,8 @@ def plan_comparison(
 
     Where both have an adapter, in a folder of its own or among the tensors, its tensors are compared, too. Where one
     has, the other must be the result of a gather that merges it, bit for bit. The check raises ContradictionError
-    when it runs, if they differ.
-
-    Args:
-        path: path of the first model.
-        other_path: path of the other model.
-        budget: threads and buffers, to locate differences.
-        adapter_config: configuration of the adapter among the tensors, in place of the one beside them.
-        base: supplies metadata that either side does not record: whole shapes, the config.
-        layouts: supplies the layouts that either side does not record.
-        recipe: names the tensors of each side that it fits; the other side's names, and those without one, are known.
-        part: keys of the part of `path` to read.
-        world_size: number of ranks that wrote `path`, where it records none.
-
-    Raises:
-        ContradictionError: their metadata shows that they differ.
-        UsageError: the merge of the adapter cannot be computed.
-        XrankError: one of them cannot be read.
+    when it runs, if they differ. `base` and `layouts` supply metadata that either side does not record; `recipe` names
+    the tensors of each side that it fits; `part` and `world_size` are those of `path`.
     """
     sides = read_sides(path, other_path, base=base, layouts=layouts, part=part, world_size=world_size)
     adapted = [side for side in sides if side.names is not None]

@@ -69,22 +69,9 @@ def make_output(
 ) -> WrittenOutput:
     """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
-    Args:
-        gather: the plan of the folder; the same on all ranks.
-        source: the source that this rank reads.
-        out: the output's path.
-        progress: called, on the first rank, with (bytes written so far, bytes in all).
-        team: the ranks.
-        holder: the ranks that hold a live model's records, as in `Work`.
-        is_repeatable: whether the plan alone decides the output's bytes, so that the manifest records its digest.
-
-    Returns:
-        On the first rank the facts of the whole output; on the others the facts from the plan.
-
-    Raises:
-        CorruptError, ContradictionError: the source does not match its metadata.
-        NoSpaceError, XrankError: the output could not be written.
-        RankFailedError: another rank of the team failed.
+    `holder` has the ranks that hold a live model's records, as in `Work`; `is_repeatable` is whether the plan alone
+    decides the output's bytes, so that the manifest records its digest. Ranks other than the first return the facts
+    from the plan.
     """
     options = gather.options
     check_store_writer(out, ranks=1 if options.sign is None else team.size)
@@ -228,13 +215,7 @@ def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> Ma
 def make_states(
     reshard: Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team
 ) -> tuple[WrittenFiles | None, tuple[str, ...]]:
-    """Make the states with all ranks of a team; return, on the first rank, the written files and notes on the stage.
-
-    Raises:
-        CorruptError, ContradictionError: the source does not match its metadata.
-        NoSpaceError, XrankError: the output could not be written.
-        RankFailedError: another rank failed.
-    """
+    """Make the states with all ranks; return, on the first, the written files and notes on the stage."""
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
     with closing(open_source(reshard.plan.source, beside)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)

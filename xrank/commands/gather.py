@@ -75,15 +75,7 @@ class Push(Struct, frozen=True):
 
 
 def find_push(out: str, push_to_hub: str | None) -> Push | None:
-    """Return the upload that a gather's options ask for; None if they ask for none.
-
-    Args:
-        out: the output, a cleaned path or URL.
-        push_to_hub: the option's value.
-
-    Raises:
-        UsageError: both name a repository, or one is not a repository's name, or a store's model is to be uploaded.
-    """
+    """Return the upload that a gather's options ask for; None if they ask for none. `out` is a cleaned path or URL."""
     is_hub = is_url(out) and split_url(out).scheme == "hf"
     if push_to_hub is None and not is_hub:
         return None

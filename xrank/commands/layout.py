@@ -77,14 +77,8 @@ def check_file(
 ) -> tuple[Report, LayoutError | None]:
     """Return the report of a layout file's proof, and its first problem.
 
-    Args:
-        file: the layout file.
-        path: a workspace or model folder with names, shapes and types; None: the sizes in the file.
-        base_model: a folder, or a cached ID, with whole shapes that the source and the file lack.
-        started: start of the check on the monotonic clock.
-
-    Raises:
-        UsageError, LayoutError, ...: the file or the source cannot be read.
+    The source at `path` has names, shapes and types, and `base_model` whole shapes that it lacks; without `path`, the
+    sizes in the file count.
     """
     layouts = read_layouts(file)
     if path is None and base_model is not None:
@@ -123,15 +117,9 @@ def check_file(
 
 
 def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) -> tuple[Report, Survey, str | None]:
-    """Return the report of the layouts at a path, the survey of ranks' parts, and the text of a layout file.
+    """Return the report of the layouts at a path, the survey of ranks' parts, and, with `toml`, a layout file's text.
 
-    Args:
-        path: a layout file, or a source that records layouts.
-        tensor: a regular expression for whole names.
-        toml: whether to make the text of a layout file with all tensors; else it is None.
-
-    Raises:
-        UsageError, LayoutError, ...: the path cannot be read, or `tensor` matches no name.
+    `tensor` is a regular expression for whole names.
     """
     started = time.monotonic()
     source = read_layout_source(path)
@@ -225,17 +213,8 @@ _ENGINES = {"vllm": "xrank.integrations.vllm_layout"}
 def record_engine_layout(engine: str, model: str, out: str, *, tp: int = 1, pp: int = 1, ep: bool = False) -> Report:
     """Write the layout file of an engine that would serve a model, and return the report.
 
-    Args:
-        engine: `vllm`.
-        model: the folder of the model, of which only config.json and the headers of weights are read.
-        out: the layout file.
-        tp: number of tensor parallel ranks.
-        pp: number of pipeline stages.
-        ep: whether tensor parallel ranks share the experts in place of cutting each.
-
-    Raises:
-        UsageError: the engine is unknown, not installed here, or cannot run the model in these parts.
-        LayoutError: its ranks' parts are no cuts by axes.
+    Of the model's folder only config.json and the headers of weights are read. `tp` is the number of tensor parallel
+    ranks, `pp` of pipeline stages; with `ep`, tensor parallel ranks share the experts in place of cutting each.
     """
     started = time.monotonic()
     if engine not in _ENGINES:

@@ -45,12 +45,7 @@ from xrank.words import list_text
 class ManifestDigests:
     """Compares each tensor that is read whole and unchanged; a manifest has no digests of other tensors.
 
-    Args:
-        source: a model folder under its own names; without a manifest, nothing is compared.
-        plan: a plan with one tensor in each file.
-
-    Raises:
-        CorruptError: the manifest is invalid.
+    The plan has one tensor in each file. Without a manifest, nothing is compared.
     """
 
     def __init__(self, source: StoredModel, plan: Plan) -> None:
@@ -144,19 +139,7 @@ def fill_module(
     team: Team,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Read every byte of a rank's load into the module.
-
-    Args:
-        module: the live module.
-        prepared: the proven load of this rank.
-        budget: threads and buffers.
-        team: the ranks that load together.
-        progress: called with (bytes read so far, bytes in all) of this rank.
-
-    Raises:
-        CorruptError, ContradictionError: the source does not match its metadata.
-        RankFailedError: another rank failed.
-    """
+    """Read every byte of a rank's load into the module; `progress` counts the bytes of this rank."""
     views = [prepared.local.views[view] for view in prepared.load.views]
     plan = prepared.load.plan
     target, source = TensorTarget(dict(enumerate(views))), open_source(plan.source)

@@ -35,15 +35,7 @@ def list_recipes() -> Report:
 
 
 def show_recipe(name: str, *, is_merged: bool = False) -> Report:
-    """Return the report of a shipped recipe; its text is in the details, under ``toml``.
-
-    Args:
-        name: the recipe's name.
-        is_merged: whether to merge it with the recipes that it extends.
-
-    Raises:
-        UsageError: no shipped recipe has this name.
-    """
+    """Return the report of a shipped recipe, whose text, merged with what it extends if asked, is in the details."""
     if name not in list_shipped_recipes():
         raise UsageError(
             f"no recipe that comes with xrank is called {name}",

@@ -231,14 +231,10 @@ def check_survey(
     notes: Sequence[tuple[str, str]] = (),
     started: float | None = None,
 ) -> tuple[Report, LayoutError | None]:
-    """Return the report of a check, and its first problem.
+    """Return the report of a check of a layout file, and its first problem.
 
-    Args:
-        found: the parts that each rank holds by the layouts.
-        path: path of the layout file.
-        source: the source of the shapes.
-        notes: further notes, such as rules that could not be proven.
-        started: start of the check on the monotonic clock.
+    `source` is that of the shapes, `notes` are further ones, such as rules that could not be proven; the check
+    `started` on the monotonic clock.
     """
     problems = [error for one in found.tensors if (error := find_problem(one)) is not None]
     first = problems[0] if problems else None

@@ -30,25 +30,13 @@ def check_signature(
     workers: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[str, int, int, list[str]]:
-    """Compare every byte of a model folder with its signature.
+    """Compare every byte of a model folder with its signature; `signature` None: ``model.sig`` in the folder.
 
-    All that is in the folder must be signed. Links are not followed: what they lead to is not in the folder.
-
-    Args:
-        folder: the model.
-        signature: the bundle; None: ``model.sig`` in the folder.
-        public_key: file of the public key.
-        workers: number of threads.
-        progress: called with (bytes read so far, bytes in all).
+    All that is in the folder must be signed. Links are not followed: what they lead to is not in the folder. Damage is
+    reported with the tensor and the source's ranks.
 
     Returns:
         The signature's path, the number of files, the bytes in all, and the files that the signature leaves out.
-
-    Raises:
-        UsageError: a path cannot be read, or the key is of another kind.
-        IncompleteError: a signed file is missing.
-        ContradictionError: a file is not signed, or is a link, a FIFO, a socket or a device.
-        CorruptError: the key did not sign this, or bytes differ; the error names the tensor and the source's ranks.
     """
     key = read_public_key(public_key)
     path = os.path.join(folder, SIGNATURE_NAME) if signature is None else signature
@@ -78,17 +66,9 @@ def check_signature(
 def _find_files(
     folder: str, prefix: str, ignored: Sequence[str], signature: str, left_out: list[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the files that a signature must name, with their sizes.
+    """Yield the files below `prefix` that a signature must name, with their sizes.
 
-    Args:
-        folder: the model's folder, or one in it.
-        prefix: its path in the model, with a slash at the end.
-        ignored: paths that the signature leaves out.
-        signature: absolute path of the signature, which cannot sign itself.
-        left_out: gets the paths that are there and left out.
-
-    Raises:
-        ContradictionError: something is neither a file nor a folder, or a folder has the signature's name.
+    `left_out` gets the paths that are there and that the signature leaves out, as `ignored`; it cannot sign itself.
     """
     with explain_errors(folder):
         entries = sorted(_list_entries(folder))
@@ -185,7 +165,12 @@ def _digest(folder: str, stretch: Stretch, hash_name: str) -> bytes:
 def _damage_error(folder: str, stretch: Stretch, got: bytes, want: bytes, signature: str) -> CorruptError:
     """Return the error for bytes that differ, with the tensor among them if the manifest shows it."""
     part = "" if stretch.end is None else f", bytes {stretch.start:,}-{stretch.end - 1:,}"
-    found = _find_damage(folder)
+    found: XrankError | None = None
+    try:
+        # The check against the manifest, whose digests are by tensor.
+        run_check(plan_manifest_check(folder, None), Budget.from_memory(_CHECK_NBYTES, 1), None, Team())
+    except XrankError as error:
+        found = error
     origin = "" if found is None or found.tensor is None else _describe_origin(folder, found.tensor)
     subject = stretch.file if found is None or found.tensor is None else f"{found.tensor} ({stretch.file})"
     return CorruptError(
@@ -196,15 +181,6 @@ def _damage_error(folder: str, stretch: Stretch, got: bytes, want: bytes, signat
         want=f"{want.hex()}, as in {signature}",
         next_step=f"copy the file again from a good copy, or gather the model again{origin}",
     )
-
-
-def _find_damage(folder: str) -> XrankError | None:
-    """Return the error of the check against the manifest, whose digests are by tensor; None: it has none."""
-    try:
-        run_check(plan_manifest_check(folder, None), Budget.from_memory(_CHECK_NBYTES, 1), None, Team())
-    except XrankError as error:
-        return error
-    return None
 
 
 def _describe_origin(folder: str, tensor: str) -> str:

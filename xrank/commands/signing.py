@@ -36,14 +36,8 @@ def sign_folder(
 ) -> None:
     """Write the signature of a folder, and before it the attestation if one is asked for.
 
-    Args:
-        gather: the plan of the folder, whose options name the key.
-        out: the output's path, for the model's name.
-        hash_small: returns the SHA-256 of a file in the stage that this process has not written window by window.
-        names: all files of the folder but the manifest, which is not yet there.
-        manifest: content of the manifest.
-        hashes: hashes of the files that this process wrote whole.
-        write_file: writes a small file into the stage.
+    `hash_small` returns the SHA-256 of a file in the stage that this process has not written window by window, `names`
+    are all files of the folder but the manifest, and `hashes` those of the files that this process wrote whole.
     """
     options = gather.options
     assert options.sign is not None

@@ -169,7 +169,17 @@ def _compare(
             pairs, lacking = _pair(model, named, hints)
         except XrankError as error:
             if not may_be_data:
-                raise _doubt_error(model, chosen, place, reader, error) from error
+                # It may be the trained model all the same.
+                problem = (
+                    f"{place}: its {reader.name} files cannot be read, so it is unknown whether the {chosen.name} "
+                )
+                problem += f"files of {model.path} are the same model"
+                step = f"if the {chosen.name} files are the trained model, choose them with "
+                step += option("format", chosen.name) + (f"; if not, {error.next_step}" if error.next_step else "")
+                tensor, got = error.tensor, error.message
+                raise UsageError(
+                    problem, file=place, tensor=tensor, got=got, want=_ONE_MODEL, next_step=step
+                ) from error
             yield "also-here", f"{begin}, and cannot be read: {error}"
             continue
         seen.update(file.path for file in other.files)
@@ -181,30 +191,17 @@ def _compare(
             continue
         difference = _find_difference(model, named, pairs, lacking, share)
         if difference is not None:
-            raise _choice_error(model, chosen, place, reader, *difference)
+            is_file = may_be_data and places.is_file(place)
+            way = f"give the path {place}" if is_file else option("format", reader.name)
+            problem = f"{model.path} and {place} hold different models"
+            if place == model.path:
+                problem = f"{place} can be read in several ways, which give different models"
+            text, tensor = difference
+            got = f"{chosen.name} files and {reader.name} files{text}"
+            step = f"choose one: {option('format', chosen.name)} or {way}"
+            raise UsageError(problem, file=place, tensor=tensor, got=got, want=_ONE_MODEL, next_step=step)
         agreed = plural(len(pairs), "compared tensor")
         yield "also-here", f"{begin}: {_kinds(other)} there, {_kinds(model)} here; {agreed} agree"
-
-
-def _choice_error(
-    model: StoredModel, chosen: Reader, place: str, reader: Reader, difference: str, tensor: str | None = None
-) -> UsageError:
-    is_file = reader.name == TORCH_SAVE.name and places.is_file(place)
-    other = f"give the path {place}" if is_file else option("format", reader.name)
-    problem = f"{model.path} and {place} hold different models"
-    problem = f"{place} can be read in several ways, which give different models" if place == model.path else problem
-    got = f"{chosen.name} files and {reader.name} files{difference}"
-    step = f"choose one: {option('format', chosen.name)} or {other}"
-    return UsageError(problem, file=place, tensor=tensor, got=got, want=_ONE_MODEL, next_step=step)
-
-
-def _doubt_error(model: StoredModel, chosen: Reader, place: str, reader: Reader, error: XrankError) -> UsageError:
-    """Return the error for another source that cannot be read, and may be the trained model all the same."""
-    problem = f"{place}: its {reader.name} files cannot be read, so it is unknown whether the {chosen.name} files of "
-    problem += f"{model.path} are the same model"
-    step = f"if the {chosen.name} files are the trained model, choose them with {option('format', chosen.name)}"
-    step += f"; if not, {error.next_step}" if error.next_step else ""
-    return UsageError(problem, file=place, tensor=error.tensor, got=error.message, want=_ONE_MODEL, next_step=step)
 
 
 def _rename(other: StoredModel, model: StoredModel, hints: Hints) -> StoredModel:
