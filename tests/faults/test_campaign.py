@@ -28,9 +28,8 @@ from xrank.layout.layout_map import write_whole
 from xrank.recipes.options import parse_size
 from xrank.recipes.proofs import prove_family
 from xrank.recipes.recipe_choice import choose_recipe, follow_recipe
-from xrank.recipes.recipe_file import load_shipped_recipe
+from xrank.recipes.recipe_file import evaluate, is_term, load_shipped_recipe
 from xrank.recipes.sizes import check_requirements
-from xrank.recipes.terms import evaluate, is_term
 from xrank.storage import disk as disk_calls
 
 pytestmark = pytest.mark.timeout(240)

@@ -50,8 +50,7 @@ from xrank.recipes.config_proof import find_misfit
 from xrank.recipes.missing_tensors import find_hole
 from xrank.recipes.options import parse_size
 from xrank.recipes.recipe import parse_side
-from xrank.recipes.recipe_file import read_recipe
-from xrank.recipes.terms import evaluate, is_term
+from xrank.recipes.recipe_file import evaluate, is_term, read_recipe
 from xrank.storage.commit import JournalLine
 from xrank.storage.entries import check_json_object
 from xrank.storage.folder_stage import encode_journal, parse_journal

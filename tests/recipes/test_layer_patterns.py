@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.cli.bench import run
 from xrank import gather_checkpoint
 from xrank.errors import ContradictionError, XrankError
-from xrank.recipes.terms import is_layer_term, parse_layers
+from xrank.recipes.recipe_file import is_layer_term, parse_layers
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 

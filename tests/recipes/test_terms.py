@@ -7,8 +7,8 @@ import pytest
 from tests.recipes.families import FAMILIES
 from tests.recipes.test_there_and_back import RECIPES
 from xrank.errors import ContradictionError
+from xrank.recipes.recipe_file import evaluate, look_up
 from xrank.recipes.sizes import check_requirements
-from xrank.recipes.terms import evaluate, look_up
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from xrank.errors import UsageError
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 _COMMANDS = {
     "gather": "gather",
-    "reshard": "reshard",
+    "reshard": "gather",
     "inspect": "inspect",
     "verify": "verify",
     "simulate": "simulate",

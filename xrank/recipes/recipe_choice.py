@@ -38,6 +38,7 @@ from xrank.recipes.recipe import (
     target_sides,
 )
 from xrank.recipes.recipe_file import (
+    LayerChoice,
     find_rule,
     list_shipped_recipes,
     load_recipes_for,
@@ -55,7 +56,6 @@ from xrank.recipes.sizes import (
     place_names,
     solve_sizes,
 )
-from xrank.recipes.terms import LayerChoice
 from xrank.storage import places
 from xrank.words import likewise_text, list_text
 

@@ -17,8 +17,15 @@ from xrank.layout.local_part import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size, render_dim
 from xrank.layout.tensor_name import MAX_NAMES
 from xrank.recipes.recipe import Match, Recipe, Rule, Side, parse_side, settle
-from xrank.recipes.recipe_file import find_place, read_shipped
-from xrank.recipes.terms import LayerChoice, evaluate, is_layer_term, look_up, parse_layers
+from xrank.recipes.recipe_file import (
+    LayerChoice,
+    evaluate,
+    find_place,
+    is_layer_term,
+    look_up,
+    parse_layers,
+    read_shipped,
+)
 from xrank.words import clip
 
 _Shape = tuple[int, ...]
