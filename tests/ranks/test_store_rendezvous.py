@@ -207,7 +207,7 @@ def test_a_first_rank_of_another_host_that_died_on_the_way_to_this_wire_is_named
     store.put("beat/0", "3")
     membership = Membership(store, 1, period_seconds=0.1)
     wait = Wait("", 1, (0, 1), 1, 0, "a directory", "a gather", Awaits.FIRST, ())
-    long_wait = LongWait(wait, store, membership, lambda wait: False)
+    long_wait = LongWait(wait, membership, lambda wait: False)
     meeting = Meeting([0, 1], 1, store, NAME, Deadline(60.0), "a directory", begin_long_wait=lambda awaits: long_wait)
     with soon(), pytest.raises(RankFailedError) as caught:
         meet_across_hosts(meeting, period_seconds=0.1)

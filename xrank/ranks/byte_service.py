@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from xrank.errors import CorruptError, IncompleteError, UsageError
 from xrank.ranks.directory_messages import make_receipt_error
-from xrank.ranks.memory import ServedBytes, make_no_memory_error, row_major_bytes
+from xrank.ranks.memory import MemoryBytes, ServedBytes, make_no_memory_error, row_major_bytes
 from xrank.ranks.memory_messages import ALIGNMENT, new_buffer
 from xrank.storage.entries import Entry
 from xrank.system import close_read, descriptor_limit, keep_descriptors_free
@@ -47,20 +47,16 @@ def used_addresses(store_host: str | None, environ: Mapping[str, str]) -> list[s
     named = [name.strip() for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",")]
     if found := [address for name, address in _interfaces() if name in named and not _is_loopback(address)]:
         return found
-    for family, _, _, _, place in _resolve(store_host):
+    places: list[tuple[Any, ...]] = []
+    with suppress(OSError):
+        places += [] if store_host is None else socket.getaddrinfo(store_host, 9, type=socket.SOCK_DGRAM)
+    for family, _, _, _, place in places:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing: it asks the kernel for the route
             address: str = probe.getsockname()[0]
             if not _is_loopback(address):
                 return [address]
     return host_addresses()
-
-
-def _resolve(host: str | None) -> list[tuple[Any, ...]]:
-    try:
-        return [] if host is None else socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return []
 
 
 def _is_loopback(address: str) -> bool:
@@ -165,8 +161,17 @@ class PeerConnection:
 
     def __init__(self, sock: socket.socket, token: bytes, tick: Tick) -> None:
         self._socket = sock
+        moment = _MOMENT.pack(0, int(SLICE_SECONDS * 1e6))
         try:
-            _set_up(sock)
+            try:
+                sock.setblocking(True)
+                # With a kernel timeout the socket stays blocking, so that one call receives all of an answer.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, moment)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, moment)
+                if sock.family != socket.AF_UNIX:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as error:
+                raise PeerGoneError(_describe(error)) from None
             challenge = self._receive(NONCE_NBYTES, tick)
             nonce = secrets.token_bytes(NONCE_NBYTES)
             self._send(nonce + reader_proof(token, challenge, nonce), tick)
@@ -223,19 +228,6 @@ class PeerConnection:
                 tick(monotonic() - since)
             except OSError as error:
                 raise PeerGoneError(_describe(error), is_early=True) from None
-
-
-def _set_up(sock: socket.socket) -> None:
-    moment = _MOMENT.pack(0, int(SLICE_SECONDS * 1e6))
-    try:
-        sock.setblocking(True)
-        # With a kernel timeout the socket stays blocking, so that one call receives all of an answer.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, moment)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, moment)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:
-        raise PeerGoneError(_describe(error)) from None
 
 
 def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes, tick: Tick) -> PeerConnection:
@@ -312,6 +304,48 @@ def _open_socket(family: int, place: str | tuple[str, int], tick: Tick) -> socke
         sock.close()
         raise
     return sock
+
+
+class ServicePlace(Struct, frozen=True):
+    """Where a service is found, and what proves that a reader may read."""
+
+    socket: str
+    port: int | None
+    addresses: tuple[str, ...]
+    token: bytes
+
+    @classmethod
+    def from_entry(cls, described: Entry, secret: bytes | None = None) -> ServicePlace:
+        """Return the place of a `PeerService` description, whose token the readers may derive from their secret."""
+        name, port = described["socket"].text(), described.get("port")
+        if len(name.encode()) > 100:  # unix(7): 107 bytes at most
+            described["socket"].refuse("the name of a socket")
+        return cls(
+            name,
+            None if port is None else port.count(below=1 << 16),
+            described["addresses"].texts(),
+            described["token"].digest() if secret is None else derive_token(secret, name),
+        )
+
+
+def read_view(
+    connection: PeerConnection | None, place: ServicePlace, view: int, start: int, into: memoryview, tick: Tick
+) -> PeerConnection:
+    """Fill `into` over a connection to a service, or a new one; return the connection, which any error closes."""
+    while True:
+        is_fresh = connection is None
+        try:
+            if connection is None:
+                connection = connect(place.socket, place.port, place.addresses, place.token, tick)
+            connection.read_into(view, start, into, tick)
+            return connection
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            # A service with too many connections closes idle ones, and still serves new ones.
+            if is_fresh or not isinstance(error, PeerGoneError) or not error.is_early:
+                raise
+            connection = None
 
 
 def _describe(error: OSError) -> str:
@@ -418,8 +452,15 @@ class PeerService:
             for fd, events in self._events.poll(1.0 if self._strangers else None):
                 if fd in self._listeners:
                     self._admit(self._listeners[fd])
-                elif (guest_now := self._guests.get(fd)) is not None:
-                    self._attend(guest_now, events)
+                elif (guest := self._guests.get(fd)) is not None:
+                    is_lost = guest.is_replying and bool(events & (select.EPOLLHUP | select.EPOLLERR))
+                    try:
+                        if guest.is_replying and not is_lost:
+                            self._reply(guest)
+                        elif is_lost or not self._receive(guest):
+                            self._drop(guest)
+                    except Exception:  # the guest is gone or failed; the other guests are still served
+                        self._drop(guest)
 
     def _admit(self, listener: socket.socket) -> None:
         try:
@@ -452,27 +493,11 @@ class PeerService:
             self._drop(oldest)
         return oldest is not None
 
-    def _drop_idle(self) -> None:
-        """Close the known connection that has been idle longest; its reader connects again if necessary."""
-        idle = [guest for guest in self._guests.values() if guest.is_idle]
-        if idle:
-            self._drop(min(idle, key=lambda guest: guest.came_at))
-
     def _drop(self, guest: _Guest) -> None:
         # Before the socket is closed, which frees its number for the next connection.
         del self._guests[guest.socket.fileno()]
         self._strangers.pop(guest, None)
         guest.socket.close()  # this also removes it from epoll
-
-    def _attend(self, guest: _Guest, events: int) -> None:
-        """Do the work for a guest that does not wait."""
-        try:
-            if guest.is_replying and not events & (select.EPOLLHUP | select.EPOLLERR):
-                self._reply(guest)
-            elif guest.is_replying or not self._receive(guest):
-                self._drop(guest)
-        except Exception:  # the guest is gone or failed; the other guests are still served
-            self._drop(guest)
 
     def _receive(self, guest: _Guest) -> bool:
         """Receive a guest's bytes, and return whether it may stay connected."""
@@ -490,26 +515,25 @@ class PeerService:
         if guest.is_known:
             number, guest.position, nbytes = REQUEST.unpack(content)
             guest.end = guest.position + nbytes
-            self._begin(guest, number)
+            guest.is_replying = True
+            guest.view = self._views.get(number)
+            if guest.view is None:
+                guest.refuse(AnswerKind.REFUSED, f"there is no view {number} among {len(self._views)}")
+            elif guest.end > guest.view.nbytes:
+                guest.refuse(AnswerKind.REFUSED, f"view {number} has {guest.view.nbytes:,} bytes, not {guest.end:,}")
+            self._reply(guest)
             return True
         nonce, proof = content[:NONCE_NBYTES], content[NONCE_NBYTES:]
         if not secrets.compare_digest(proof, reader_proof(self._token, guest.challenge, nonce)):
             return False
         if len(self._guests) > self._most_guests:
-            self._drop_idle()
+            idle = [one for one in self._guests.values() if one.is_known and not one.is_replying and not one.received]
+            if idle:  # the reader connects again if necessary
+                self._drop(min(idle, key=lambda one: one.came_at))
         del self._strangers[guest]
         guest.is_known = True
         guest.socket.send(lender_proof(self._token, guest.challenge, nonce), _NO_WAIT)
         return True
-
-    def _begin(self, guest: _Guest, number: int) -> None:
-        guest.is_replying = True
-        guest.view = self._views.get(number)
-        if guest.view is None:
-            guest.refuse(AnswerKind.REFUSED, f"there is no view {number} among {len(self._views)}")
-        elif guest.end > guest.view.nbytes:
-            guest.refuse(AnswerKind.REFUSED, f"view {number} has {guest.view.nbytes:,} bytes, not {guest.end:,}")
-        self._reply(guest)
 
     def _reply(self, guest: _Guest) -> None:
         """Send one part of an answer at most, as far as the socket takes it: the thread serves all guests."""
@@ -519,11 +543,21 @@ class PeerService:
             count = guest.socket.sendmsg(guest.pending, (), _NO_WAIT) if guest.pending else 0
         except BlockingIOError:
             count = 0
-        guest.discard_sent(count)
-        if guest.staged_nbytes:
-            guest.leave_stage()
+        while guest.pending and count >= len(guest.pending[0]):
+            count -= len(guest.pending.pop(0))
+        if guest.pending and count:
+            guest.pending[0] = guest.pending[0][count:]
+        if guest.staged_nbytes:  # other guests get the buffer: bytes that the socket did not take are read again
+            unsent = len(guest.pending.pop()) if guest.pending else 0
+            guest.position -= unsent
+            guest.part_left += unsent
+            taken, guest.staged_nbytes = guest.staged_nbytes - unsent, 0
+            guest.room = min(_STAGED_NBYTES, max(_LEAST_STAGED_NBYTES, taken if unsent else 2 * taken))
         guest.is_replying = bool(guest.pending) or guest.position < guest.end
-        self._watch(guest, select.EPOLLOUT if guest.is_replying else select.EPOLLIN)
+        events = int(select.EPOLLOUT if guest.is_replying else select.EPOLLIN)
+        if guest.watched != events:
+            guest.watched = events
+            self._events.modify(guest.socket.fileno(), events)
 
     def _bring(self, guest: _Guest) -> None:
         """Prepare the next bytes of an answer: a part, or what its reader's socket did not take of one."""
@@ -545,11 +579,6 @@ class PeerService:
         guest.pending = [data] if guest.part_left else [memoryview(PART.pack(AnswerKind.DATA, len(data))), data]
         guest.part_left = max(0, guest.part_left - len(data))
         guest.position += len(data)
-
-    def _watch(self, guest: _Guest, events: int) -> None:
-        if guest.watched != events:
-            guest.watched = events
-            self._events.modify(guest.socket.fileno(), events)
 
 
 class _Guest:
@@ -574,31 +603,11 @@ class _Guest:
         self.room = _STAGED_NBYTES
         """Bytes that the socket is likely to take at once."""
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it has proven itself and has no open request."""
-        return self.is_known and not self.is_replying and not self.received
-
     def refuse(self, kind: AnswerKind, why: str) -> None:
         """End the answer with a text."""
         text = why.encode()[:2000]
         self.pending = [memoryview(PART.pack(kind, len(text)) + text)]
         self.position = self.end
-
-    def leave_stage(self) -> None:
-        """Leave the buffer to other guests: bytes that the socket did not take are to be read again."""
-        unsent = len(self.pending.pop()) if self.pending else 0
-        self.position -= unsent
-        self.part_left += unsent
-        taken, self.staged_nbytes = self.staged_nbytes - unsent, 0
-        self.room = min(_STAGED_NBYTES, max(_LEAST_STAGED_NBYTES, taken if unsent else 2 * taken))
-
-    def discard_sent(self, count: int) -> None:
-        """Remove the bytes that the socket took from those pending."""
-        while self.pending and count >= len(self.pending[0]):
-            count -= len(self.pending.pop(0))
-        if self.pending and count:
-            self.pending[0] = self.pending[0][count:]
 
 
 def _port_sockets(addresses: Sequence[str]) -> list[socket.socket]:
@@ -645,7 +654,7 @@ class SocketMessages:
     ) -> None:
         self._check = check
         self._secret, self._across_hosts, self._addresses = secret, across_hosts, addresses
-        self._contents: dict[int, _Content] = {}
+        self._contents: dict[int, MemoryBytes] = {}
         self._num_published = 0
         self._service: PeerService | None = None
         self._connections: dict[str, PeerConnection] = {}
@@ -669,7 +678,7 @@ class SocketMessages:
                 self._contents, across_hosts=self._across_hosts, addresses=addresses, secret=self._secret
             )
         self._num_published += 1
-        self._contents[self._num_published] = _Content(content)
+        self._contents[self._num_published] = MemoryBytes(content)
         return json.dumps(
             {
                 "service": self._service.describe(),
@@ -706,16 +715,8 @@ class SocketMessages:
             if silent_seconds > self.patience_seconds:
                 raise _missing_error(rank, message, f"no answer for {silent_seconds:.0f} s")
 
-        connection = self._connections.pop(message.socket, None)
-        try:
-            if connection is None:
-                connection = connect(message.socket, message.port, message.addresses, message.token, tick)
-            connection.read_into(message.number, 0, into, tick)
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            raise
-        self._connections[message.socket] = connection
+        known = self._connections.pop(message.place.socket, None)
+        self._connections[message.place.socket] = read_view(known, message.place, message.number, 0, into, tick)
 
     def retire(self, receipt: str) -> None:
         """Release a message of this rank after its reader has fetched it."""
@@ -733,26 +734,10 @@ class SocketMessages:
         self._connections.clear()
 
 
-class _Content:
-    """The bytes of a message, as `xrank.ranks.byte_service.ServedBytes`."""
-
-    def __init__(self, content: memoryview) -> None:
-        self.nbytes, self._content = len(content), content
-
-    def find_row(self, start: int, nbytes: int) -> memoryview:
-        return self._content[start : start + nbytes]
-
-    def read_into(self, start: int, into: memoryview) -> None:
-        into[:] = self.find_row(start, len(into))
-
-
 class _Receipt(Struct, frozen=True):
     """A receipt's fields."""
 
-    socket: str
-    port: int | None
-    addresses: tuple[str, ...]
-    token: bytes
+    place: ServicePlace
     number: int
     sizes: tuple[int, ...]
     """Bytes of each tensor, and of the header."""
@@ -762,19 +747,11 @@ class _Receipt(Struct, frozen=True):
     @classmethod
     def from_json(cls, text: str, rank: int, secret: bytes | None) -> _Receipt:
         fields = Entry.parse(text, lambda fault: make_receipt_error(text, rank))
-        service, sizes = fields["service"], fields["sizes"].counts()
-        name, port = service["socket"].text(), service.get("port")
+        sizes = fields["sizes"].counts()
         if not sizes:
             fields["sizes"].refuse("sizes")
-        return cls(
-            name,
-            None if port is None else port.count(below=1 << 16),
-            service["addresses"].texts(),
-            service["token"].digest() if secret is None else derive_token(secret, name),
-            fields["number"].count(),
-            sizes,
-            fields["digest"].text(),
-        )
+        place = ServicePlace.from_entry(fields["service"], secret)
+        return cls(place, fields["number"].count(), sizes, fields["digest"].text())
 
 
 def _places_of(sizes: Sequence[int]) -> list[int]:
@@ -787,7 +764,8 @@ def _places_of(sizes: Sequence[int]) -> list[int]:
 
 
 def _missing_error(rank: int, message: _Receipt, got: str) -> IncompleteError:
-    places = ", ".join(f"{address} port {message.port}" for address in message.addresses) or "a socket of this host"
+    place = message.place
+    places = ", ".join(f"{address} port {place.port}" for address in place.addresses) or "a socket of this host"
     return IncompleteError(
         f"the message of rank {rank} cannot be read from it",
         rank=rank,

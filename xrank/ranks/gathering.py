@@ -44,7 +44,7 @@ class Session:
         """Exchanges by directory; None is memory or sockets."""
         self.pending: FailureRecord | None = None
         """A failure of another thread, which fails the next call."""
-        self._num_meetings = 0
+        self.num_meetings = 0
         self._is_meeting = False
         """Whether the present call is in a meeting, or has failed there and is not reported yet."""
         self._waits_in: str | None = None
@@ -87,11 +87,15 @@ class Session:
             self._is_meeting = False
             self._gathers.check_around(self)
             meeting = self._next_meeting(way, deadline, text)
-            number = self._num_meetings
+            number = self.num_meetings
             self._waits_in = way
             self._is_meeting = True
         try:
-            group = _meet_through(path, meeting)
+            group = None
+            if path is None:
+                with suppress(RanksApartError):
+                    group = meet(meeting)
+            group = group or meet_across_hosts(meeting)
             with self._turn:
                 self._is_meeting = False
                 messages = self._make_messages(path, group)
@@ -113,8 +117,8 @@ class Session:
         return exchange
 
     def _next_meeting(self, way: str, deadline: Deadline, text: str = "") -> Meeting:
-        self._num_meetings += 1
-        number, gathers = self._num_meetings, self._gathers
+        self.num_meetings += 1
+        number, gathers = self.num_meetings, self._gathers
         return Meeting(
             self.ranks,
             gathers.rank,
@@ -132,16 +136,17 @@ class Session:
     def _begin_wait(self, meeting: int, number: int, way: str, text: str, awaits: Awaits) -> LongWait:
         gathers, thread = self._gathers, threading.current_thread().name
         description = Wait("", gathers.rank, self.ranks, meeting, number, way, text, awaits, (), gathers.name, thread)
-        membership = gathers.membership
-        return LongWait(description, membership.store, membership, lambda wait: _owes(membership, wait))
+        return LongWait(description, gathers.membership, lambda wait: _owes(gathers.membership, wait))
 
     def _make_messages(self, path: str | None, group: RankGroup) -> MessageWorkspace:
         if path is None and group.wire.shares_memory:
             return MemoryMessages()
         if path is None:
-            across, secret = not group.is_one_network, group.secret
             return SocketMessages(
-                group.look_now, secret=secret, across_hosts=across, addresses=self._gathers.find_addresses
+                group.look_now,
+                secret=group.secret,
+                across_hosts=not group.is_one_network,
+                addresses=lambda: used_addresses(self._gathers.store.host, environment.environ()),
             )
         try:
             return DirectoryMessages(path, group.rank)
@@ -154,9 +159,9 @@ class Session:
     def owes(self, wait: Wait, open_calls: list[tuple[GatherExchange, Call]]) -> bool:
         """Return whether this rank still owes another rank's wait its event; `open_calls` has the innermost last."""
         if wait.number == 0:  # in a meeting
-            if self._num_meetings == wait.meeting and self._waits_in is not None:
+            if self.num_meetings == wait.meeting and self._waits_in is not None:
                 return wait.awaits == Awaits.FIRST or self._waits_in != wait.way
-            return self._num_meetings < wait.meeting
+            return self.num_meetings < wait.meeting
         exchange = next((one for one in self.exchanges.values() if one.meeting == wait.meeting), None)
         if exchange is None:  # closed after a failure, of which the other rank learns
             return False
@@ -192,11 +197,7 @@ class Session:
                 num_counted += 1
             meeting.refuse(error)
         if not is_counted:
-            self._num_meetings -= num_counted  # not set: the thread that uses the session may count meanwhile
-
-    def skip_meeting(self, number: int) -> None:
-        """Count a meeting in which this rank does not take part, and which ends with a failure that it knows."""
-        self._num_meetings = max(self._num_meetings, number)
+            self.num_meetings -= num_counted  # not set: the thread that uses the session may count meanwhile
 
     def fail_next(self, record: FailureRecord) -> None:
         """Fail the next call of every exchange, and close those that this rank is not in."""
@@ -223,13 +224,6 @@ class Session:
             del self.exchanges[path]
 
 
-def _meet_through(path: str | None, meeting: Meeting) -> RankGroup:
-    if path is None:
-        with suppress(RanksApartError):
-            return meet(meeting)
-    return meet_across_hosts(meeting)
-
-
 class _OpenGathers(threading.local):
     """The gathers whose bodies this thread is in, the outermost first."""
 
@@ -238,11 +232,6 @@ class _OpenGathers(threading.local):
 
 
 _open = _OpenGathers()
-
-
-def open_gathers() -> list[tuple[GatherExchange, Call]]:
-    """Return the gathers whose bodies this thread is in, the outermost first; callers may change the list."""
-    return _open.gathers
 
 
 def failure_check() -> Callable[[], None]:
@@ -298,18 +287,14 @@ class GroupGathers:
         self.name = _name_of(world, group)
         self.rank = world.rank
         self.store = find_store(group, environment.environ())
-        self._sessions: dict[tuple[int, ...], Session] = {}
+        self.sessions: dict[tuple[int, ...], Session] = {}
         self._thread = threading.current_thread()
 
     def session(self, ranks: tuple[int, ...]) -> Session:
         """Return the session of a list of ranks."""
-        if (session := self._sessions.get(ranks)) is None:
-            session = self._sessions[ranks] = Session(ranks, self)
+        if (session := self.sessions.get(ranks)) is None:
+            session = self.sessions[ranks] = Session(ranks, self)
         return session
-
-    def find_addresses(self) -> Sequence[str]:
-        """Return the addresses at which ranks of other hosts reach this one."""
-        return used_addresses(self.store.host, environment.environ())
 
     @property
     def is_of_this_thread(self) -> bool:
@@ -336,7 +321,7 @@ class GroupGathers:
         )
         record = FailureRecord.from_error(error, self.rank, call)
         self.session(ranks)
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.values()):
             if session.exchanges or session.ranks == ranks:
                 session.fail_from_thread(record)
         raise error
@@ -355,33 +340,15 @@ class GroupGathers:
         """Return whether this thread still owes another rank's wait in this group its event."""
         if self._thread.is_alive() and not self.is_of_this_thread:
             return False
-        session = self._sessions.get(wait.ranks)
+        session = self.sessions.get(wait.ranks)
         return session is None or session.owes(wait, _open.gathers)
-
-    def note(self, error: BaseException, ranks: tuple[int, ...], call: str) -> None:
-        """Note that an error has failed a call of these ranks; in other groups it then fails none."""
-        _note(self.membership, error, name_of_ranks(ranks), call)
-
-    def fail_party(self, wait: Wait, error: BaseException, call: str) -> None:
-        """Fail a call of this group whose ranks waited for those of the present one, in which this rank is not."""
-        if self.rank in wait.ranks and self.is_of_this_thread:
-            session = self.session(wait.ranks)
-            # Now, not when the other ranks have closed it: a call might begin there meanwhile.
-            session.fail_next(FailureRecord.from_error(error, self.rank, call))
-            if wait.number == 0:
-                session.skip_meeting(wait.meeting)
-
-    def fail_at_large(self, record: FailureRecord) -> None:
-        """Fail the next call of every list of ranks that has met: one of them is the call that failed."""
-        for session in self._sessions.values():
-            session.fail_next(record)
 
     def close(self) -> None:
         """Leave all groups. A second call does nothing."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             for exchange in session.exchanges.values():
                 exchange.close()
-        self._sessions.clear()
+        self.sessions.clear()
 
 
 _groups: WeakKeyDictionary[Any, GroupGathers] = WeakKeyDictionary()
@@ -428,7 +395,7 @@ class WorkWatch:
             is_same = other.is_of_work and other.group == self._group
             return not is_same and _owes(membership, other)
 
-        return LongWait(wait, membership.store, membership, owes)
+        return LongWait(wait, membership, owes)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the wait, with the error that has failed the call; it then fails no further one."""
@@ -468,11 +435,17 @@ def _find_named(membership: Membership, name: str) -> GroupGathers | None:
 
 
 def _note(membership: Membership, error: BaseException, claim: str, call: str) -> None:
-    """Note that an error has failed a call of this rank."""
+    """Note that an error has failed a call of this rank; in other groups it then fails none."""
     membership.note(error, claim)
     for wait in parties_of(error):
-        if not wait.is_of_work and (gathers := _find_named(membership, wait.group)) is not None:
-            gathers.fail_party(wait, error, call)
+        gathers = None if wait.is_of_work else _find_named(membership, wait.group)
+        # A call whose ranks waited for those of the present one, in which this rank is not.
+        if gathers is not None and gathers.rank in wait.ranks and gathers.is_of_this_thread:
+            session = gathers.session(wait.ranks)
+            # Now, not when the other ranks have closed it: a call might begin there meanwhile.
+            session.fail_next(FailureRecord.from_error(error, gathers.rank, call))
+            if wait.number == 0:  # a meeting that ends with this failure, in which this rank does not take part
+                session.num_meetings = max(session.num_meetings, wait.meeting)
 
 
 class _Making:
@@ -546,7 +519,8 @@ def report_at_large(group: Any, error: BaseException, call: str) -> None:
     # The ranks of a wrong group may wait in any other that this thread uses.
     for gathers in found if any(found) else list(_groups.values()):
         if gathers is not None and gathers.is_of_this_thread:
-            gathers.fail_at_large(record)
+            for session in gathers.sessions.values():  # one of them is the call that failed
+                session.fail_next(record)
 
 
 def forget(group: Any) -> None:
@@ -720,7 +694,7 @@ class Gather(AbstractContextManager[list[Any]]):
             while True:
                 exchange = session.exchange(path, deadline, self._describe)
                 call = exchange.begin(self._function, self._key, place, deadline)
-                gathers, thread = open_gathers(), threading.current_thread().name
+                gathers, thread = _open.gathers, threading.current_thread().name
                 gathers.append((exchange, call))
                 self._open = _Open(group, session, path, exchange, call, os.getpid(), gathers, thread)
                 try:
@@ -743,7 +717,7 @@ class Gather(AbstractContextManager[list[Any]]):
             else:
                 text = self._describe()
                 _report(partial(session.fail, error, text), error)
-                group.note(error, ranks, text)
+                _note(group.membership, error, name_of_ranks(ranks), text)
             raise
 
     def _describe(self) -> str:
@@ -781,7 +755,7 @@ class Gather(AbstractContextManager[list[Any]]):
             self._fail(error)
             return
         try:
-            if opened.gathers is not open_gathers():
+            if opened.gathers is not _open.gathers:
                 raise UsageError(
                     f"a gather that thread {opened.thread!r} began ends in {threading.current_thread().name!r}",
                     got=str(opened.call),
@@ -823,7 +797,7 @@ class _Open(NamedTuple):
     def abandon(self, error: BaseException) -> None:
         """Fail the call on all ranks, from any thread at any moment: nothing is closed, which may be in use."""
         self.exchange.fail(self.call, error)
-        self.group.note(error, self.session.ranks, str(self.call))
+        _note(self.group.membership, error, name_of_ranks(self.session.ranks), str(self.call))
 
     def fail(self, error: BaseException) -> None:
         """Fail the call on all ranks."""
@@ -834,7 +808,7 @@ class _Open(NamedTuple):
         if is_behind:
             # The others failed in an earlier call, and wait for this rank at the next meeting: their call fails, too.
             session.refuse(FailureRecord.from_error(error, self.exchange.group.rank, str(call)).anew().to_error())
-        self.group.note(error, session.ranks, str(call))
+        _note(self.group.membership, error, name_of_ranks(session.ranks), str(call))
 
 
 def _report(report: Callable[[], None], error: BaseException) -> None:

@@ -213,35 +213,29 @@ class RankGroup:
         """
         inboxes = {source: self.wire.inboxes[source] for source in sources}
         contents = list(inboxes.values())
-        for is_last_try in (False, True):
-            for source, inbox in inboxes.items():
-                if inbox:
-                    return source, inbox.popleft()
-            if not is_last_try:
-                self._wait(
-                    lambda: any(contents),
-                    list(inboxes),
-                    call,
-                    deadline,
-                    sleep=Sleep.UNTIL_ALL if self.rank == self.first else Sleep.LIGHT,
-                )
-        raise AssertionError(inboxes)
+        if not any(contents):
+            sleep = Sleep.UNTIL_ALL if self.rank == self.first else Sleep.LIGHT
+            self._wait(lambda: any(contents), list(inboxes), call, deadline, sleep=sleep)
+        source = next(source for source, inbox in inboxes.items() if inbox)
+        return source, inboxes[source].popleft()
 
     def await_bodies(self, call: int, deadline: Deadline) -> None:
         """Wait until all bodies have ended: the first rank for all others, the others for its `release`.
 
         On the first rank the deadline counts until all have ended; on others as in `receive`.
         """
+        late = self.find_open_bodies
         if self.rank == self.first:
-            have_ended = lambda: not self.find_open_bodies()  # noqa: E731
-            self._wait(have_ended, self.others, call, deadline, self.find_open_bodies, sleep=Sleep.UNTIL_ALL)
+            self._wait(lambda: not late(), self.others, call, deadline, late, sleep=Sleep.UNTIL_ALL)
         else:
             first, get_status, num_ended = self.first, self.wire.get_status, self._num_ended
-            # It has arrived, too: bodies are counted over all calls, and a rank may be in another call than the first.
-            has_released = lambda: (  # noqa: E731
-                get_status(first, Status.ENDED) >= num_ended and get_status(first, Status.ARRIVED) >= call
+            self._wait(
+                # It has arrived, too: bodies are counted over all calls, and a rank may be in another call.
+                lambda: get_status(first, Status.ENDED) >= num_ended and get_status(first, Status.ARRIVED) >= call,
+                (first,),
+                call,
+                deadline,
             )
-            self._wait(has_released, (first,), call, deadline)
 
     def find_open_bodies(self) -> tuple[int, ...]:
         """Return the other ranks that are known to have ended fewer bodies than this one."""
@@ -249,9 +243,11 @@ class RankGroup:
 
     def await_arrival(self, rank: int, call: int, deadline: Deadline) -> None:
         """Wait until a rank has done its part of a call; errors as `receive`."""
+        get_status = self.wire.get_status
         # An arrival sends no nudge, as most ranks do not wait for one.
-        has_arrived = lambda: self.wire.get_status(rank, Status.ARRIVED) >= call  # noqa: E731
-        self._wait(has_arrived, [rank], call, deadline, next_tick=_FIRST_TICK_SECONDS)
+        self._wait(
+            lambda: get_status(rank, Status.ARRIVED) >= call, [rank], call, deadline, next_tick=_FIRST_TICK_SECONDS
+        )
 
     def await_sight(self, is_over: Callable[[], bool], call: int, patience: Deadline) -> bool:
         """Wait until something that a rank announced becomes visible here; return False if `patience` ends first."""
@@ -292,7 +288,12 @@ class RankGroup:
                     self._check_all(sources, call)
                     if monitor.is_due:
                         # No process is watched by the monitor: the wire watches those of the ranks itself.
-                        monitor.look(*self._find_awaited(call, late), ())
+                        if self.rank != self.first:
+                            monitor.look(Awaits.FIRST, (self.first,), ())
+                        elif late is not None:
+                            monitor.look(Awaits.BODY_END, late(), ())
+                        else:
+                            monitor.look(Awaits.ARRIVAL, self.find_absent(call), ())
                     # Messages and nudges end the sleep; events without either are looked for ever less often.
                     tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
                     if deadline is not None and deadline.remaining_seconds < tick:
@@ -314,11 +315,6 @@ class RankGroup:
             raise
         finally:
             monitor.end()
-
-    def _find_awaited(self, call: int, late: Callable[[], tuple[int, ...]] | None) -> tuple[Awaits, tuple[int, ...]]:
-        if self.rank != self.first:
-            return Awaits.FIRST, (self.first,)
-        return (Awaits.BODY_END, late()) if late is not None else (Awaits.ARRIVAL, self.find_absent(call))
 
     def _last_tick(
         self, tick: float, call: int, deadline: Deadline, late: Callable[[], tuple[int, ...]] | None

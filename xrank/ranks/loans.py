@@ -26,7 +26,6 @@ from xrank.errors import (
     RankFailedError,
     RankTimeoutError,
     UsageError,
-    XrankError,
     option,
 )
 from xrank.ranks.byte_service import (
@@ -35,10 +34,11 @@ from xrank.ranks.byte_service import (
     PeerGoneError,
     PeerRefusalError,
     PeerService,
+    ServicePlace,
     Tick,
-    connect,
     derive_token,
     host_addresses,
+    read_view,
 )
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.memory import LocalBytes, TensorBytes, address_of
@@ -47,7 +47,6 @@ from xrank.storage.entries import Entry
 from xrank.system import c_library, keep_descriptors_free
 
 _SET_PTRACER = 0x59616D61  # linux/prctl.h: PR_SET_PTRACER
-_ANY_PTRACER = ctypes.c_ulong(-1)  # linux/prctl.h: PR_SET_PTRACER_ANY
 _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _SIGN_NBYTES = 16
 MAX_SPANS = 1024
@@ -76,55 +75,33 @@ class LendingSign:
     Yama. The end of the last sign revokes this, and with it any such request of the program itself.
     """
 
+    _num_standing = 0
+    _lock = threading.Lock()
+
     def __init__(self) -> None:
         self._sign = (ctypes.c_ubyte * _SIGN_NBYTES).from_buffer_copy(secrets.token_bytes(_SIGN_NBYTES))
         self.address = ctypes.addressof(self._sign)
         self.content = bytes(self._sign)
         self._stands = True
-        _readers.allow()
+        self._count(1)
 
     def end(self) -> None:
         """Erase the sign, before any lent memory is freed."""
         if self._stands:
             self._stands = False
             ctypes.memset(self.address, 0, _SIGN_NBYTES)
-            _readers.forbid()
+            self._count(-1)
 
-
-class _Readers:
-    """Lets other processes of this user read this one's memory while a sign stands."""
-
-    def __init__(self) -> None:
-        self._num_signs = 0
-        self._lock = threading.Lock()
-
-    def allow(self) -> None:
-        with self._lock:
-            self._num_signs += 1
-            if self._num_signs == 1:
-                self._set_ptracer(_ANY_PTRACER)
-
-    def forbid(self) -> None:
-        with self._lock:
-            self._num_signs -= 1
-            if self._num_signs == 0:
-                self._set_ptracer(ctypes.c_ulong(0))
-
-    def _set_ptracer(self, tracer: ctypes.c_ulong) -> None:
-        with suppress(OSError), open(_YAMA, encoding="ascii") as scope:  # without Yama, nothing is forbidden
-            if scope.read().strip() == "1":  # 0 forbids nothing; 2 and 3 ignore the request
-                zero = ctypes.c_ulong(0)
-                assert _LIBC is not None  # Yama is Linux's
-                _LIBC.prctl(ctypes.c_int(_SET_PTRACER), tracer, zero, zero, zero)
-
-
-_readers = _Readers()
-
-
-class _Span(ctypes.Structure):
-    """struct iovec (process_vm_readv(2))."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+    @classmethod
+    def _count(cls, change: int) -> None:
+        with cls._lock:
+            cls._num_standing += change
+            if cls._num_standing == max(0, change):  # the first sign, or none
+                tracer, zero = ctypes.c_ulong(-1 if change > 0 else 0), ctypes.c_ulong(0)  # PR_SET_PTRACER_ANY, or none
+                with suppress(OSError), open(_YAMA, encoding="ascii") as scope:  # without Yama, nothing is forbidden
+                    if scope.read().strip() == "1":  # 0 forbids nothing; 2 and 3 ignore the request
+                        assert _LIBC is not None  # Yama is Linux's
+                        _LIBC.prctl(ctypes.c_int(_SET_PTRACER), tracer, zero, zero, zero)
 
 
 class PeerMemory:
@@ -136,13 +113,13 @@ class PeerMemory:
     def __init__(self, pid: int, sign_address: int, sign: bytes) -> None:
         if len(sign) != _SIGN_NBYTES:
             raise UnreadableMemoryError
-        self._pid, self._sign_address, self._sign = pid, sign_address, sign
+        self._pid, self._sign, self._sign_span = pid, sign, (sign_address, len(sign))
         self.check_lent()
 
     def check_lent(self) -> None:
         """Read only the sign; errors as in `read_into`."""
         copy = ctypes.create_string_buffer(_SIGN_NBYTES)
-        if self._read([(self._sign_address, ctypes.addressof(copy), _SIGN_NBYTES)]) < _SIGN_NBYTES:
+        if self._read([self._sign_span], [(ctypes.addressof(copy), _SIGN_NBYTES)]) < _SIGN_NBYTES:
             raise UnreadableMemoryError
         if copy.raw != self._sign:
             raise LendingEndedError
@@ -158,12 +135,8 @@ class PeerMemory:
             part = into[start : start + _MAX_NBYTES]
             copy = ctypes.create_string_buffer(_SIGN_NBYTES)
             # The kernel reads in this order, so the sign is read after the data (process_vm_readv(2)).
-            count = self._read(
-                [
-                    (address + start, address_of(part), len(part)),
-                    (self._sign_address, ctypes.addressof(copy), _SIGN_NBYTES),
-                ]
-            )
+            here = [(address_of(part), len(part)), (ctypes.addressof(copy), _SIGN_NBYTES)]
+            count = self._read([(address + start, len(part)), self._sign_span], here)
             if count < len(part) + _SIGN_NBYTES:
                 self.check_lent()  # freed memory cannot be read either
                 raise UnreadableMemoryError
@@ -177,27 +150,17 @@ class PeerMemory:
         of `read_into`.
         """
         assert len(there) <= MAX_SPANS and len(here) <= MAX_SPANS
-        count: int = _process_vm_readv(self._pid, here.ctypes.data, len(here), there.ctypes.data, len(there), 0)
-        if count == int(there[:, 1].sum()):
-            return
+        if self._read(there, here) != int(there[:, 1].sum()):
+            self.check_lent()  # freed memory cannot be read either
+            raise UnreadableMemoryError
+
+    def _read(self, there: SpanArray | list[tuple[int, int]], here: SpanArray | list[tuple[int, int]]) -> int:
+        """Copy spans of (address, bytes), and return the number of copied bytes, 0 if there are none to copy."""
+        remote, local = np.asarray(there, np.uint64), np.asarray(here, np.uint64)
+        count: int = _process_vm_readv(self._pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
         if count < 0 and ctypes.get_errno() == errno.ESRCH:
             raise LendingEndedError
-        self.check_lent()  # freed memory cannot be read either
-        raise UnreadableMemoryError
-
-    def _read(self, spans: list[tuple[int, int, int]]) -> int:
-        """Copy spans of (remote address, local address, bytes), and return the number of copied bytes."""
-        there, here = (_Span * len(spans))(), (_Span * len(spans))()
-        for i, (there_address, here_address, nbytes) in enumerate(spans):
-            there[i] = _Span(there_address, nbytes)
-            here[i] = _Span(here_address, nbytes)
-        number = ctypes.c_ulong(len(spans))
-        count: int = _process_vm_readv(self._pid, here, number, there, number, 0)
-        if count < 0:
-            if ctypes.get_errno() == errno.ESRCH:
-                raise LendingEndedError
-            return 0
-        return count
+        return max(0, count)
 
 
 def _unknown_call(*arguments: object) -> int:
@@ -446,10 +409,7 @@ class PeerOffer(Struct, eq=False):
     space: str
     nonce: bytes
     nonce_address: int
-    socket: str
-    port: int | None
-    hosts: tuple[str, ...]
-    token: bytes
+    place: ServicePlace
     mooncake: str | None
     """Session of its engine."""
     addresses: np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -474,12 +434,9 @@ class PeerOffer(Struct, eq=False):
                 next_step="give all ranks the same version of xrank",
             ),
         )
-        port, mooncake = whole.get("port"), whole.get("mooncake")
-        views = whole["views"].value
+        mooncake, views = whole.get("mooncake"), whole["views"].value
         if not isinstance(views, list) or not all(map(_is_view, views)):  # plain checks: there are many
             whole["views"].refuse("a list of addresses and sizes")
-        if len(whole["socket"].text().encode()) > 100:  # unix(7): 107 bytes at most
-            whole["socket"].refuse("the name of a socket")
         return cls(
             rank=rank,
             host=whole["host"].text(),
@@ -487,10 +444,7 @@ class PeerOffer(Struct, eq=False):
             space=whole["space"].text(),
             nonce=whole["nonce"].digest(),
             nonce_address=whole["nonce_address"].count(below=1 << 64),
-            socket=whole["socket"].text(),
-            port=None if port is None else port.count(below=1 << 16),
-            hosts=whole["addresses"].texts(),
-            token=whole["token"].digest(),
+            place=ServicePlace.from_entry(whole),
             mooncake=None if mooncake is None else mooncake.text(),
             addresses=np.array([address or 0 for address, _ in views], np.uint64),
             nbytes=np.array([nbytes for _, nbytes in views], np.int64),
@@ -672,38 +626,15 @@ class PeerSource:
 
     def _request(self, peer: PeerOffer, view: int, start: int, into: memoryview) -> None:
         """Read through the peer's service."""
-        tick = self._tick(peer)
-        connection = self._idle_connection(peer)
-        while True:
-            is_fresh = connection is None
-            try:
-                if connection is None:
-                    connection = connect(peer.socket, peer.port, peer.hosts, peer.token, tick)
-                connection.read_into(view, start, into, tick)
-            except BaseException as error:
-                if connection is not None:
-                    connection.close()
-                if isinstance(error, PeerGoneError):
-                    # A service with too many connections closes idle ones, and still serves new ones.
-                    if error.is_early and not is_fresh:
-                        connection = None
-                        continue
-                    raise self._explain_end(peer, str(error)) from None
-                if isinstance(error, PeerRefusalError):
-                    raise self._explain_refusal(peer, error) from None
-                raise
-            self._keep(peer, connection)
-            return
-
-    def _idle_connection(self, peer: PeerOffer) -> PeerConnection | None:
-        with self._lock:
-            for i, (owner, connection) in enumerate(self._idle):
-                if owner is peer:
-                    del self._idle[i]
-                    return connection
-        return None
-
-    def _keep(self, peer: PeerOffer, connection: PeerConnection) -> None:
+        try:
+            connection = read_view(self._take_idle(peer), peer.place, view, start, into, self._tick(peer))
+        except PeerGoneError as error:
+            raise self._explain_end(peer, str(error)) from None
+        except PeerRefusalError as error:
+            if error.kind == AnswerKind.FAILED:
+                raise FailureRecord(peer.rank, peer.host, peer.pid, str(error), _CALL).to_error() from None
+            what = f"rank {peer.rank} lends other views than described"
+            raise ContradictionError(what, rank=peer.rank, got=str(error), next_step=_SAME_CALL) from None
         with self._lock:
             if self._closed:
                 connection.close()
@@ -712,9 +643,21 @@ class PeerSource:
             if len(self._idle) > _MAX_IDLE:
                 self._idle.popleft()[1].close()
 
+    def _take_idle(self, peer: PeerOffer) -> PeerConnection | None:
+        with self._lock:
+            for i, (owner, connection) in enumerate(self._idle):
+                if owner is peer:
+                    del self._idle[i]
+                    return connection
+        return None
+
     def _tick(self, peer: PeerOffer) -> Tick:
         def tick(silent_seconds: float) -> None:
-            self._run_check()
+            if self._check_lock.acquire(blocking=False):  # the thread that has the lock will raise as well
+                try:
+                    self._check()
+                finally:
+                    self._check_lock.release()
             if peer.has_ended:  # checked because a forked child may keep its connections open
                 raise self._explain_end(peer, "its process ended")
             if silent_seconds > self._timeout_seconds:
@@ -730,13 +673,6 @@ class PeerSource:
 
         return tick
 
-    def _run_check(self) -> None:
-        if self._check_lock.acquire(blocking=False):  # the thread that has the lock will raise as well
-            try:
-                self._check()
-            finally:
-                self._check_lock.release()
-
     def _explain_end(self, peer: PeerOffer, how: str) -> RankFailedError:
         """Return the error for a peer that has gone, unless `check` raises an error with the reason."""
         end = monotonic() + self._grace_seconds
@@ -748,13 +684,6 @@ class PeerSource:
                 cause = "its process ended" if peer.has_ended else how
                 return FailureRecord(peer.rank, peer.host, peer.pid, cause, _CALL).to_error()
             wait.wait(_PAUSE_SECONDS)
-
-    def _explain_refusal(self, peer: PeerOffer, error: PeerRefusalError) -> XrankError:
-        if error.kind == AnswerKind.FAILED:
-            return FailureRecord(peer.rank, peer.host, peer.pid, str(error), _CALL).to_error()
-        return ContradictionError(
-            f"rank {peer.rank} lends other views than described", rank=peer.rank, got=str(error), next_step=_SAME_CALL
-        )
 
 
 def _make_mismatch_error(rank: int, view: int, end: int) -> ContradictionError:

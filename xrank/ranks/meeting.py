@@ -141,7 +141,7 @@ class Meeting:
         is_first = self.rank == self.ranks[0]
         awaits, awaited = (Awaits.ARRIVAL, absent) if is_first else (Awaits.FIRST, self.ranks[:1])
         try:
-            self._raise_any_refusal()
+            self.raise_refusal(("refused",))  # the first rank may not have come yet and ended the meeting for it
             self._monitor.look(awaits, tuple(awaited), absent if watched is None else watched)
         except RankFailedError:
             self.raise_reason()
@@ -190,26 +190,23 @@ class Meeting:
             RankFailedError: it has ended the meeting already.
             ContradictionError: it gathers through another medium.
         """
+        first, pause = self.ranks[0], _PAUSE_SECONDS[0]
         try:
-            return self._await_announcement()
+            while (announced := self.find_announcement()) is None:
+                if self.deadline.has_passed:
+                    raise self.make_timeout_error((first,))
+                self.check([rank for rank in self.ranks if rank != self.rank])
+                sleep(min(pause, self.deadline.remaining_seconds))
+                pause = min(2 * pause, _PAUSE_SECONDS[1])
+            # Another rank may know already that they waited for each other, and have come here with its next call.
+            self.raise_if_confirmed()
+            if announced["way"] != self.way:
+                what = f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}"
+                raise ContradictionError(what, rank=self.rank, next_step="give workspace_path on all ranks or on none")
+            self.check_at_large(announced)
         except BaseException as error:
             self.refuse(error)  # the first may come, or wait for this one already
             raise
-
-    def _await_announcement(self) -> dict[str, Any]:
-        first, pause = self.ranks[0], _PAUSE_SECONDS[0]
-        while (announced := self.find_announcement()) is None:
-            if self.deadline.has_passed:
-                raise self.make_timeout_error((first,))
-            self.check([rank for rank in self.ranks if rank != self.rank])
-            sleep(min(pause, self.deadline.remaining_seconds))
-            pause = min(2 * pause, _PAUSE_SECONDS[1])
-        # Another rank may know already that they waited for each other, and have come here with its next call.
-        self.raise_if_confirmed()
-        if announced["way"] != self.way:
-            what = f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}"
-            raise ContradictionError(what, rank=self.rank, next_step="give workspace_path on all ranks or on none")
-        self.check_at_large(announced)
         return announced
 
     def refuse(self, error: BaseException) -> None:
@@ -227,16 +224,11 @@ class Meeting:
         text = self.store.peek(f"{self.name}/{rank}")
         return None if text is None else FailureRecord.from_text(text)
 
-    def raise_refusal(self, ranks: Sequence[int]) -> None:
-        """On the first rank: raise the refusal of any of these, if one sent it."""
+    def raise_refusal(self, ranks: Sequence[int | str]) -> None:
+        """Raise the refusal of any of these ranks, if one sent it."""
         for rank in ranks:
             if (refusal := self.read_refusal(rank)) is not None:
                 raise refusal.to_error()
-
-    def _raise_any_refusal(self) -> None:
-        # The first rank may not have come yet and ended the meeting for it.
-        if (refusal := self.read_refusal("refused")) is not None:
-            raise refusal.to_error()
 
     def raise_reason(self) -> None:
         """Raise the reason why this meeting ended, if a rank reported one: that rank may have ended itself since."""
@@ -518,8 +510,7 @@ def _make_group(
     secret: bytes,
 ) -> RankGroup:
     wire = HostWire(meeting.ranks, meeting.rank, board, bells, links, peers)
-    has_own_processor = len(meeting.ranks) <= count_cores()
-    spin_seconds = _SPIN_SECONDS if has_own_processor else 0.0
+    spin_seconds = _SPIN_SECONDS if len(meeting.ranks) <= count_cores() else 0.0  # each has its own processor
     return RankGroup(meeting.ranks, meeting.rank, wire, peers, secret=secret, spin_seconds=spin_seconds)
 
 
@@ -546,7 +537,6 @@ def _check_address(announced: dict[str, Any]) -> None:
 
 _KEY = "key"
 """Entry of a rank's public key."""
-"""Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
 
 
 def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECONDS) -> RankGroup:

@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from xrank.errors import (
-    NoSpaceError,
-    UsageError,
-)
+from xrank.errors import NoSpaceError, UsageError
 from xrank.system import free_nbytes
 
 if TYPE_CHECKING:
@@ -158,6 +155,21 @@ class ServedBytes(Protocol):
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
+
+
+class MemoryBytes:
+    """Memory of this process as `ServedBytes`."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.nbytes, self._content = len(memory), memory
+
+    def find_row(self, start: int, nbytes: int) -> memoryview | None:
+        """Return the bytes from `start` on in place."""
+        return self._content[start : start + nbytes]
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+        into[:] = self._content[start : start + len(into)]
 
 
 class LocalBytes(ServedBytes, Protocol):

@@ -177,7 +177,7 @@ def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], dead
             watch.raise_if_confirmed()
             return str(found["name"])
         if deadline.has_passed:
-            raise _timeout(ranks[:1], ranks, deadline)
+            raise absence_error(ranks[:1], ranks, deadline)
         watch.look(ranks, "", ranks[:1])
         sleep(pause)
         pause = min(2 * pause, _PAUSE_SECONDS[1])
@@ -207,11 +207,7 @@ def _await_places(
             raise FailureRecord.from_text(ended).to_error()
         absent = [one for one in ranks if one not in places] if is_first or deadline.has_passed else ranks[:1]
         if deadline.has_passed:
-            raise _timeout(absent or ranks[:1], ranks, deadline)
+            raise absence_error(absent or ranks[:1], ranks, deadline)
         watch.look(ranks, name, absent)
         sleep(pause)
         pause = min(2 * pause, _PAUSE_SECONDS[1])
-
-
-def _timeout(absent: Sequence[int], ranks: Sequence[int], deadline: Deadline) -> RankTimeoutError:
-    return absence_error(absent, ranks, deadline)

@@ -228,10 +228,7 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, call: str
         joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialized.
     """
     if group_place() is not None:
-        from xrank.ranks.gathering import (
-            WorkWatch,
-            find_place,  # one process does not need these modules
-        )
+        from xrank.ranks.gathering import WorkWatch, find_place  # one process does not need these modules
         from xrank.ranks.registration import register
 
         file, line = find_place()
@@ -375,7 +372,9 @@ class SharedTeam(Team):
                             raise FailureRecord.from_text(text).to_error()
                         answer = {"made": decide(made[0], [part["description"] for part in parts])}
                     except XrankError as error:
-                        answer = {"error": self._describe_error(error, what)}
+                        answer = {"error": error.to_record()}
+                        if isinstance(error, RankFailedError):  # it has more fields than others
+                            answer = {"error": {"record": FailureRecord.from_error(error, self.rank, what).to_text()}}
                     self._send(what, json.dumps(answer))
                 else:
                     answer = json.loads(self._receive(what))
@@ -391,11 +390,6 @@ class SharedTeam(Team):
                 raise FailureRecord.from_text(content["record"]).to_error()
             raise XrankError.from_record(content)
         return made[0], answer["made"]
-
-    def _describe_error(self, error: XrankError, what: str) -> dict[str, Any]:
-        if isinstance(error, RankFailedError):  # it has more fields than others
-            return {"record": FailureRecord.from_error(error, self.rank, what).to_text()}
-        return error.to_record()
 
     def broadcast(self, what: str, text: str | None = None) -> str:
         """Send a text from the first rank."""

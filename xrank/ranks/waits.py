@@ -153,6 +153,23 @@ class Heartbeat:
             self._thread.join(timeout=5.0)  # it may be in a store that does not answer
 
 
+class _Stillness:
+    """The last number of another rank, and the reads that found it unchanged."""
+
+    def __init__(self) -> None:
+        self.seen: object = None
+        self.since, self.num_missed, self.next_read_at = 0.0, 0, 0.0
+
+    def is_over(self, seen: object, now: float, period_seconds: float) -> bool:
+        """Return whether a number, as it is read now, has been still for so long that its rank has ended."""
+        if seen is None or seen != self.seen:
+            self.seen, self.since, self.num_missed = seen, now, 0
+            return False
+        # Both count: if the store itself is stalled, seconds pass, but this rank makes no reads either.
+        self.num_missed += 1
+        return self.num_missed >= MAX_MISSED and now - self.since >= MAX_MISSED * period_seconds
+
+
 def _beat(
     stopped: threading.Event,
     store: Store,
@@ -162,21 +179,16 @@ def _beat(
     period_seconds: float,
     clock: Callable[[], float],
 ) -> None:
-    seen, seen_at, num_missed, count = None, clock(), 0, 0
+    stillness, count = _Stillness(), 0
     with suppress(XrankError):
         while True:
             count += 1
             store.put(mine, str(count))
             beats = ((rank, number) for rank, name in others.items() if (number := store.peek(name)) is not None)
             beat = next(beats, None)  # of the first of the others that has come
-            if beat != seen:
-                seen, seen_at, num_missed = beat, clock(), 0
-            elif beat is not None:
-                # Both count: if the store itself is stalled, seconds pass, but this rank makes no reads either.
-                num_missed += 1
-                if num_missed >= MAX_MISSED and clock() - seen_at >= MAX_MISSED * period_seconds:
-                    report(store, beat[0])
-                    del others[beat[0]]  # from now on this rank watches the next one in the list
+            if stillness.is_over(beat, clock(), period_seconds) and beat is not None:
+                report(store, beat[0])
+                del others[beat[0]]  # from now on this rank watches the next one in the list
             if stopped.wait(period_seconds):
                 return
 
@@ -184,13 +196,13 @@ def _beat(
 _running: WeakSet[Heartbeat] = WeakSet()
 
 
+@atexit.register
 def _stop_all() -> None:
     # No thread may be inside the store's C++ code when the interpreter ends.
     for heartbeat in list(_running):
         heartbeat.stop()
 
 
-atexit.register(_stop_all)
 after_fork_in_child(_running.clear)  # threads stay with the parent
 
 
@@ -214,11 +226,12 @@ class Membership:
         period_seconds: float = PERIOD_SECONDS,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._store, self._rank = store, rank
+        self.store, self._rank = store, rank
+        """The world's store."""
         self._period_seconds, self._clock = period_seconds, clock
         self._peers = {peer.rank: peer for peer in peers}
         self._lives: dict[int, int] = {}
-        self._counts: dict[int, _Count] = {}
+        self._stillness: dict[int, _Stillness] = {}
         self._deaths: dict[int, str] = {}
         self.known_failures: set[str] = set()
         """Ids of failures that have failed a call of this rank; each fails one."""
@@ -242,7 +255,7 @@ class Membership:
 
     def find_peer(self, rank: int) -> Peer | None:
         """Return a rank's process, if it has published one."""
-        if rank not in self._peers and (text := self._store.peek(f"here/{rank}")) is not None:
+        if rank not in self._peers and (text := self.store.peek(f"here/{rank}")) is not None:
             self._peers[rank] = Peer.from_dict(json.loads(text))
         return self._peers.get(rank)
 
@@ -254,40 +267,23 @@ class Membership:
         return None
 
     def _find_end(self, rank: int) -> str | None:
-        if rank not in self._deaths:
-            peer = self.find_peer(rank)
-            if peer is None:
-                return None
-            why = self._find_end_here(rank, peer) if peer.space == process_space() else self._find_end_elsewhere(rank)
-            if why is None:
-                return None
-            self._deaths[rank] = why
-        return self._deaths[rank]
-
-    def _find_end_here(self, rank: int, peer: Peer) -> str | None:
-        life = self._lives.get(rank)
-        if life is None:
-            try:
-                if (life := peer.open_life()) is None:
-                    return None
-                self._lives[rank] = life
-            except ProcessLookupError:
-                return "its process ended without a report"
-        return "its process ended without a report" if is_readable(life) else None
-
-    def _find_end_elsewhere(self, rank: int) -> str | None:
-        """Count the reads that find a rank's number as it was, as `xrank.ranks.waits` does."""
-        now, count = self._clock(), self._counts.setdefault(rank, _Count())
-        if now < count.next_read_at:
-            return None
-        count.next_read_at = now + self._period_seconds
-        number = self._store.peek(f"beat/{rank}")
-        if number is None or number != count.number:
-            count.number, count.since, count.num_missed = number, now, 0
-            return None
-        count.num_missed += 1
-        is_over = count.num_missed >= MAX_MISSED and now - count.since >= MAX_MISSED * self._period_seconds
-        return f"its host was not heard from for {now - count.since:.0f} s" if is_over else None
+        if rank not in self._deaths and (peer := self.find_peer(rank)) is not None:
+            if peer.space == process_space():
+                try:
+                    if rank not in self._lives and (life := peer.open_life()) is not None:
+                        self._lives[rank] = life
+                    has_ended = rank in self._lives and is_readable(self._lives[rank])
+                except ProcessLookupError:
+                    has_ended = True
+                if has_ended:
+                    self._deaths[rank] = "its process ended without a report"
+            else:
+                now, stillness = self._clock(), self._stillness.setdefault(rank, _Stillness())
+                if now >= stillness.next_read_at:
+                    stillness.next_read_at = now + self._period_seconds
+                    if stillness.is_over(self.store.peek(f"beat/{rank}"), now, self._period_seconds):
+                        self._deaths[rank] = f"its host was not heard from for {now - stillness.since:.0f} s"
+        return self._deaths.get(rank)
 
     def describe(self, rank: int) -> str:
         """Return the place of an awaited rank's process, as a phrase."""
@@ -298,23 +294,17 @@ class Membership:
 
     # ---- waits
 
-    @property
-    def store(self) -> Store:
-        """The world's store."""
-        return self._store
-
     def publish_wait(self, wait_id: str, text: str | None) -> None:
         """Publish a long wait of this rank beside those of its other threads; None: it has ended."""
         with self._waits_lock:
             self._waits.pop(wait_id, None)
             if text is not None:
                 self._waits[wait_id] = text
-            self._store.put(f"wait/{self._rank}", json.dumps([*self._waits.values()]))
+            self.store.put(f"wait/{self._rank}", json.dumps([*self._waits.values()]))
 
-    def read_waits(self, rank: int) -> list[str]:
+    def read_waits(self, rank: int) -> list[Wait]:
         """Return the published long waits of a rank."""
-        waits: list[str] = json.loads(self._store.peek(f"wait/{rank}") or "[]")
-        return waits
+        return [Wait.from_text(text) for text in json.loads(self.store.peek(f"wait/{rank}") or "[]")]
 
     # ---- failures of calls whose ranks are not known
 
@@ -329,7 +319,7 @@ class Membership:
         self._at_large.append(record.id)
         self.known_failures.add(record.id)
         with suppress(RankFailedError):  # the store may be what failed
-            self._store.put(f"raised/{self._rank}/{len(self._at_large)}", record.to_text())
+            self.store.put(f"raised/{self._rank}/{len(self._at_large)}", record.to_text())
         return record
 
     def find_at_large(self, ranks: Iterable[int], claim: str) -> FailureRecord | None:
@@ -340,14 +330,14 @@ class Membership:
         """
         for rank in ranks:
             while True:
-                text = self._store.peek(f"raised/{rank}/{self._num_seen.get(rank, 0) + 1}")
+                text = self.store.peek(f"raised/{rank}/{self._num_seen.get(rank, 0) + 1}")
                 if text is None:
                     break
                 self._num_seen[rank] = self._num_seen.get(rank, 0) + 1
                 record = FailureRecord.from_text(text)
                 if record.id in self.known_failures:
                     continue
-                if not self._pair(rank) and self._store.claim(f"claim/{record.id}", claim) == claim:
+                if not self._pair(rank) and self.store.claim(f"claim/{record.id}", claim) == claim:
                     return record
         return None
 
@@ -358,7 +348,7 @@ class Membership:
         """
         paired = self._paired.setdefault(rank, set())
         for failure_id in self._at_large:
-            if failure_id not in paired and self._store.peek(f"claim/{failure_id}") is None:
+            if failure_id not in paired and self.store.peek(f"claim/{failure_id}") is None:
                 paired.add(failure_id)
                 return True
         return False
@@ -374,7 +364,7 @@ class Membership:
                 self._paired.setdefault(rank, set()).update(self._at_large)
         if failure_id in self.known_failures:
             return True
-        return is_at_large and self._store.claim(f"claim/{failure_id}", claim) != claim
+        return is_at_large and self.store.claim(f"claim/{failure_id}", claim) != claim
 
     def note(self, error: BaseException, claim: str) -> None:
         """Note that an error has failed a call of this rank, in the list of ranks `claim`."""
@@ -382,7 +372,7 @@ class Membership:
         self.known_failures.add(failure_id)
         if is_at_large:
             with suppress(RankFailedError):  # the store may be what failed
-                self._store.claim(f"claim/{failure_id}", claim)
+                self.store.claim(f"claim/{failure_id}", claim)
 
     # ---- end
 
@@ -398,16 +388,6 @@ class Membership:
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not _is_finalizing():  # then the modules that `close` needs are gone, and the process soon is
             self.close()  # its process group is gone
-
-
-class _Count:
-    """The last number of a rank of another host, and the reads that found it unchanged."""
-
-    def __init__(self) -> None:
-        self.number: str | None = None
-        self.since = 0.0
-        self.num_missed = 0
-        self.next_read_at = 0.0
 
 
 START_SECONDS = 0.25
@@ -488,7 +468,6 @@ class LongWait:
 
     Args:
         description: the wait; its id and awaited ranks are not used.
-        store: the store of all groups of these processes.
         membership: the ranks' processes.
         owes: whether this rank still owes another rank's wait its event; called with waits for this rank.
     """
@@ -496,13 +475,13 @@ class LongWait:
     def __init__(
         self,
         description: Wait,
-        store: Store,
         membership: Membership,
         owes: Callable[[Wait], bool],
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._description, self._store, self._membership, self._owes = description, store, membership, owes
+        self._description, self._store = description, membership.store
+        self._membership, self._owes = membership, owes
         self._clock = clock
         self._began = clock() - START_SECONDS
         self._next_look = 0.0
@@ -557,9 +536,6 @@ class LongWait:
             self._published = text
         return mine
 
-    def _read(self, rank: int) -> list[Wait]:
-        return [Wait.from_text(text) for text in self._membership.read_waits(rank)]
-
     # ---- ranks that wait for each other
 
     def _vote(self, mine: Wait) -> None:
@@ -568,7 +544,7 @@ class LongWait:
         while unread and len(waits) < _MAX_READ:
             if (rank := unread.pop(0)) not in read:
                 read.add(rank)
-                for wait in self._read(rank):
+                for wait in self._membership.read_waits(rank):
                     waits[wait.id] = wait
                     unread += wait.awaited
         for cycle in _cycles(mine, waits):
@@ -592,7 +568,7 @@ class LongWait:
     def _log(self, awaited: Sequence[int], seconds: float) -> None:
         known = []
         for rank in awaited[:4]:
-            there = "".join(f"; {wait.call} waits there" for wait in self._read(rank))
+            there = "".join(f"; {wait.call} waits there" for wait in self._membership.read_waits(rank))
             known.append(f"rank {rank}: {self._membership.describe(rank)}{there}")
         mine = self._description
         _logger.warning(

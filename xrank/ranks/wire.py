@@ -227,11 +227,6 @@ class Board:
         _RECORD_HEAD.pack_into(self.memory, at, len(content), zlib.crc32(content))
         self.words[_ALARM] = 1
 
-    @property
-    def is_alarmed(self) -> bool:
-        """Whether any rank has written a failure record."""
-        return self.words[_ALARM] != 0
-
     def failure(self, position: int) -> FailureRecord | None:
         """Return a rank's failure record, if it has one."""
         at = position * _SHARE_NBYTES + _RECORD
@@ -525,7 +520,7 @@ class HostWire:
 
     def failures(self) -> dict[int, FailureRecord]:
         """Return the other ranks' failure records."""
-        if not self._board.is_alarmed:
+        if not self._words[_ALARM]:
             return {}
         failures = {r: self._board.failure(i) for r, i in self._position.items() if r != self._rank}
         return {rank: failure for rank, failure in failures.items() if failure is not None}
@@ -650,7 +645,7 @@ class StoreWire:
             return False
         self._looked = self._clock()
         before = len(self._failures), len(self.ended), len(self.silent)
-        self._check_lives()
+        self.ended.update(rank for rank, life in self._lives.items() if is_readable(life))
         if self._peek("alarm") is not None:
             for rank in self._ranks:
                 if rank == self._rank:
@@ -665,9 +660,6 @@ class StoreWire:
                 if rank not in self._failures and (text := self._peek(f"failed/{rank}")) is not None:
                     self._failures[rank] = FailureRecord.from_text(text)
         return (len(self._failures), len(self.ended), len(self.silent)) != before
-
-    def _check_lives(self) -> None:
-        self.ended.update(rank for rank, life in self._lives.items() if is_readable(life))
 
     def nudge(self, ranks: Sequence[int]) -> None:
         """Wake ranks; see `Wire`."""
@@ -709,7 +701,7 @@ class StoreWire:
         if os.getpid() == self._pid:  # a forked process is not the rank, and shares its connection to the store
             if self._rank == 0 and self._failure is not None:
                 # While the heart still beats, so that the others see a failure instead of a death.
-                self._await_readers()
+                self._await_readers(self._failure)
             self._heartbeat.stop()
             with suppress(RankFailedError):
                 self._put(f"closed/{self._rank}", "1")
@@ -718,12 +710,11 @@ class StoreWire:
             os.close(fd)
         self._lives.clear()
 
-    def _await_readers(self) -> None:
+    def _await_readers(self, failure: FailureRecord) -> None:
         """Wait until all others have closed, failed or ended: the store that they read may end with this process."""
-        assert self._failure is not None
         end = self._clock() + _FAILURE_READ_SECONDS
         # A rank that this one has waited for in vain may not read anything for hours.
-        others = set(self._ranks) - {self._rank, self._failure.rank, *self._failure.absent}
+        others = set(self._ranks) - {self._rank, failure.rank, *failure.absent}
         with suppress(RankFailedError):
             while self._clock() < end:
                 named = {record.rank for record in self._failures.values()}  # dead, or the first to know

@@ -18,9 +18,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError, UsageError, XrankError
-from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, connect
+from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, read_view
 from xrank.ranks.loans import LendingEndedError, PeerOffer, UnreadableMemoryError
-from xrank.ranks.memory import address_of
+from xrank.ranks.memory import MemoryBytes, address_of
 from xrank.refit.directory import Address, RankRegistration
 
 SILENT_SECONDS = 1.5
@@ -166,24 +166,15 @@ def make_described_error(described: Mapping[str, Any]) -> XrankError:
     return error
 
 
-class _LentBlock:
+_NO_STATUS = RankStatus()
+
+
+class _LentBlock(MemoryBytes):
     """Memory of this process that other ranks read, as `LocalBytes`; no page is in use before it is written."""
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._memory = memoryview(mmap.mmap(-1, nbytes))
-        self.address: int | None = address_of(self._memory)
-
-    def find_row(self, start: int, nbytes: int) -> memoryview | None:
-        """Return the bytes from `start` on in place."""
-        return self._memory[start : start + nbytes]
-
-    def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
-        into[:] = self._memory[start : start + len(into)]
-
-
-_NO_STATUS = RankStatus()
+        super().__init__(memoryview(mmap.mmap(-1, nbytes)))
+        self.address: int | None = address_of(self._content)
 
 
 class StatusBlock(_LentBlock):
@@ -196,7 +187,7 @@ class StatusBlock(_LentBlock):
     def write(self, status: RankStatus) -> None:
         """Replace the status."""
         self.value = status
-        self._memory[:] = status.to_bytes()
+        self._content[:] = status.to_bytes()
 
 
 class OutcomeBlock(_LentBlock):
@@ -208,7 +199,7 @@ class OutcomeBlock(_LentBlock):
     def write(self, outcome: StepOutcome) -> None:
         """Replace the outcome."""
         text = outcome.to_json()
-        self._memory[: _OUTCOME_HEAD.size + len(text)] = _OUTCOME_HEAD.pack(crc32(text), len(text)) + text
+        self._content[: _OUTCOME_HEAD.size + len(text)] = _OUTCOME_HEAD.pack(crc32(text), len(text)) + text
 
 
 class Pause:
@@ -336,13 +327,10 @@ class PeerRank:
 
     def close(self) -> None:
         """Close the connection, and stop watching the process."""
-        self._disconnect()
-        self._offer.close()
-
-    def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._offer.close()
 
     def _bring(self, view: int, into: memoryview) -> None:
         offer = self._offer
@@ -355,21 +343,11 @@ class PeerRank:
                 offer.memory = None
             else:
                 return
-        while True:
-            is_fresh = self._connection is None
-            try:
-                if self._connection is None:
-                    self._connection = connect(offer.socket, offer.port, offer.hosts, offer.token, self._tick)
-                self._connection.read_into(view, 0, into, self._tick)
-            except BaseException as error:
-                self._disconnect()
-                # A service with too many connections closes idle ones, and still serves new ones.
-                if isinstance(error, PeerGoneError) and error.is_early and not is_fresh:
-                    continue
-                if isinstance(error, PeerGoneError | PeerRefusalError):
-                    raise self.make_error(str(error)) from None
-                raise
-            return
+        known, self._connection = self._connection, None
+        try:
+            self._connection = read_view(known, offer.place, view, 0, into, self._tick)
+        except (PeerGoneError, PeerRefusalError) as error:
+            raise self.make_error(str(error)) from None
 
     def _tick(self, silent_seconds: float) -> None:
         self._check_alive()
