@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import secrets
 import socket
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,9 @@ from xrank.ranks.memory import LocalBytes, TensorBytes, address_of
 from xrank.ranks.waits import Peer, is_readable, process_space
 from xrank.storage.entries import Entry
 from xrank.system import c_library, keep_descriptors_free
+
+if TYPE_CHECKING:
+    from xrank.ranks.team import Team
 
 _SET_PTRACER = 0x59616D61  # linux/prctl.h: PR_SET_PTRACER
 _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
@@ -398,6 +402,27 @@ class MemoryOffer:
 def add_token(description: Mapping[str, Any], secret: bytes) -> dict[str, Any]:
     """Return an offer's description with the token that its readers derive from their secret."""
     return {**description, "token": derive_token(secret, str(description.get("socket"))).hex()}
+
+
+def share_offers(
+    team: Team,
+    what: str,
+    offer: MemoryOffer,
+    content: Mapping[str, Any],
+    check: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Return the contents of all ranks of a team, each with its offer; `check` runs on the first rank alone."""
+    own = json.dumps({**content, "offer": offer.describe()})
+
+    def collect(_: object, texts: Sequence[str]) -> list[str]:
+        check()
+        return list(texts)
+
+    _, texts = team.agree(what, lambda: own, lambda text: text, collect)
+    parts: list[dict[str, Any]] = [json.loads(text) for text in texts]
+    for one in parts:
+        one["offer"] = add_token(one["offer"], team.secret)  # which the store, through which texts came, must not have
+    return parts
 
 
 class PeerOffer(Struct, eq=False):

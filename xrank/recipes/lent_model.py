@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -30,7 +29,7 @@ from xrank.errors import (
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
 from xrank.layout.stored_model import StoredModel
-from xrank.ranks.loans import MemoryOffer, PeerSource, add_token
+from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_text, path_text, value_text
 from xrank.readers.live.modules import local_model
@@ -228,16 +227,9 @@ def lend_model(
         if isinstance(error, RankFailedError) and error.rank == team.rank and offer.failure is not None:
             raise offer.failure from error
 
-    def collect(_: object, texts: Sequence[str]) -> list[str]:
-        check()
-        return list(texts)
-
     loan.push(raise_own)
-    own = json.dumps({"model": part.description, "offer": offer.describe(), "own": to_builtins(part.config)})
-    _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, collect)
-    parts = [json.loads(text) for text in texts]
-    for one in parts:
-        one["offer"] = add_token(one["offer"], team.secret)  # which the store, through which texts came, must not have
+    content = {"model": part.description, "own": to_builtins(part.config)}
+    parts = share_offers(team, "all ranks' parts", offer, content, check)
     (gather, live), _ = team.agree(
         "the plan", partial(_make_plan, request, team.ranks, parts), _describe_plan, partial(_check_plans, team)
     )

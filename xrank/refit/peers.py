@@ -21,6 +21,7 @@ from xrank.errors import ContradictionError, CorruptError, RankFailedError, Rank
 from xrank.ranks.byte_service import PeerConnection, PeerGoneError, PeerRefusalError, read_view
 from xrank.ranks.loans import LendingEndedError, PeerOffer, UnreadableMemoryError
 from xrank.ranks.memory import MemoryBytes, address_of
+from xrank.ranks.team import Team
 from xrank.refit.directory import Address, RankRegistration
 
 SILENT_SECONDS = 1.5
@@ -390,6 +391,15 @@ def _is_stopped(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] in _STOPPED
     except (OSError, IndexError):
         return False
+
+
+def open_siblings(job: str, team: Team, parts: Sequence[Mapping[str, Any]]) -> list[PeerRank]:
+    """Return the other ranks of this job, the trainer or an engine, by the offers that all of them shared."""
+    return [
+        PeerRank(f"{job} rank {rank}", rank, part["offer"])
+        for rank, part in zip(team.ranks, parts, strict=True)
+        if rank != team.rank
+    ]
 
 
 def make_failure(role: str, rank: int, cause: str, host: str | None = None, pid: int | None = None) -> RankFailedError:

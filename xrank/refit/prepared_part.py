@@ -53,7 +53,7 @@ _Loop: TypeAlias = tuple[int, int, int]
 
 
 class PreparedPart(Struct, eq=False):
-    """A rank's tensors as they are lent; see `prepare_part`. All ranks `measure`, and then all ranks `fill`."""
+    """A rank's tensors as they are lent; see `prepare_part`. All measure `quantized`, then all `fill`."""
 
     description: str
     """As `LocalModel.describe`, of the tensors that are lent."""
@@ -93,11 +93,6 @@ class PreparedPart(Struct, eq=False):
             timeout_seconds=SILENT_SECONDS,
             grace_seconds=GRACE_SECONDS,
         )
-
-    def measure(self) -> None:
-        """Measure the maxima of the present values, for the other ranks."""
-        if self.quantized is not None:
-            self.quantized.measure()
 
     def fill(self) -> None:
         """Fill everything that is lent from the present values.
@@ -325,7 +320,12 @@ def _plan_quantized(
         owns_scales = int(holders[crc32(name.encode()) % len(holders)]) == position
         needed = (0, grid.shape[0], 0, grid.shape[1]) if owns_scales else box
         others = set(np.unique(holder[one.copies.record]).tolist()) - {position}
-        shared = [(other, *its[other]) for other in its if other in others and _meet(needed, its[other][1])]
+        r0, r1, c0, c1 = needed
+        shared = [
+            (other, begin, (top, bottom, left, right))
+            for other, (begin, (top, bottom, left, right)) in its.items()
+            if other in others and top < r1 and r0 < bottom and left < c1 and c0 < right
+        ]
         pieces = []
         for part in (one.copies, one.replicas):
             for row in np.flatnonzero(holder[part.record] == position).tolist():
@@ -440,12 +440,8 @@ def _cut_rows(tile: MatrixTile) -> Iterator[MatrixTile]:
     """Yield the tile in parts of a bounded number of elements."""
     step = max(1, _CHUNK_ELEMENTS // tile.num_columns)
     for low in range(0, tile.num_rows, step):
-        yield replace(
-            tile,
-            x=tile.x + low * tile.x_row,
-            row=tile.row + low * tile.row_step,
-            num_rows=min(step, tile.num_rows - low),
-        )
+        x, row = tile.x + low * tile.x_row, tile.row + low * tile.row_step
+        yield replace(tile, x=x, row=row, num_rows=min(step, tile.num_rows - low))
 
 
 def _find_blocks(tile: MatrixTile, grid: BlockGrid) -> tuple[IntArray, IntArray]:
@@ -473,20 +469,15 @@ def _raise_maxima(into: Maxima, box: Box, rows: IntArray, columns: IntArray, val
     """Raise maxima of blocks to the magnitudes of values, whose blocks are these."""
     import torch
 
-    row_starts, column_starts = _run_starts(rows), _run_starts(columns)
+    # The first index of each run of equal numbers.
+    row_starts, column_starts = ([0, *(np.flatnonzero(np.diff(one)) + 1).tolist()] for one in (rows, columns))
     ends = [*column_starts[1:], len(columns)]
-    by_block = [
-        values[:, low:high].abs().amax(dim=1) for low, high in zip(column_starts, ends, strict=True)
-    ]  # of rows, before those of a block of rows are joined
+    # Of rows, before those of a block of rows are joined.
+    by_block = [values[:, low:high].abs().amax(dim=1) for low, high in zip(column_starts, ends, strict=True)]
     largest = torch.stack(by_block, dim=1).float().cpu().numpy()
     largest = np.maximum.reduceat(largest, row_starts, axis=0)
     at = np.ix_(rows[row_starts] - box[0], columns[column_starts] - box[2])
     into[at] = np.maximum(into[at], largest)
-
-
-def _run_starts(blocks: IntArray) -> list[int]:
-    """Return the first index of each run of equal numbers."""
-    return [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist()]
 
 
 def _raise_box(into: Maxima, region: Box, values: Maxima, box: Box) -> None:
@@ -496,10 +487,6 @@ def _raise_box(into: Maxima, region: Box, values: Maxima, box: Box) -> None:
     if r0 < r1 and c0 < c1:
         part = into[r0 - region[0] : r1 - region[0], c0 - region[2] : c1 - region[2]]
         np.maximum(part, values[r0 - box[0] : r1 - box[0], c0 - box[2] : c1 - box[2]], out=part)
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
 
 
 def _shape(box: Box) -> tuple[int, int]:
@@ -562,17 +549,9 @@ def _make_tiles(x: int, y: int, down: Sequence[_Loop], across: Sequence[_Loop], 
     for at in product(*(range(n) for n, _, _ in (*rows, *others))):
         steps = list(zip(at, (*rows, *others), strict=True))
         here, there = x + sum(i * xs for i, (_, xs, _) in steps), y + sum(i * ys for i, (_, _, ys) in steps)
-        yield MatrixTile(
-            here,
-            there // columns,
-            row_loop[0],
-            row_loop[2] // columns,
-            row_loop[1],
-            there % columns,
-            column_loop[0],
-            column_loop[2],
-            column_loop[1],
-        )
+        (num_rows, x_row, y_row), (num_columns, x_column, y_column) = row_loop, column_loop
+        row, column = divmod(there, columns)
+        yield MatrixTile(here, row, num_rows, y_row // columns, x_row, column, num_columns, y_column, x_column)
 
 
 def _take_longest(loops: Sequence[_Loop]) -> tuple[_Loop, list[_Loop]]:

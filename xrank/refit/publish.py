@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from xrank.errors import (
     require_linux,
 )
 from xrank.ranks.failure import Deadline
-from xrank.ranks.loans import MemoryOffer, add_token, is_mooncake
+from xrank.ranks.loans import MemoryOffer, is_mooncake, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, check_alike, find_group_team, path_text
 from xrank.recipes.lent_model import ModelPart, ModelRequest, copy_part, lend_model, locate_part
@@ -51,6 +50,7 @@ from xrank.refit.peers import (
     describe_error,
     make_described_error,
     make_failure,
+    open_siblings,
     wait_while,
 )
 from xrank.refit.prepared_part import PreparedPart, prepare_part
@@ -188,11 +188,7 @@ def offer_weights(
             registration = _register(
                 place, team, request, parts, () if part.prepared is None else part.prepared.dropped
             )
-        siblings = [
-            PeerRank(f"trainer rank {rank}", rank, one["offer"])
-            for rank, one in zip(team.ranks, parts, strict=True)
-            if rank != team.rank
-        ]
+        siblings = open_siblings("trainer", team, parts)
         loan.callback(place.remove, registration)
         ranks = TrainerRanks(part.block, part.outcomes, siblings, is_first=team.is_first)
         raises = on_engine_failure == "raise"
@@ -272,11 +268,8 @@ def _lend(
     views = [*prepared.views, part.outcomes, part.block]
     offer = MemoryOffer(views, across_hosts=True, by_mooncake=by_mooncake, secret=team.secret)
     loan.callback(offer.close)
-    text = json.dumps({**lent.parts[team.position], "model": prepared.description, "offer": offer.describe()})
-    _, texts = team.agree("the lent tensors", lambda: text, lambda text: text, lambda _, texts: list(texts))
-    parts: list[dict[str, Any]] = [json.loads(one) for one in texts]
-    for one in parts:
-        one["offer"] = add_token(one["offer"], team.secret)
+    content = {**lent.parts[team.position], "model": prepared.description}
+    parts = share_offers(team, "the lent tensors", offer, content)
     prepared.connect(offer, team, [one["offer"] for one in parts], lambda: part.check())
     part.prepared = prepared
     return parts
@@ -567,7 +560,8 @@ class WeightsOffer:
             return
         self._part.check = lambda: self._ranks.check(step)
         versions = self._part.count_versions()
-        prepared.measure()
+        if prepared.quantized is not None:
+            prepared.quantized.measure()
         if prepared.is_shared:
             self._set(Phase.MEASURED, step)
             self._wait_for_phase(step, deadline, f"come to step {step}", (Phase.MEASURED, Phase.OPEN, Phase.STEADY))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -29,15 +28,22 @@ from xrank.errors import (
     require_linux,
 )
 from xrank.ranks.failure import Deadline
-from xrank.ranks.loans import LendingEndedError, MemoryOffer, UnreadableMemoryError, add_token, is_mooncake
+from xrank.ranks.loans import LendingEndedError, MemoryOffer, UnreadableMemoryError, is_mooncake, share_offers
 from xrank.ranks.team import check_alike, find_group_team, find_world, nbytes_text
 from xrank.readers.live.modules import FilledModule
 from xrank.recipes.options import check_meeting, check_types, default_workers, live_layouts, parse_size
 from xrank.refit.directory import Address, RankRegistration
-from xrank.refit.peers import EngineRanks, PeerRank, Phase, StatusBlock
-from xrank.refit.relay import EngineGoneError, Relay, RelayedEngine, RelayedEngines
+from xrank.refit.links import (
+    LOOK_SECONDS,
+    EngineGoneError,
+    Relay,
+    RelayedEngine,
+    RelayedEngines,
+    TrainerLink,
+    connect_trainer,
+)
+from xrank.refit.peers import EngineRanks, Phase, StatusBlock, open_siblings
 from xrank.refit.targets import LoaderTarget, ModuleTarget, TargetPlan, Transfer
-from xrank.refit.trainer_link import LOOK_SECONDS, TrainerLink, connect_trainer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,20 +160,10 @@ def take_weights(
             block = StatusBlock()
             offer = MemoryOffer([block], across_hosts=True, secret=team.secret)
             loan.callback(offer.close)
-            own = add_token(offer.describe(), team.secret)
-            _, texts = team.agree(
-                "the engine's ranks",
-                lambda: json.dumps(offer.describe()),
-                lambda text: text,
-                lambda _, texts: list(texts),
-            )
+            parts = share_offers(team, "the engine's ranks", offer, {})
+            own = parts[team.position]["offer"]
             engine = team.broadcast("the engine's name", secrets.token_hex(4) if team.is_first else None)
             loan.callback(place.remove, place.register("engine", engine, team.rank, {"offer": own}))
-        siblings = [
-            PeerRank(f"engine rank {rank}", rank, add_token(json.loads(text), team.secret))
-            for rank, text in zip(team.ranks, texts, strict=True)
-            if rank != team.rank
-        ]
         connect = partial(
             connect_trainer,
             target=made,
@@ -177,7 +173,7 @@ def take_weights(
             by_mooncake=is_mooncake(wire, "take_weights"),
         )
         lender = Relay(place, engine, team.rank, team.ranks, own) if relay else None
-        ranks = EngineRanks(block, siblings)
+        ranks = EngineRanks(block, open_siblings("engine", team, parts))
         return TakenWeights(
             place, made, block, offer, ranks, loan.pop_all(), connect, nbytes, team.rank, engine, lender
         )
@@ -350,7 +346,8 @@ class TakenWeights:
                 break
         plan_seconds = link.plan_seconds if self._planned else 0.0
         self._planned = False
-        return _report(found, link.planned, link.transfer, moved, monotonic() - started, copy_seconds, plan_seconds)
+        seconds = monotonic() - started
+        return _report(found, link.planned, link.transfer, moved, (seconds, copy_seconds, plan_seconds))
 
     def _begin_writing(self, planned: TargetPlan, step: int, offer: int) -> None:
         self._is_writing = True
@@ -411,9 +408,8 @@ class TakenWeights:
         if self._link is not None and self._link.number == copy.number:
             self._link.held_step = copy.step
         seconds = monotonic() - started - copy.plan_seconds
-        return _report(
-            copy.step, copy.planned, copy.transfer, copy.moved_nbytes, seconds, copy.copy_seconds, copy.plan_seconds
-        )
+        times = seconds, copy.copy_seconds, copy.plan_seconds
+        return _report(copy.step, copy.planned, copy.transfer, copy.moved_nbytes, times)
 
     def _connect(self, deadline: Deadline) -> TrainerLink:
         """Return the link to the present trainer, and plan if there is none yet."""
@@ -490,22 +486,8 @@ class TakenWeights:
 
 
 def _report(
-    step: int,
-    planned: TargetPlan,
-    transfer: Transfer,
-    moved: int,
-    seconds: float,
-    copy_seconds: float,
-    plan_seconds: float,
+    step: int, planned: TargetPlan, transfer: Transfer, moved: int, times: tuple[float, float, float]
 ) -> UpdateReport:
-    return UpdateReport(
-        step=step,
-        nbytes=transfer.nbytes,
-        moved_nbytes=moved,
-        direct_nbytes=transfer.direct_nbytes if moved else 0,
-        seconds=seconds,
-        copy_seconds=copy_seconds,
-        plan_seconds=plan_seconds,
-        whole={name: tensor.nbytes for name, tensor in planned.whole.items()},
-        unused=planned.unused,
-    )
+    direct = transfer.direct_nbytes if moved else 0
+    whole = {name: tensor.nbytes for name, tensor in planned.whole.items()}
+    return UpdateReport(step, transfer.nbytes, moved, direct, *times, whole, planned.unused)
