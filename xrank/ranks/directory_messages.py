@@ -178,17 +178,15 @@ class MessageReceipt(Struct, frozen=True):
         """Return the receipt that `to_json` wrote; CorruptError if the text is none."""
         fields = Entry.parse(text, lambda fault: make_receipt_error(text, rank))
         name, directory = fields["name"].text(), fields["directory"].text()
-        *buffers, header = [_parse_part(part) for part in (*fields["buffers"].entries(), fields["header"])]
+        parts = []
+        for part in (*fields["buffers"].entries(), fields["header"]):
+            if len(part.table()) != 3:
+                part.refuse("offset, nbytes and digest")
+            parts.append(MessagePart(part["offset"].count(), part["nbytes"].count(), part["digest"].text()))
         # Only message files may be opened or removed here, whatever name the text contains.
         if not _NAME.fullmatch(name):
             raise make_receipt_error(text, rank)
-        return cls(name, directory, buffers, header)
-
-
-def _parse_part(part: Entry) -> MessagePart:
-    if len(part.table()) != 3:
-        part.refuse("offset, nbytes and digest")
-    return MessagePart(part["offset"].count(), part["nbytes"].count(), part["digest"].text())
+        return cls(name, directory, parts[:-1], parts[-1])
 
 
 def make_receipt_error(text: str, rank: int) -> CorruptError:

@@ -192,11 +192,8 @@ def check_sendable(tensor: torch.Tensor, where: str = "the value") -> None:
     import torch
 
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        name = type(tensor).__qualname__
-        what, step = (
-            f"{where} is a {type(tensor).__module__}.{name}",
-            "gather its plain tensors (for a DTensor, tensor.to_local())",
-        )
+        name, step = type(tensor).__qualname__, "gather its plain tensors (for a DTensor, tensor.to_local())"
+        what = f"{where} is a {type(tensor).__module__}.{name}"
         raise UsageError(what, got=name, want="a plain tensor or a Parameter", next_step=step)
     check_dense(tensor, where)
 
@@ -223,7 +220,7 @@ def _pack_tensors(value: Any) -> tuple[Any, list[torch.Tensor]] | None:
     torch, tensors = sys.modules.get("torch"), list(value.values())
     if torch is None or set(map(type, tensors)) != {torch.Tensor} or set(map(type, value)) != {str}:
         return None
-    if not all(map(_is_sendable, tensors)):
+    if any(kind_without_elements(tensor) is not None or not has_memory(tensor) for tensor in tensors):
         return None
     # Tensors at one address may be one view, which must keep one number: the general way decides.
     places = {tensor.data_ptr() for tensor in tensors}
@@ -231,10 +228,6 @@ def _pack_tensors(value: Any) -> tuple[Any, list[torch.Tensor]] | None:
         return None
     with pause_collection():
         return ["m", list(value)], [tensor.detach() for tensor in tensors]
-
-
-def _is_sendable(tensor: torch.Tensor) -> bool:
-    return kind_without_elements(tensor) is None and has_memory(tensor)
 
 
 def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -280,21 +273,18 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         case "q":
             return _PURE_PATHS[tree[1]](tree[2])
         case "s":
-            return _numpy_scalar(tree[1], tree[2])
+            if tree[1] in _NUMPY_SCALARS and isinstance(tree[2], bool | int | float):
+                import numpy as np
+
+                return np.dtype(tree[1]).type(tree[2])
+            got = repr_text((tree[1], tree[2]), 100)
+            raise UnsafeError("a message has an invalid number", got=got, next_step=SAME_VERSION)
         case "e":
             return find_class(tree[1], is_enum=True).__members__[tree[2]]
         case "c":
             attributes = {name: _unpack(item, tensors) for name, item in tree[2]}
             return make_instance(tree[1], attributes, tree[3])
     raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}", next_step=SAME_VERSION)
-
-
-def _numpy_scalar(dtype: str, item: Any) -> Any:
-    import numpy as np
-
-    if dtype in _NUMPY_SCALARS and isinstance(item, bool | int | float):
-        return np.dtype(dtype).type(item)
-    raise UnsafeError("a message has an invalid number", got=repr_text((dtype, item), 100), next_step=SAME_VERSION)
 
 
 def _make_mapping(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -340,7 +330,8 @@ class _Packer:
         if kind is dict:
             return self._pack_dict(value, where)
         if kind is list or kind is tuple:
-            return ["l" if kind is list else "u", self._pack_items(value, where)]
+            items = [self.pack(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return ["l" if kind is list else "u", items]
         if is_data_class(kind):
             attributes, undeclared = read_attributes(value, where)
             return ["c", name_of(kind, where), self._pack_attributes(attributes, where), undeclared]
@@ -381,9 +372,6 @@ class _Packer:
             "d",
             [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{repr_text(k)}]")] for k, v in value.items()],
         ]
-
-    def _pack_items(self, value: Sequence[Any], where: str) -> list[Any]:
-        return [self.pack(item, f"{where}[{i}]") for i, item in enumerate(value)]
 
     def _pack_attributes(self, attributes: Mapping[str, Any], where: str) -> list[Any]:
         return [[name, self.pack(item, f"{where}.{name}")] for name, item in attributes.items()]
@@ -629,25 +617,20 @@ class GatherExchange:
         """Publish a value where the first rank can read it, and notify the first rank."""
         header, tensors = split_value(value)
         max_nbytes = self.group.wire.max_payload_nbytes
-        is_inline = is_small(header, tensors, max_nbytes)
-        # Published before the message is sent: a receipt promises that the value can be read.
-        receipt = b"" if is_inline else self._publish(header, tensors)
-        if receipt:
-            self._receipts[call.number] = receipt.decode()
+        is_inline, receipt = is_small(header, tensors, max_nbytes), ""
+        if not is_inline:
+            with explain_size_limit("the value of this rank", sum(tensor.nbytes for tensor in tensors)):
+                # Published before the message is sent: a receipt promises that the value can be read.
+                receipt = self._receipts[call.number] = self._messages.publish(header, tensors)
         message = encode_message(
             call.number,
             (call.function, call.key, call.place),
             inline=(header, tensors) if is_inline else None,
-            receipt=receipt,
+            receipt=receipt.encode(),
             is_json=not max_nbytes,
         )
         self.group.send(self.group.first, message, call.number)
         self.group.arrive(call.number)
-
-    def _publish(self, header: str, tensors: list[torch.Tensor]) -> bytes:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        with explain_size_limit("the value of this rank", nbytes):
-            return self._messages.publish(header, tensors).encode()
 
     # ---- the first rank's side
 

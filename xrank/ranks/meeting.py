@@ -337,7 +337,7 @@ class _Host:
             self.next_look = Deadline(_TICK_SECONDS)
             absent = [rank for rank in self.others if rank not in self.links]
             self.meeting.raise_refusal(absent)
-            if self.meeting.store.peek(_apart_name(self.meeting)) is not None:
+            if self.meeting.store.peek(f"{self.meeting.name}/apart") is not None:
                 raise RanksApartError
             self.meeting.check(absent)
         poller = select.poll()
@@ -427,7 +427,8 @@ class _Host:
 
 def _join(meeting: Meeting) -> RankGroup:
     announced = meeting.await_first()
-    _check_address(announced)
+    if "address" not in announced:
+        raise RanksApartError
     host = Peer.from_dict(announced)
     if host.space != process_space():
         raise _report_apart(meeting)
@@ -514,24 +515,15 @@ def _make_group(
     return RankGroup(meeting.ranks, meeting.rank, wire, peers, secret=secret, spin_seconds=spin_seconds)
 
 
-def _apart_name(meeting: Meeting) -> str:
-    return f"{meeting.name}/apart"
-
-
 def _report_apart(meeting: Meeting) -> RanksApartError:
     """Report to the first rank that this one is apart from it; return the error."""
-    meeting.store.put(_apart_name(meeting), "1")
+    meeting.store.put(f"{meeting.name}/apart", "1")
     return RanksApartError()
 
 
 def _raise_end(meeting: Meeting) -> None:
     """Raise if the first rank has ended the meeting, or found that a rank is apart."""
-    if (announced := meeting.find_announcement()) is not None:
-        _check_address(announced)
-
-
-def _check_address(announced: dict[str, Any]) -> None:
-    if "address" not in announced:
+    if "address" not in (meeting.find_announcement() or {"address": ""}):
         raise RanksApartError
 
 
@@ -553,7 +545,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
             meeting.announce()  # after the first beat: the others may wait for this rank from now on
         wire.watch(known)
         me = Peer.from_this_process(meeting.rank)
-        meeting.store.put(_name(meeting, me.rank), json.dumps({**meeting.describe(), _KEY: keys.public}))
+        meeting.store.put(f"{meeting.name}/here/{me.rank}", json.dumps({**meeting.describe(), _KEY: keys.public}))
         if is_first:
             publics = _collect(meeting, wire, known)
             secret = secrets.token_bytes(32)
@@ -640,9 +632,5 @@ def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
 
 
 def _find_description(meeting: Meeting, rank: int) -> dict[str, Any] | None:
-    text = meeting.store.peek(_name(meeting, rank))
+    text = meeting.store.peek(f"{meeting.name}/here/{rank}")
     return None if text is None else json.loads(text)
-
-
-def _name(meeting: Meeting, rank: int) -> str:
-    return f"{meeting.name}/here/{rank}"

@@ -74,19 +74,23 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     if "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ and "WORLD_SIZE" in environ:
         return Launch(
             *_plain_ranks(environ),
-            run_id=own_id or _torchrun_id(environ["TORCHELASTIC_RUN_ID"]),
+            # Every torchrun without --rdzv-id and --standalone has the id "none" (torch/distributed/run.py:
+            # get_args_parser): used as an id, it would make last week's states look like this run's.
+            run_id=own_id
+            or (environ["TORCHELASTIC_RUN_ID"] if environ["TORCHELASTIC_RUN_ID"] not in ("", "none") else None),
             attempt=environ.get("TORCHELASTIC_RESTART_COUNT"),
             launcher="torchrun",
         )
     # salloc and sbatch shells carry SLURM_PROCID=0 and job-wide counts too: only a step has tasks that cooperate.
     if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         local_rank = _number(environ, "SLURM_LOCALID", 0)
+        job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
         return Launch(
             _number(environ, "SLURM_PROCID"),
             _number(environ, "SLURM_STEP_NUM_TASKS"),
             local_rank,
             _slurm_tasks_here(environ) or local_rank + 1,
-            run_id=own_id or _slurm_id(environ),
+            run_id=own_id or (f"{job}.{step}" if job and step else None),
             attempt=environ.get("SLURM_RESTART_COUNT"),
             launcher="srun",
         )
@@ -123,17 +127,6 @@ def _plain_ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
         local_rank,
         _number(environ, "LOCAL_WORLD_SIZE", local_rank + 1),
     )
-
-
-def _torchrun_id(text: str) -> str | None:
-    # Every torchrun without --rdzv-id and --standalone has the id "none" (torch/distributed/run.py: get_args_parser,
-    # --rdzv-id default "none"): used as an id, it would make last week's states look like this run's.
-    return None if text in ("", "none") else text
-
-
-def _slurm_id(environ: Mapping[str, str]) -> str | None:
-    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
-    return f"{job}.{step}" if job and step else None
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:

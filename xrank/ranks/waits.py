@@ -209,11 +209,8 @@ after_fork_in_child(_running.clear)  # threads stay with the parent
 class Membership:
     """The processes of a world, as one of its ranks sees them; threads may share it.
 
-    Args:
-        store: the world's store.
-        rank: this rank.
-        beats: whether this rank counts up its number: ranks of other hosts may wait for it.
-        peers: processes that the caller knows; others are read from the store.
+    This rank counts up its number if it `beats`, as ranks of other hosts may wait for it. Processes that are not among
+    `peers` are read from the store.
     """
 
     def __init__(
@@ -464,12 +461,9 @@ def name_of_ranks(ranks: Sequence[int]) -> str:
 
 
 class LongWait:
-    """One long wait of this rank, until `end`.
+    """One long wait of this rank, until `end`; the id and awaited ranks of its `description` are not used.
 
-    Args:
-        description: the wait; its id and awaited ranks are not used.
-        membership: the ranks' processes.
-        owes: whether this rank still owes another rank's wait its event; called with waits for this rank.
+    `owes` returns whether this rank still owes another rank's wait, which is for this rank, its event.
     """
 
     def __init__(
@@ -495,9 +489,7 @@ class LongWait:
     def look(self, awaited: Sequence[int], watched: Sequence[int]) -> None:
         """Raise if the wait will not end; this does nothing if the last look was a moment ago.
 
-        Args:
-            awaited: the ranks whose event is awaited now.
-            watched: all ranks without which the call cannot go on.
+        Ranks are `awaited` whose event has not come, and `watched` if the call cannot go on without them.
 
         Raises:
             RankFailedError: one of them has ended, or failed in a call of ranks that it could not name.
@@ -530,7 +522,7 @@ class LongWait:
                 self._membership.publish_wait(self._id, None)
 
     def _publish(self, awaited: Sequence[int]) -> Wait:
-        mine = Wait(**{**to_builtins(self._description), "id": self._id, "awaited": tuple(awaited[:_MAX_LISTED])})
+        mine = replace(self._description, id=self._id, awaited=tuple(awaited[:_MAX_LISTED]))
         if (text := mine.to_text()) != self._published:
             self._membership.publish_wait(self._id, text)
             self._published = text

@@ -390,13 +390,7 @@ class Bells:
 class HostWire:
     """A `Wire`; all processes share memory and process numbers.
 
-    Args:
-        ranks: all ranks, the first rank first.
-        rank: this rank.
-        board: shared by all, by position in `ranks`.
-        bells: shared by all; the wire closes them.
-        links: on the first rank to every other, elsewhere to the first alone.
-        peers: processes of the other ranks.
+    The board has the ranks in the order of `ranks`. The first rank has links to all others, these to the first alone.
     """
 
     shares_memory = True
@@ -426,11 +420,7 @@ class HostWire:
         self._boxes = {r: Mailbox(board, self._position[r]) for r in links} if rank == self._first else {}
         self._num_taken = dict.fromkeys(self._boxes, 0)
         self._lives: dict[int, int] = {}
-        # One epoll queue for all descriptors: a poll costs the same for two ranks and for a hundred.
-        self._events = select.epoll()
-        self._sources: dict[int, int] = {}
-        for r, link in self._links.items():
-            self._watch(link.fileno(), r)
+        self._sources = {link.fileno(): r for r, link in self._links.items()}
         for r, peer in peers.items():
             life = None
             with suppress(ProcessLookupError):
@@ -439,13 +429,13 @@ class HostWire:
                 self.ended.add(r)  # the meeting proved that it can be watched, so it has ended already
             else:
                 self._lives[r] = life
-                self._watch(life, r)
+                self._sources[life] = r
+        # One epoll queue for all descriptors: a poll costs the same for two ranks and for a hundred.
+        self._events = select.epoll()
+        for fd in self._sources:
+            self._events.register(fd, select.EPOLLIN)
         self._bell = bells.descriptors[0 if rank == self._first else 1]
         self._events.register(self._bell, select.EPOLLIN | select.EPOLLET)
-
-    def _watch(self, fd: int, rank: int) -> None:
-        self._events.register(fd, select.EPOLLIN)
-        self._sources[fd] = rank
 
     def send(self, rank: int, message: Message) -> None:
         """Send; see `Wire`."""
@@ -547,14 +537,7 @@ for seconds would otherwise find the store gone and take rank 0's end for the fa
 
 
 class StoreWire:
-    """A `Wire`; its heartbeat begins with its construction.
-
-    Args:
-        ranks: all ranks, the first rank first.
-        rank: this rank.
-        store: shared by all ranks.
-        name: name of the meeting, with which the names in the store begin.
-    """
+    """A `Wire`; its heartbeat begins with its construction, and its names in the store with the meeting's `name`."""
 
     shares_memory = False
     max_payload_nbytes = 0

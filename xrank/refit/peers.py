@@ -232,10 +232,7 @@ class Pause:
 class PeerRank:
     """Reads the status of a rank: by the kernel on this host, else over a socket.
 
-    Args:
-        role: the rank in words, such as ``"trainer rank 3"``.
-        rank: its number.
-        description: of its `MemoryOffer`, whose last view is its status.
+    The last view of its `MemoryOffer` is its status; `role` is the rank in words, such as ``"trainer rank 3"``.
 
     Raises:
         CorruptError: the description is invalid.

@@ -78,9 +78,7 @@ class Recording(Struct, eq=False):
     """Tensor that the loader must take whole -> the reason."""
 
 
-def record_loader(
-    load: Loader, parameters: Sequence[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> Recording:
+def record_loader(load: Loader, parameters: Sequence[tuple[str, torch.Tensor]], shapes: Shapes) -> Recording:
     """Run a loader on stand-ins, and return its copies, proven to write each element of each parameter once.
 
     Raises:
@@ -109,9 +107,7 @@ def record_loader(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows stand-ins through the operations of a loader."""
 
-    def __init__(
-        self, parameters: Sequence[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[str, tuple[int, ...]]]
-    ) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]], shapes: Shapes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = shapes
         self._parameters = sorted(
@@ -184,7 +180,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._write(func, args, kwargs, names, parameter)
         if not names:
             return func(*args, **kwargs)
-        if func in _SAME_VALUES or (func is _aten._to_copy.default and _keeps_dtype(args, kwargs)):
+        if func in _SAME_VALUES or (func is _aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype)):
             return args[0].as_strided(args[0].shape, args[0].stride(), args[0].storage_offset())
         if written:
             self._end(names, f"{func} changes it in place")
@@ -262,10 +258,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[number] if number < len(args) else kwargs.get(argument.name)
-
-
-def _keeps_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("dtype") in (None, args[0].dtype)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
