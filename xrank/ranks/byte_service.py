@@ -453,14 +453,7 @@ class PeerService:
                 if fd in self._listeners:
                     self._admit(self._listeners[fd])
                 elif (guest := self._guests.get(fd)) is not None:
-                    is_lost = guest.is_replying and bool(events & (select.EPOLLHUP | select.EPOLLERR))
-                    try:
-                        if guest.is_replying and not is_lost:
-                            self._reply(guest)
-                        elif is_lost or not self._receive(guest):
-                            self._drop(guest)
-                    except Exception:  # the guest is gone or failed; the other guests are still served
-                        self._drop(guest)
+                    self._attend(guest, events)
 
     def _admit(self, listener: socket.socket) -> None:
         try:
@@ -498,6 +491,16 @@ class PeerService:
         del self._guests[guest.socket.fileno()]
         self._strangers.pop(guest, None)
         guest.socket.close()  # this also removes it from epoll
+
+    def _attend(self, guest: _Guest, events: int) -> None:
+        """Do the work for a guest that does not wait."""
+        try:
+            if guest.is_replying and not events & (select.EPOLLHUP | select.EPOLLERR):
+                self._reply(guest)
+            elif guest.is_replying or not self._receive(guest):
+                self._drop(guest)
+        except Exception:  # the guest is gone or failed; the other guests are still served
+            self._drop(guest)
 
     def _receive(self, guest: _Guest) -> bool:
         """Receive a guest's bytes, and return whether it may stay connected."""

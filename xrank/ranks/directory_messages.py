@@ -297,55 +297,11 @@ class MessageName:
         return process_state(int(match[3]))
 
 
-class NamedMessages:
-    """Base of messages with names: removes those that this process has published, and no others'."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._begin()
-        _living.add(self)
-
-    def _begin(self) -> None:
-        self._names = MessageName(self._rank)
-        self._published: set[str] = set()
-        self._pid = os.getpid()
-
-    def retire(self, receipt: str) -> None:
-        """Remove a message of this rank after its reader has fetched it."""
-        self._remove(MessageReceipt.from_json(receipt, -1).name)
-
-    def close(self) -> None:
-        """Remove everything that this rank published. A second call does nothing."""
-        if os.getpid() == self._pid:  # not in a process that the rank forked
-            for name in list(self._published):
-                self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        self._published.discard(name)
-        self._unlink(name)
-
-    def _unlink(self, name: str) -> None:
-        """Remove the message of that name; it may be absent."""
-        raise NotImplementedError
-
-
-_living: weakref.WeakSet[NamedMessages] = weakref.WeakSet()
-
-
-def _begin_anew_in_child() -> None:
-    # Otherwise a forked process would reuse its parent's names, and remove its parent's messages when it ends.
-    for messages in _living:
-        messages._begin()
-
-
-after_fork_in_child(_begin_anew_in_child)
-
-
 def _space_digest() -> str:
     return hashlib.blake2b(process_space().encode(), digest_size=8).hexdigest()
 
 
-class DirectoryMessages(NamedMessages):
+class DirectoryMessages:
     """A `MessageWorkspace` in a directory, used by one thread at a time.
 
     Construction creates the directory, and removes messages that dead processes of this host left for this rank. Hosts
@@ -355,7 +311,9 @@ class DirectoryMessages(NamedMessages):
     patience_seconds = STALE_SECONDS
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
-        super().__init__(rank)
+        self._rank = rank
+        self._begin()
+        _living.add(self)
         self._path = os.path.abspath(os.fspath(path))
         # Every rank creates it: a rank cannot wait for another one here.
         make_directory(self._path)
@@ -364,6 +322,11 @@ class DirectoryMessages(NamedMessages):
                 # The file harms no run; another user may own it, or another rank may be removing it.
                 with contextlib.suppress(OSError):
                     self._remove(name)
+
+    def _begin(self) -> None:
+        self._names = MessageName(self._rank)
+        self._published: set[str] = set()
+        self._pid = os.getpid()
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Write a message; see `MessageWorkspace`."""
@@ -398,6 +361,29 @@ class DirectoryMessages(NamedMessages):
                 next_step="check that workspace_path is the same directory on both hosts",
             ) from None
 
-    def _unlink(self, name: str) -> None:
+    def retire(self, receipt: str) -> None:
+        """Remove a message of this rank after its reader has fetched it."""
+        self._remove(MessageReceipt.from_json(receipt, -1).name)
+
+    def close(self) -> None:
+        """Remove everything that this rank published. A second call does nothing."""
+        if os.getpid() == self._pid:  # not in a process that the rank forked
+            for name in list(self._published):
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._published.discard(name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self._path, name))
+
+
+_living: weakref.WeakSet[DirectoryMessages] = weakref.WeakSet()
+
+
+def _begin_anew_in_child() -> None:
+    # Otherwise a forked process would reuse its parent's names, and remove its parent's messages when it ends.
+    for messages in _living:
+        messages._begin()
+
+
+after_fork_in_child(_begin_anew_in_child)

@@ -493,10 +493,8 @@ def _release_in_child() -> None:
 after_fork_in_child(_release_in_child)
 
 
-@lru_cache(maxsize=256)
-def _parse_place(text: str, rank: int) -> MemoryPlace:
-    """Return the place in a receipt; cached, because a writer has few arenas."""
-    return MemoryPlace.from_json(text, rank)
+_parse_place = lru_cache(maxsize=256)(MemoryPlace.from_json)
+"""Returns the place in a receipt; cached, because a writer has few arenas."""
 
 
 def _make_receipt_error(rank: int, got: str) -> XrankError:

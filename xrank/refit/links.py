@@ -119,7 +119,9 @@ class TrainerLink(Struct, eq=False):
             if first is None or first != seen or is_new(first.step) or monotonic() >= next_look:
                 statuses, seen, next_look = self.read(), first, monotonic() + LOOK_SECONDS
                 newest = statuses[0].step
-                if step is not None and any(status.is_past(step) for status in statuses):
+                if step is not None and any(
+                    status.step > step or (status.step == step and status.phase is Phase.CLOSED) for status in statuses
+                ):
                     raise UsageError(
                         f"step {step} is past",
                         got=f"step {max(status.step for status in statuses)} of the trainer",

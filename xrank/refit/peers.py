@@ -118,10 +118,6 @@ class RankStatus(Struct, frozen=True):
         text = body[_FIELDS.size : end].decode(errors="replace")
         return cls(Phase(phase), step, generation, checks, round_, offer, committed, text)
 
-    def is_past(self, step: int) -> bool:
-        """Return whether this trainer rank will not show a step any more."""
-        return self.step > step or (self.step == step and self.phase is Phase.CLOSED)
-
 
 class StepOutcome(Struct, frozen=True):
     """The outcome of a step: the trainer's first rank decides it, and the other ranks take it over."""
@@ -569,8 +565,10 @@ class EngineWatch:
                 found.taken.append(peer.role)
             elif status.phase is Phase.FAILED:
                 found.failed.append((peer, status))
-                if self._may_retry(name, status.round):
-                    found.waiting.append(peer)
+                if self._failed.get(name, (-1, 0.0))[0] != status.round:
+                    self._failed[name] = status.round, monotonic()
+                if monotonic() < self._failed[name][1] + _RETRY_SECONDS:
+                    found.waiting.append(peer)  # in its first moment in this step it may repeat its call
             else:
                 found.waiting.append(peer)
                 if status.phase in (Phase.READING, Phase.COPIED):
@@ -601,14 +599,6 @@ class EngineWatch:
             peer.close()
         self._peers.clear()
         self._read_left()
-
-    def _may_retry(self, name: str, round_: int) -> bool:
-        """Return whether a rank that has failed may still repeat its call: in its first moment in this step."""
-        known, since = self._failed.setdefault(name, (round_, monotonic()))
-        if known != round_:
-            since = monotonic()
-            self._failed[name] = (round_, since)
-        return monotonic() < since + _RETRY_SECONDS
 
     def _refresh(self) -> None:
         now = monotonic()
@@ -675,8 +665,7 @@ class TrainerRanks:
     def __init__(
         self, block: StatusBlock, outcomes: OutcomeBlock, peers: Sequence[PeerRank], *, is_first: bool
     ) -> None:
-        self.block, self.peers, self.is_first = block, peers, is_first
-        self._outcomes = outcomes
+        self.block, self.peers, self.is_first, self._outcomes = block, peers, is_first, outcomes
 
     def check(self, step: int) -> None:
         """Raise if a step has failed on another rank; the error names it."""

@@ -124,13 +124,14 @@ def make_place_error(workspace: IdentifiedWorkspace) -> UsageError:
 
 def find_identity(rank: int | None, world_size: int | None, run_id: str | None) -> WorkspaceIdentity:
     """Return the identity; arguments that are None are found as `xrank.workspace.nfs.NFSWorkspace` describes."""
-    launch = read_launch(environment.environ())
+    environ = environment.environ()
+    launch = read_launch(environ)
     found_rank, found_world_size = group_place() or (launch and (launch.rank, launch.world_size)) or (0, 1)
     return WorkspaceIdentity(
         rank=found_rank if rank is None else rank,
         world_size=found_world_size if world_size is None else world_size,
         # An empty text is the caller's choice of no id.
-        run_id=(run_id or None) if run_id is not None else _find_run_id(),
+        run_id=(run_id or None) if run_id is not None else read_run_id(environ) or _group_run_id(),
         attempt=None if launch is None else launch.attempt,
     )
 
@@ -141,10 +142,6 @@ def check_rank(target_rank: object) -> int:
         return index(target_rank)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"target_rank {target_rank!r} is not a whole number", want="a rank, such as 0") from None
-
-
-def _find_run_id() -> str | None:
-    return read_run_id(environment.environ()) or _group_run_id()
 
 
 def _group_run_id() -> str | None:

@@ -98,7 +98,27 @@ class NFSWorkspace(IdentifiedWorkspace):
         A DTensor whose mesh does not contain this rank is left out.
         """
         path = self._place()
-        self._replace(path, make_state_archive(self._identity, config_json, weights, layouts, step))
+        archive = make_state_archive(self._identity, config_json, weights, layouts, step)
+        run = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_id or "norun")[:40]
+        part = os.path.join(path, f".rank_{self.rank}.{run}.{secrets.token_hex(8)}.part")
+        file = os.path.join(path, state_file_name(self.rank))
+        try:
+            with explain_no_space(
+                path,
+                f"the state of rank {self.rank}",
+                archive.nbytes,
+                file=file,
+                rank=self.rank,
+                besides=" and a little more; the last state stays until the new one is complete",
+            ):
+                # Content before name before folder entry: a crash at any point leaves the old state or the new one.
+                written = _write_new(part, archive)
+                _rename(part, file, written)
+                system.sync_folder(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _remove(part)
+            raise
 
     def read_configs_and_weights_from_rank(
         self, target_rank: int
@@ -161,29 +181,6 @@ class NFSWorkspace(IdentifiedWorkspace):
             if unfinished.fullmatch(name):
                 with contextlib.suppress(OSError):  # not a file, or another user's; it harms no run
                     _remove(os.path.join(path, name))
-
-    def _replace(self, path: str, archive: StateArchive) -> None:
-        """Write the state to a temporary file and rename it over the old one."""
-        run = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_id or "norun")[:40]
-        part = os.path.join(path, f".rank_{self.rank}.{run}.{secrets.token_hex(8)}.part")
-        file = os.path.join(path, state_file_name(self.rank))
-        try:
-            with explain_no_space(
-                path,
-                f"the state of rank {self.rank}",
-                archive.nbytes,
-                file=file,
-                rank=self.rank,
-                besides=" and a little more; the last state stays until the new one is complete",
-            ):
-                # Content before name before folder entry: a crash at any point leaves the old state or the new one.
-                written = _write_new(part, archive)
-                _rename(part, file, written)
-                system.sync_folder(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                _remove(part)
-            raise
 
 
 def _check_directory(path: str | os.PathLike[str]) -> None:

@@ -212,7 +212,14 @@ def read_state(
             raise state_error(file, rank, got, "a config of plain values")
         if state.record is None:
             if run_id is not None:
-                raise _unknown_run(file, rank, run_id)
+                raise ContradictionError(
+                    f"the state of rank {rank} in {file} records no run, so it may be an earlier run's",
+                    rank=rank,
+                    file=file,
+                    want=f"a state of run {run_id}; ModelOpt's NFSWorkspace records none",
+                    next_step="let the rank write with xrank; or, if this run wrote it, construct "
+                    'NFSWorkspace(path, run_id="")',
+                )
         elif (state.record.run_id, state.record.world_size) != (run_id, world_size):
             return None
         # Only now: states of other runs are ignored, whichever rank wrote them.
@@ -220,16 +227,6 @@ def read_state(
         return state.config, _tensors(state.archive, state.weights, rank)
 
     return _retry_while_replaced(file, read)
-
-
-def _unknown_run(file: str, rank: int, run_id: str) -> ContradictionError:
-    return ContradictionError(
-        f"the state of rank {rank} in {file} records no run, so it may be an earlier run's",
-        rank=rank,
-        file=file,
-        want=f"a state of run {run_id}; ModelOpt's NFSWorkspace records none",
-        next_step='let the rank write with xrank; or, if this run wrote it, construct NFSWorkspace(path, run_id="")',
-    )
 
 
 def read_run_id(file: str) -> str | None:
