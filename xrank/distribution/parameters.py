@@ -232,7 +232,14 @@ class _Average:
             buckets: list[list[torch.Tensor]] = []
             nbytes = 0
             for index in used.flatten().nonzero().flatten().tolist():
-                gradient, last = self._local_gradient(index), buckets[-1] if buckets else []
+                parameter, last = self._parameters[index](), buckets[-1] if buckets else []
+                # A rank that did not use the parameter, or no longer has it, adds zeros.
+                if parameter is None:
+                    gradient = torch.zeros_like(self._templates[index], device=self._device)
+                else:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    gradient = _local_part(parameter.grad)
                 is_alike = bool(last) and (last[0].dtype, last[0].device) == (gradient.dtype, gradient.device)
                 if is_alike and nbytes + gradient.nbytes <= _BUCKET_NBYTES:
                     last.append(gradient)
@@ -250,15 +257,6 @@ class _Average:
                 parameter = reference()
                 if parameter is not None and isinstance(parameter.grad, DTensor):
                     parameter.grad = self._with_placement(parameter.grad, Replicate())
-
-    def _local_gradient(self, index: int) -> torch.Tensor:
-        """Return this rank's gradient, or zeros if the rank did not use the parameter or no longer has it."""
-        parameter = self._parameters[index]()
-        if parameter is None:
-            return torch.zeros_like(self._templates[index], device=self._device)
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return _local_part(parameter.grad)
 
     def _with_placement(self, gradient: DTensor, placement: Any) -> DTensor:
         """Return the gradient with another placement along the batch axis; its memory stays."""

@@ -55,8 +55,6 @@ class _LaterPart:
 
     chunk: int
     name: str
-    inner_name: str
-    """Name without the chunk's number."""
     gradient: torch.Tensor
     """A flat view of the buffer."""
     later: LaterReduction
@@ -70,18 +68,19 @@ class LaterSync:
         self._num_chunks = len(chunks)
         self._parts: list[_LaterPart] = []
         for number, chunk in enumerate(chunks):
-            is_several = isinstance(chunk.module, torch.nn.ModuleList)
             for planned in chunk.plan.parameters:
                 gradient = chunk.main_grad(planned.name).view(-1)[slice(*planned.owned)]
-                inner_name = planned.name.partition(".")[2] if is_several else planned.name
                 for later in planned.later:
-                    self._parts.append(_LaterPart(number, planned.name, inner_name, gradient, later, chunk.wire))
+                    self._parts.append(_LaterPart(number, planned.name, gradient, later, chunk.wire))
         self.faults: list[GradientFault] = []
         """Faults that all ranks must receive before `run`."""
         self._copies: dict[str, list[_LaterPart]] = {}
         for part in self._parts:
             if part.later.kind == "conditional":
-                self._copies.setdefault(part.inner_name, []).append(part)
+                # A copy's name, without the number of its chunk.
+                is_several = isinstance(chunks[part.chunk].module, torch.nn.ModuleList)
+                name = part.name.partition(".")[2] if is_several else part.name
+                self._copies.setdefault(name, []).append(part)
         rank = chunks[0].plan.rank
         for first, *others in self._copies.values():
             self.faults += (

@@ -193,46 +193,10 @@ def _check_axes(mesh: DeviceMesh, known: set[str]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterCuts:
-    """Axes of a parameter's placements; empty for a plain tensor."""
-
-    sharded: tuple[str, ...] = ()
-    """Axes along which ranks hold different parts."""
-    partial: tuple[str, ...] = ()
-    """Axes along which values and gradients are partial sums."""
-    is_known: bool = False
-    """Whether placements along tp or etp exist: a plain copy there is then certain."""
-    axes: tuple[tuple[str, ...], ...] = ()
-    """Axes of the plan that each placement is along: several where the parameter's mesh has merged them."""
-
-
 def local_of(parameter: Any) -> Any:
     """Return this rank's part of a parameter: the local tensor of a DTensor, else the parameter itself."""
     # Not to_local(): it returns another object, whose .data can't be moved into a buffer for the parameter.
     return parameter._local_tensor if hasattr(parameter, "device_mesh") else parameter
-
-
-def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
-    """Return the axes that cut a parameter."""
-    if not hasattr(parameter, "device_mesh"):
-        return ParameterCuts()
-    mesh = describe_mesh(parameter.device_mesh)
-    sharded: list[str] = []
-    partial: list[str] = []
-    along = tuple(_find_axes(name, mesh, axis, place) for axis in mesh.axis_names)
-    for axis, placement, axes in zip(mesh.axis_names, parameter.placements, along, strict=True):
-        if placement.is_partial():
-            if any(one not in ("tp", "etp") for one in axes):
-                raise At(name, place.rank).layout_error(
-                    f"its values are partial sums along {axis!r}, along which parameters are copies or cut",
-                    f"use Replicate or Shard in place of {placement!r}",
-                )
-            partial += axes
-        elif not placement.is_replicate():
-            sharded += axes
-    is_known = any(axis in ("tp", "etp") for axes in along for axis in axes)
-    return ParameterCuts(tuple(sharded), tuple(partial), is_known, along)
 
 
 def _find_axes(name: str, mesh: DeviceMesh, axis: str, place: MeshPlace) -> tuple[str, ...]:
@@ -363,7 +327,26 @@ def mark(
 def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: GradientConfig) -> ParameterRole:
     """Return the role of a parameter on the rank at a place."""
     marked: ParameterMark = getattr(parameter, _ATTRIBUTE, None) or ParameterMark()
-    cuts = cuts_of(name, parameter, place)
+    # Axes of its placements: those along which ranks hold different parts, and those along which values and gradients
+    # are partial sums. A plain tensor has none.
+    sharded: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+    along: tuple[tuple[str, ...], ...] = ()
+    if hasattr(parameter, "device_mesh"):
+        mesh = describe_mesh(parameter.device_mesh)
+        along = tuple(_find_axes(name, mesh, axis, place) for axis in mesh.axis_names)
+        for axis, placement, axes in zip(mesh.axis_names, parameter.placements, along, strict=True):  # type: ignore[attr-defined]
+            if placement.is_partial():
+                if any(one not in ("tp", "etp") for one in axes):
+                    raise At(name, place.rank).layout_error(
+                        f"its values are partial sums along {axis!r}, along which parameters are copies or cut",
+                        f"use Replicate or Shard in place of {placement!r}",
+                    )
+                partial += axes
+            elif not placement.is_replicate():
+                sharded += axes
+    # With placements along tp or etp, a plain copy there is certain.
+    is_known = any(axis in ("tp", "etp") for axes in along for axis in axes)
     reasons: dict[Aspect, str] = {}
 
     is_expert = marked.expert
@@ -372,16 +355,15 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     elif not getattr(parameter, "allreduce", True):
         is_expert = True
         reasons["expert"] = "its attribute allreduce is False, as Megatron marks experts"
-    elif "ep" in cuts.sharded:
+    elif "ep" in sharded:
         is_expert = True
         reasons["expert"] = "its placement cuts it along ep"
 
     tensor_axis = place.tensor_axis(bool(is_expert))
-    sharded = cuts.sharded
     # Megatron sets it on the parts of its column- and row-parallel layers.
     if getattr(parameter, "tensor_model_parallel", False) and tensor_axis not in sharded:
         sharded = (*sharded, tensor_axis)
-    over_tp, reason = _resolve_over_tp(name, parameter, marked, cuts, config)
+    over_tp, reason = _resolve_over_tp(name, parameter, marked, partial, is_known, config)
     num_parts = len(place.ranks([tensor_axis], bool(is_expert)))
     if over_tp == "unknown" and num_parts > 1 and tensor_axis not in sharded:
         raise At(name, place.rank).usage_error(
@@ -415,8 +397,8 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
         tied=tied,
         stages=marked.stages,
         sharded=sharded,
-        is_cut_over_tp=tensor_axis in sharded if tensor_axis in sharded or is_reduced or cuts.is_known else None,
-        placement_axes=cuts.axes,
+        is_cut_over_tp=tensor_axis in sharded if tensor_axis in sharded or is_reduced or is_known else None,
+        placement_axes=along,
         reasons=reasons,
     )
 
@@ -425,19 +407,24 @@ _BY_NAME = "its name is that of a norm of queries or keys, and qk_layernorm is s
 
 
 def _resolve_over_tp(
-    name: str, parameter: torch.Tensor, marked: ParameterMark, cuts: ParameterCuts, config: GradientConfig
+    name: str,
+    parameter: torch.Tensor,
+    marked: ParameterMark,
+    partial: tuple[str, ...],
+    is_known: bool,
+    config: GradientConfig,
 ) -> tuple[OverTP | Literal["unknown"] | None, str]:
     """Return how gradients along tp combine, with the reason."""
     if marked.over_tp is not None:
         return marked.over_tp, f'it is marked over_tp="{marked.over_tp}"'
-    if {"tp", "etp"} & set(cuts.partial):
+    if {"tp", "etp"} & set(partial):
         return "sum", "its placement is Partial along tp"
     # Averages first, as Megatron: megatron/core/distributed/finalize_model_grads.py.
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         return "average", "its attribute average_gradients_across_tp_domain is True"
     if getattr(parameter, "sequence_parallel", False) and config.sequence_parallel:
         return "sum", "its attribute sequence_parallel is True"
-    if cuts.is_known:
+    if is_known:
         return None, ""
     is_named = any(part == known or part.endswith(f"_{known}") for part in name.split(".") for known in QK_NAMES)
     if is_named and config.qk_layernorm is not False:

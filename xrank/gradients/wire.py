@@ -109,9 +109,7 @@ class RankWatch:
     def wait(self, work: Any, *, is_on_host: bool) -> None:
         """Wait for a collective, or raise the error that names a rank that has ended.
 
-        Args:
-            work: torch's handle.
-            is_on_host: whether ``work.wait`` itself blocks until the results are there, as for tensors of the CPU.
+        On the host ``work.wait`` itself blocks until the results are there.
         """
         while not work.is_completed():
             if is_on_host:
@@ -149,7 +147,6 @@ class RankWatch:
             raise
 
     def _look(self) -> None:
-        """Raise if a rank has ended."""
         if os.getpid() != self._pid:
             return
         record = None

@@ -255,12 +255,10 @@ class RankStarter:
             )
 
     def fork(self, fds: tuple[int, int, int, int], timeout_seconds: float) -> int | None:
-        """Start a rank and return its pid, or None if the process has ended or does not answer.
+        """Start a rank and return its pid, or None if the process has ended, or has not made its imports in time.
 
-        Args:
-            fds: the rank's descriptors: its log, its connection to the pool, a pipe for its stacks, and a pipe whose
-                other end is open while the pool's process runs.
-            timeout_seconds: time for the imports.
+        The descriptors are the rank's log, its connection to the pool, a pipe for its stacks, and a pipe whose other
+        end is open while the pool's process runs.
         """
         self._socket.settimeout(timeout_seconds)
         with contextlib.suppress(OSError):

@@ -24,18 +24,15 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pytest
+import torch
 
 from xrank.dtypes import DTYPES
 from xrank.errors import CorruptError, IncompleteError
 from xrank.ranks.wire import MessageWorkspace
 from xrank.workspace.base import Workspace
-
-if TYPE_CHECKING:
-    import torch
-
 
 # ruff: noqa: D102 (a test's name describes the test)
 
@@ -50,7 +47,6 @@ class MakeWorkspace(Protocol):
 
 def has_same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and bits, including the bits of NaNs."""
-    import torch
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -61,8 +57,6 @@ def has_same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def tensor_zoo() -> dict[str, torch.Tensor]:
     """Return tensors of every dtype, and with every kind of strides and storage."""
-    import torch
-
     generator = torch.Generator().manual_seed(7)
     zoo: dict[str, torch.Tensor] = {}
     for name, dtype in DTYPES.items():
@@ -136,8 +130,6 @@ class WorkspaceContract:
                 make_workspace(0, 2).read_configs_and_weights_from_rank(target)  # type: ignore[arg-type]
 
     def test_every_tensor_comes_back_bit_for_bit(self, make_workspace: MakeWorkspace) -> None:
-        import torch
-
         zoo = tensor_zoo()
         workspace = make_workspace()
         workspace.write_configs_and_weights({"kind": "zoo"}, zoo)
@@ -151,8 +143,6 @@ class WorkspaceContract:
             assert back.untyped_storage().nbytes() == back.nbytes and back.is_contiguous(), name
 
     def test_names_of_one_tensor_stay_one(self, make_workspace: MakeWorkspace) -> None:
-        import torch
-
         base = torch.arange(12.0)
         weights = {"embed": base[2:8], "head": base[2:8], "overlaps": base[4:], "whole": base, "bits": base.view(-1, 2)}
         weights["as_int"] = base.view(torch.int32)
@@ -165,8 +155,6 @@ class WorkspaceContract:
         assert back["whole"][2] == 2 and back["bits"][1, 0] == 2
 
     def test_what_is_read_is_the_readers_own(self, make_workspace: MakeWorkspace) -> None:
-        import torch
-
         mine = torch.ones(3)
         workspace = make_workspace()
         workspace.write_configs_and_weights({"list": [1]}, {"a": mine})
@@ -193,8 +181,6 @@ class WorkspaceContract:
         assert math.copysign(1, back["numbers"][4]) == -1 and back["true"] is True
 
     def test_the_last_write_counts_whole(self, make_workspace: MakeWorkspace) -> None:
-        import torch
-
         workspace = make_workspace()
         workspace.write_configs_and_weights(
             {"n": 1, "only": "first"}, {"a": torch.ones(4), "only.first": torch.ones(1)}
@@ -204,8 +190,6 @@ class WorkspaceContract:
         assert config == {"n": 2} and list(weights) == ["a"] and weights["a"].tolist() == [0, 0]
 
     def test_each_rank_has_its_own_state(self, make_workspace: MakeWorkspace) -> None:
-        import torch
-
         ranks = [make_workspace(rank, 3) for rank in range(3)]
         for rank in (2, 0):
             ranks[rank].write_configs_and_weights({"rank": rank}, {"a": torch.full((2,), rank)})
@@ -230,8 +214,6 @@ class WorkspaceContract:
         "fault", ["sparse", "meta", "quantised", "nested", "complex128", "subclass", "no tensor", "name", "mapping"]
     )
     def test_bad_weights_are_named_and_leave_the_old_state(self, make_workspace: MakeWorkspace, fault: str) -> None:
-        import torch
-
         class Subclass(torch.Tensor):
             pass
 
@@ -296,15 +278,11 @@ class MakeMessageWorkspace(Protocol):
 
 def fill_tensor(value: int, nbytes: int) -> torch.Tensor:
     """Return a tensor of that many bytes, all of them `value`."""
-    import torch
-
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
 def tensor_of(buffer: memoryview, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor over a buffer with the dtype and shape of `like`, as a reader would make it."""
-    import torch
-
     if len(buffer) == 0:
         return torch.empty(like.shape, dtype=like.dtype)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(like.dtype).view(like.shape)
@@ -366,8 +344,6 @@ class MessageWorkspaceContract:
         assert reader.fetch(1, sender.publish("null", [])) == ("null", [])
 
     def test_a_message_of_many_tensors(self, sender: MessageWorkspace, reader: MessageWorkspace) -> None:
-        import torch
-
         sizes = [number % 130 for number in range(3000)]
         numbers = torch.arange(3000, dtype=torch.int32)
         tensors = [numbers[:1].expand(0) if size == 0 else numbers[-size:] for size in sizes]

@@ -151,16 +151,10 @@ class ProgramBuilder:
         options: Callable[[int], dict[str, Any]] | None = None,
         flops: Callable[[int], int] | None = None,
     ) -> Value:
-        """Call a kernel with one output on the devices' shards of the inputs.
+        """Call a kernel on the devices' shards; its output has this global shape, and the first input's element type.
 
-        Args:
-            kernel: name of the kernel.
-            inputs: the kernel's inputs.
-            shape: global shape of the output.
-            sharding: sharding of the output; the caller must ensure that the kernel produces it.
-            dtype: element type of the output; None means that of the first input.
-            options: returns the kernel's keyword arguments for the device at a place in mesh order.
-            flops: returns the flops for the device at a place in mesh order.
+        The caller must ensure that the kernel produces the sharding. `options` and `flops` return the kernel's keyword
+        arguments and its flops for the device at a place in mesh order.
         """
         sharding = self.canonical(shape, sharding)
         value = Value(self.register(kernel), tuple(shape), dtype or inputs[0].dtype, sharding)
@@ -244,15 +238,24 @@ class ProgramBuilder:
         flat, gathered = self.register("flatten"), self.register("all_gather")
         blocks = dict(zip(self.mesh.ranks, self.ranges(value.shape, value.sharding.dims), strict=True))
         wholes = self.ranges(value.shape, target.dims)
-        tilings: dict[int, _Tiling] = {}
+        tilings: dict[int, tuple[tuple[ArraySpec, ...], Compute]] = {}
         for (device, own), group, whole in zip(self.instructions.items(), self.groups(axes), wholes, strict=True):
             # The members share one tuple and one tiling: the group may be a whole mesh of thousands of devices.
             if id(group) not in tilings:
-                tilings[id(group)] = _plan_tiling([blocks[member] for member in group], whole, value.dtype)
-            known = tilings[id(group)]
-            own.append(Compute("flatten", (value.register,), (flat,), (known.given[group.index(device)],)))
-            own.append(Communicate("all_gather", group, flat, gathered, known.given, known.joined, dim=0, axes=axes))
-            own.append(Compute("tile", (gathered,), (result.register,), (known.whole,), 0, known.options))
+                shapes = tuple(local_spec(blocks[member], value.dtype).shape for member in group)
+                starts = tuple(
+                    tuple(low - first for (low, _), (first, _) in zip(blocks[member], whole, strict=True))
+                    for member in group
+                )
+                spec = local_spec(whole, value.dtype)
+                options = (("shape", spec.shape), ("starts", starts), ("shapes", shapes))
+                tile = Compute("tile", (gathered,), (result.register,), (spec,), 0, options)
+                tilings[id(group)] = tuple(ArraySpec((prod(shape),), value.dtype) for shape in shapes), tile
+            given, tile = tilings[id(group)]
+            joined = ArraySpec((sum(spec.shape[0] for spec in given),), value.dtype)
+            own.append(Compute("flatten", (value.register,), (flat,), (given[group.index(device)],)))
+            own.append(Communicate("all_gather", group, flat, gathered, given, joined, dim=0, axes=axes))
+            own.append(tile)
         return result
 
     def communicate(
@@ -282,28 +285,6 @@ class ProgramBuilder:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """The part of a multi-dim all-gather that is equal for all members of a group."""
-
-    given: tuple[ArraySpec, ...]
-    """Specs of all members' flat blocks."""
-    joined: ArraySpec
-    """Spec of the concatenated blocks."""
-    whole: ArraySpec
-    options: tuple[tuple[str, Any], ...]
-    """Options of the kernel "tile", which assembles the blocks."""
-
-
-def _plan_tiling(blocks: Sequence[Ranges], whole: Ranges, dtype: str) -> _Tiling:
-    shapes = tuple(local_spec(block, dtype).shape for block in blocks)
-    given = tuple(ArraySpec((prod(shape),), dtype) for shape in shapes)
-    starts = tuple(tuple(low - first for (low, _), (first, _) in zip(block, whole, strict=True)) for block in blocks)
-    spec = local_spec(whole, dtype)
-    options = (("shape", spec.shape), ("starts", starts), ("shapes", shapes))
-    return _Tiling(given, ArraySpec((sum(map(prod, shapes)),), dtype), spec, options)
-
-
 @lru_cache(maxsize=65536)
 def local_spec(ranges: Ranges, dtype: str) -> ArraySpec:
     """Return the spec of a shard."""
@@ -311,7 +292,6 @@ def local_spec(ranges: Ranges, dtype: str) -> ArraySpec:
 
 
 def _with_dim(sharding: TensorSharding, dim: int, to: DimSharding) -> TensorSharding:
-    """Replace the cut of one dim."""
     return TensorSharding((*sharding.dims[:dim], to, *sharding.dims[dim + 1 :]), sharding.sums)
 
 
@@ -472,7 +452,6 @@ def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike)
 
 
 def _global_shape(shards: Sequence[Array], sharding: TensorSharding, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the shape of the whole array."""
     at = [mesh.coordinate(device) for device in mesh.ranks]
     specs = [spec_of(shard) for shard in shards]
     for device, spec in zip(mesh.ranks, specs, strict=True):
@@ -575,7 +554,6 @@ class ShardedOperation(Operation):
     def _zip_arguments(
         self, activations: Sequence[_T], parameters: Sequence[_T]
     ) -> dict[str, tuple[_T, TensorSharding]]:
-        """Return the arguments and their shardings by name."""
         named: dict[str, tuple[_T, TensorSharding]] = {}
         for what, given, shardings in (
             ("activations", activations, self.activation_shardings),

@@ -36,8 +36,7 @@ from xrank.virtual.programs import (
 def unit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Fit the seconds per unit of each kind of work; a kind that would be negative or is unused gets 0.
 
-    Args:
-        amounts: one row per sample: its amount of each kind of work per second of its time, for equal weights.
+    A row is a sample: its amount of each kind of work per second of its time, for equal weights.
     """
     used = np.flatnonzero(amounts.any(axis=0)).tolist()
     seconds = np.zeros(amounts.shape[1])
@@ -76,24 +75,13 @@ _LINK: Mapping[str, Kind] = {"latency": "seconds", "bandwidth": "bandwidth"}
 _MAX_FILE_NBYTES = 1 << 20
 
 
-class Words(NamedTuple):
-    """Parsed values, in seconds and per second."""
+def read_words(
+    source: str | os.PathLike[str], kinds: Mapping[str, Kind]
+) -> tuple[dict[str, float], tuple[float, float], dict[str, tuple[float, float]]]:
+    """Parse words ``name=value`` separated by blanks, or else a TOML file; `kinds` are those of further names.
 
-    values: dict[str, float]
-    """Values of the given names other than latency and bandwidth."""
-    general: tuple[float, float]
-    """(latency, bandwidth) of all links; defaults are 0 and no limit."""
-    axes: dict[str, tuple[float, float]]
-    """(latency, bandwidth) of links along an axis; omitted values are those of all links."""
-
-
-def read_words(source: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Words:
-    """Parse a line of words, or a TOML file with the same names.
-
-    Args:
-        source: words ``name=value`` separated by blanks; anything else is the path of a file, where a table ``[tp]``
-            stands for names that begin with ``tp.``.
-        kinds: kinds of the names other than ``latency`` and ``bandwidth``.
+    A table ``[tp]`` of a file stands for names that begin with ``tp.``. Returns the values of those names, and
+    (latency, bandwidth) of all links, 0 and no limit by default, and of links along each axis that has its own.
     """
     text = os.fspath(source)
     words = text.split()
@@ -126,7 +114,7 @@ def read_words(source: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Wor
             )
         latency, bandwidth = axes.get(axis, general)
         axes[axis] = (value, bandwidth) if what == "latency" else (latency, value)
-    return Words(others, general, axes)
+    return others, general, axes
 
 
 def _values(pairs: Iterable[tuple[str, ...]], kinds: Mapping[str, Kind], file: str | None) -> dict[str, float]:

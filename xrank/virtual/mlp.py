@@ -37,12 +37,8 @@ class Optimizer(ABC):
     ) -> tuple[Value, ...]:
         """Write the step of one parameter; return the new parameter and its new states.
 
-        Args:
-            builder: builder of the devices that have the parameter.
-            parameter: the parameter before the step.
-            gradient: the gradient summed over all rows, cut as the parameter.
-            states: the states before the step, in the order of `states`; empty in the first step.
-            count: the number of steps including this one; None if `counts_steps` is False.
+        The gradient is cut as the parameter. The states are in the order of `states`, and empty in the first step.
+        `count` includes this step; it is None if `counts_steps` is False.
         """
 
 
@@ -309,7 +305,6 @@ class MLPStage(StageProgram):
         return self._builder.receive(name, shape, spec.dtype, packet.sharding)
 
     def _add(self, name: str, gradient: Value) -> None:
-        """Add one run's gradient to a parameter's sum."""
         before = self._gradients.get(name)
         if before is not None:
             gradient = self._builder.compute("add", (before, gradient), gradient.shape, gradient.sharding)
@@ -533,7 +528,6 @@ class MLP(PipelinedOperation):
         )
 
     def _name_arguments(self, activations: Sequence[Any], parameters: Sequence[Any]) -> dict[str, Any]:
-        """Return the arguments, or their specs, by name."""
         if len(activations) != 2:
             raise UsageError(
                 "the activations of an MLP are inputs and targets", got=f"{len(activations)} arrays", want="2 arrays"

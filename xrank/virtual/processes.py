@@ -460,8 +460,7 @@ _QUIET_SECONDS = 0.5
 def collect_stacks(processes: Sequence[tuple[int, Callable[[], None]]]) -> list[str]:
     """Return the stacks of processes that have registered SIGUSR1 with faulthandler; empty if one does not react.
 
-    Args:
-        processes: the pipe that each process writes to, and a function that sends it the signal.
+    A process is the pipe that it writes to, and a function that sends it the signal.
     """
     texts, waiting = dict.fromkeys((stacks for stacks, _ in processes), b""), select.poll()
     for stacks, ask in processes:

@@ -146,14 +146,7 @@ def as_device_mesh(mesh: MeshLike) -> DeviceMesh:
 def group_of(
     mesh: DeviceMesh, device: int, axes: str | Sequence[str] | None = None, group: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return the group in which a device calls a collective, in the group's order.
-
-    Args:
-        mesh: the mesh of all devices.
-        device: the caller.
-        axes: mesh axes along which the members differ, in any order; members have mesh order.
-        group: the members themselves; all members must pass the same order.
-    """
+    """Return the group in which a device calls a collective: along mesh axes, in mesh order, or as it is given."""
     if group is None:
         if axes is not None and not isinstance(axes, Iterable):
             raise UsageError(
@@ -193,7 +186,6 @@ def group_of(
 
 @lru_cache(maxsize=256)
 def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """Return each device's group."""
     return {device: group for group in mesh.groups(*axes) for device in group}
 
 

@@ -518,7 +518,19 @@ def fit_rates(samples: Sequence[Sample]) -> Rates:
         raise UsageError("fitting rates needs measured times", want="samples of more than 0 seconds")
     seconds = np.array([sample.seconds for sample in samples])
     # Dividing by the seconds gives samples equal weights in the least squares.
-    columns = np.array([_amounts(sample.traffic) for sample in samples]) / seconds[:, None]
+    amounts = []
+    for traffic, _ in samples:
+        # The busiest ranks' amounts, round by round: starts, from memory, from files, written, exchanged, messages.
+        rounds = traffic.rounds
+        kinds = (
+            [traffic.compared_nbytes, *(one.own_nbytes for one in rounds)],
+            [one.read_nbytes for one in rounds],
+            [one.written_nbytes for one in rounds],
+            [np.maximum(one.taken_nbytes, one.given_nbytes) for one in rounds],
+            [one.messages for one in rounds],
+        )
+        amounts.append([1.0, *(float(sum(int(each.max(initial=0)) for each in kind)) for kind in kinds)])
+    columns = np.array(amounts) / seconds[:, None]
     is_used = columns.any(axis=0)
     start, *others, latency = map(float, unit_seconds(columns))
     memory, read, write, bandwidth = (
@@ -527,20 +539,3 @@ def fit_rates(samples: Sequence[Sample]) -> Rates:
     # An infinite bandwidth means unknown in `Rates`.
     link = LinkModel(latency, inf if bandwidth is None else bandwidth)
     return Rates(read=read, write=write, memory=memory, link=link, start_seconds=start)
-
-
-def _amounts(traffic: ConversionTraffic) -> tuple[float, ...]:
-    """Return the busiest ranks' amounts: (starts, from memory, from files, written, exchanged, messages)."""
-
-    def most(amounts: Sequence[IntArray]) -> float:
-        return float(sum(int(each.max(initial=0)) for each in amounts))
-
-    rounds = traffic.rounds
-    return (
-        1.0,
-        most([traffic.compared_nbytes, *(one.own_nbytes for one in rounds)]),
-        most([one.read_nbytes for one in rounds]),
-        most([one.written_nbytes for one in rounds]),
-        most([np.maximum(one.taken_nbytes, one.given_nbytes) for one in rounds]),
-        most([one.messages for one in rounds]),
-    )
