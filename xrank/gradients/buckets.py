@@ -277,7 +277,21 @@ class GradientWatch:
         norm = float(_norm(self._buffers[bucket.buffer].bucket(bucket)))
         # One subtraction covers both: inf - inf and NaN - NaN are NaN.
         if norm - norm == 0:  # finite
-            self._warn_if_large(bucket, norm)
+            largest = self._largest[bucket.id]
+            if self._plan.config.check_for_large_grads and self._num_samples[bucket.id] < _NUM_SAMPLES:
+                self._num_samples[bucket.id] += 1
+                self._largest[bucket.id] = max(largest, norm)
+            elif self._plan.config.check_for_large_grads and norm >= _LARGE * largest:
+                _logger.warning(
+                    "rank %d: the gradients of bucket %d (%s ...) have a norm of %.3g, %.0f times the largest of the "
+                    "first %d steps",
+                    self._plan.rank,
+                    bucket.id,
+                    bucket.names[0],
+                    norm,
+                    norm / largest if largest else float("inf"),
+                    _NUM_SAMPLES,
+                )
             return None
         if not self._plan.config.check_for_nan_in_grad:
             return None
@@ -308,25 +322,6 @@ class GradientWatch:
         if any(norm < 0 for norm in norms):
             return f"from a kernel, in one of {count} micro-batches"
         return f"from the sum of {count} micro-batches, each of which is finite"
-
-    def _warn_if_large(self, bucket: PlannedBucket, norm: float) -> None:
-        if not self._plan.config.check_for_large_grads:
-            return
-        largest = self._largest[bucket.id]
-        if self._num_samples[bucket.id] < _NUM_SAMPLES:
-            self._num_samples[bucket.id] += 1
-            self._largest[bucket.id] = max(largest, norm)
-        elif norm >= _LARGE * largest:
-            _logger.warning(
-                "rank %d: the gradients of bucket %d (%s ...) have a norm of %.3g, %.0f times the largest of the first "
-                "%d steps",
-                self._plan.rank,
-                bucket.id,
-                bucket.names[0],
-                norm,
-                norm / largest if largest else float("inf"),
-                _NUM_SAMPLES,
-            )
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:

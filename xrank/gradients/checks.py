@@ -11,7 +11,7 @@ wrapper cut its own buckets: Megatron's distributed optimizer cuts other slices 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, product
 from math import prod
@@ -109,18 +109,6 @@ class GradientCheck:
         for line in first_lines([f"also: {other}" for other in others], _MAX_SHOWN - 1):
             error.add_note(line)
         raise error
-
-
-def merge_findings(texts: Iterable[str]) -> tuple[GradientFinding, ...]:
-    """Return the findings of all ranks, of one text for each. Findings that differ only in ranks become one."""
-    found: dict[tuple[str, ...], GradientFinding] = {}
-    for text in texts:
-        for values in json.loads(text):
-            finding = GradientFinding(**{**values, "ranks": tuple(values["ranks"])})
-            key = finding.kind, finding.name, finding.message
-            ranks = set(finding.ranks) | set(found[key].ranks if key in found else ())
-            found[key] = replace(found.get(key, finding), ranks=tuple(sorted(ranks)))
-    return tuple(sorted(found.values(), key=lambda finding: (_ORDER.index(finding.kind), finding.ranks, finding.name)))
 
 
 def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding]:
@@ -637,7 +625,16 @@ def check_gradients(
         differences, compared = compare_with_reference(gradients, rename_to_plan(reference, plan), plan, tolerance)
         findings += explain_missing_sums(differences, compared, plan, wire)
     texts = wire.exchange(json.dumps([asdict(finding) for finding in findings]), everyone)
-    return GradientCheck(plan.rank, len(gradients), merge_findings(texts[rank] for rank in everyone))
+    # Findings of all ranks that differ only in ranks become one.
+    merged: dict[tuple[str, ...], GradientFinding] = {}
+    for rank in everyone:
+        for values in json.loads(texts[rank]):
+            finding = GradientFinding(**{**values, "ranks": tuple(values["ranks"])})
+            key = finding.kind, finding.name, finding.message
+            ranks = set(finding.ranks) | set(merged[key].ranks if key in merged else ())
+            merged[key] = replace(merged.get(key, finding), ranks=tuple(sorted(ranks)))
+    ordered = sorted(merged.values(), key=lambda one: (_ORDER.index(one.kind), one.ranks, one.name))
+    return GradientCheck(plan.rank, len(gradients), tuple(ordered))
 
 
 def _check_views(given: GivenGradients, plan: GradientPlan, wire: GradientWire) -> None:

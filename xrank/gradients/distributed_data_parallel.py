@@ -49,7 +49,16 @@ def connect_ranks(plan: GradientPlan, wire: GradientWire | None) -> GradientWire
         texts = wire.exchange(json.dumps([plan.rank, grids]), everyone)
         _check_places({rank: json.loads(text) for rank, text in texts.items()})
     lines = agreement_lines(plan)
-    mine = {" ".join(map(str, ranks)): [*found, _describe_order(plan, ranks)] for ranks, found in lines.items()}
+    mine = {}
+    for ranks, found in lines.items():
+        # The order in which buckets leave among these ranks. Ids would also count buckets of other sets.
+        buffers = [buffer.id for buffer in plan.buffers if buffer.ranks == ranks]
+        order = " ".join(
+            f"{buffers.index(bucket.buffer)}.{plan.buffers[bucket.buffer].buckets.index(bucket.id)}"
+            for bucket in plan.buckets
+            if bucket.buffer in buffers
+        )
+        mine[" ".join(map(str, ranks))] = [*found, f"buckets leave in the order {order} (buffer.bucket)"]
     digests = {key: xxh128_hexdigest("\n".join(found).encode()) for key, found in mine.items()}
     received = {rank: json.loads(text) for rank, text in wire.exchange(json.dumps(digests), everyone).items()}
     for key in sorted({key for digests in received.values() for key in digests}):
@@ -85,17 +94,6 @@ def _check_places(places: Mapping[int, tuple[int, str]]) -> None:
                 f"on rank {rank}: {grids}",
                 f"as on rank {first}: {places[first][1]}",
             )
-
-
-def _describe_order(plan: GradientPlan, ranks: tuple[int, ...]) -> str:
-    """Return the order in which buckets leave among these ranks. Ids would also count buckets of other sets."""
-    buffers = [buffer.id for buffer in plan.buffers if buffer.ranks == ranks]
-    places = [
-        f"{buffers.index(bucket.buffer)}.{plan.buffers[bucket.buffer].buckets.index(bucket.id)}"
-        for bucket in plan.buckets
-        if bucket.buffer in buffers
-    ]
-    return f"buckets leave in the order {' '.join(places)} (buffer.bucket)"
 
 
 def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:

@@ -6,15 +6,10 @@ step, and at the end of the step every rank receives the faults of all (`xrank.g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from xrank.errors import GradientError, LayoutError, UsageError
-from xrank.words import first_lines
-
-MAX_FAULTS = 8
-"""Faults that one rank sends: a mistake in the loop makes one for every parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +23,6 @@ class GradientFault:
     tensor: str | None = None
     got: str | None = None
     want: str | None = None
-
-    def make_error(self) -> GradientError:
-        """Return the fault as an error."""
-        return GradientError(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +39,7 @@ class At:
 
     def error(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> GradientError:
         """Return an error of a step."""
-        return self.fault(text, next_step, got, want).make_error()
+        return GradientError(**self._parts(text, next_step, got, want))
 
     def usage_error(self, text: str, next_step: str, got: str | None = None, want: str | None = None) -> UsageError:
         """Return an error of an argument."""
@@ -60,16 +51,3 @@ class At:
 
     def _parts(self, text: str, next_step: str, got: str | None, want: str | None) -> dict[str, Any]:
         return asdict(self.fault(text, next_step, got, want))
-
-
-def raise_faults(found: Mapping[int, Sequence[GradientFault]]) -> None:
-    """Raise the first fault of the lowest rank, with the others as notes; return if no rank has a fault."""
-    # In the order of ranks, so that all ranks raise the same fault first.
-    faults = [fault for rank in sorted(found) for fault in found[rank]]
-    if not faults:
-        return
-    error = faults[0].make_error()
-    others = [fault.message for fault in faults[1:] if fault.message != faults[0].message]
-    for line in first_lines([f"also: {message}" for message in others], MAX_FAULTS):
-        error.add_note(line)
-    raise error

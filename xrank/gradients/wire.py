@@ -26,11 +26,12 @@ from msgspec import structs
 from xxhash import xxh128_hexdigest
 
 from xrank import environment
-from xrank.errors import RankFailedError, RankTimeoutError
-from xrank.gradients.faults import MAX_FAULTS, At, GradientFault, raise_faults
+from xrank.errors import GradientError, RankFailedError, RankTimeoutError
+from xrank.gradients.faults import At, GradientFault
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import Store, find_store
 from xrank.ranks.waits import Membership, Peer
+from xrank.words import first_lines
 
 Combination: TypeAlias = Literal["sum", "average", "max"]
 
@@ -49,6 +50,8 @@ _GRACE_SECONDS = 1.0
 """Time between the error of a collective and the end of the process that caused it: connections close a little before
 a process ends, and a rank that raises an error ends later."""
 _CALL = "a step's collectives"
+_MAX_FAULTS = 8
+"""Faults that one rank sends: a mistake in the loop makes one for every parameter."""
 
 _T = TypeVar("_T")
 
@@ -335,6 +338,12 @@ class FaultFlag:
         getattr(self._handle, "finish", self._handle.wait)()
         if not int(self._flag):
             return
-        text = json.dumps([asdict(fault) for fault in self._faults[:MAX_FAULTS]])
+        text = json.dumps([asdict(fault) for fault in self._faults[:_MAX_FAULTS]])
         texts = self._wire.exchange(text, self._ranks)
-        raise_faults({rank: [GradientFault(**fault) for fault in json.loads(text)] for rank, text in texts.items()})
+        # In the order of ranks, so that all ranks raise the same fault first.
+        first, *others = (fault for rank in sorted(texts) for fault in json.loads(texts[rank]))
+        error = GradientError(**first)
+        notes = [f"also: {other['message']}" for other in others if other["message"] != first["message"]]
+        for line in first_lines(notes, _MAX_FAULTS):
+            error.add_note(line)
+        raise error
