@@ -16,7 +16,9 @@ from xrank.errors import (
     AGAIN,
     COMMAND,
     PYTHON,
+    NoSpaceError,
     RankFailedError,
+    RankTimeoutError,
     Text,
     UsageError,
     Wording,
@@ -79,6 +81,21 @@ def test_an_error_keeps_its_marks() -> None:
         assert error.__notes__ == ['  got   dtype="x"', "  try   correct it, then make the same call"]
         assert json.loads(json.dumps(error.to_dict()))["try"] == "correct it, then make the same call"
         assert COMMAND.render(error.to_dict()["try"]) == "correct it, then run the same command"
+
+
+def test_a_record_has_the_parts_of_every_class() -> None:
+    late = RankTimeoutError("late", rank=2, waiting_for=(2, 3))
+    full = NoSpaceError("full", needed_nbytes=5, free_nbytes=3)
+    failed = RankFailedError("failed", rank=1, host="h", pid=7, cause="KeyError: 'a'", failures=(late, full))
+    failed.failures = (failed, *failed.failures)
+    found = XrankError.from_record(json.loads(json.dumps(failed.to_record())))
+    assert isinstance(found, RankFailedError) and (found.pid, found.cause, found.rank) == (7, "KeyError: 'a'", 1)
+    first, second, third = found.failures
+    assert first is found and found.to_dict() == failed.to_dict()
+    assert isinstance(second, RankTimeoutError) and second.waiting_for == (2, 3)
+    assert isinstance(third, NoSpaceError) and (third.needed_nbytes, third.free_nbytes) == (5, 3)
+    with pytest.raises(KeyError):
+        XrankError.from_record({**late.to_record(), "type": "find_spec"})
 
 
 def test_another_rank_renders_a_failure_for_its_own_face() -> None:

@@ -335,13 +335,24 @@ class XrankError(Exception):
 
     def to_record(self) -> dict[str, Any]:
         """Return the error as plain JSON, its texts with their marks; see `from_record`."""
-        return {part: marked(value) if isinstance(value, str) else value for part, value in self.to_dict().items()}
+        parts = {"waiting_for", "pid", "cause", "failures", "needed_nbytes", "free_nbytes"}
+        own = {part: value for part in parts if (value := getattr(self, part, None))}
+        if "failures" in own:  # of which it may be the first itself
+            own["failures"] = [None if one is self else one.to_record() for one in own["failures"]]
+        record = self.to_dict() | own
+        return {part: marked(value) if isinstance(value, str) else value for part, value in record.items()}
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> XrankError:
         """Return the error that `to_record` described."""
-        parts = {part: value for part, value in record.items() if part not in ("type", "message", "try")}
-        error: XrankError = globals()[record["type"]](record["message"], **parts, next_step=record["try"])
+        parts = {part: value for part, value in record.items() if part not in ("type", "message", "try", "failures")}
+        if "waiting_for" in parts:
+            parts["waiting_for"] = tuple(parts["waiting_for"])
+        kind: type[XrankError] = {name: globals()[name] for name in __all__}[record["type"]]
+        error = kind(record["message"], **parts, next_step=record["try"])
+        if isinstance(error, RankFailedError):
+            failures = record.get("failures", ())
+            error.failures = tuple(error if one is None else XrankError.from_record(one) for one in failures)
         return error
 
 

@@ -34,6 +34,7 @@ _LOOK_SECONDS = 0.25
 _STOPPED = ("T", "t")
 """proc(5), /proc/pid/stat: stopped by a signal, or by a tracer."""
 _LEAVE_SECONDS = 2.0
+"""Longest time for which a rank that closes waits for others."""
 _DAMAGED_SECONDS = 1.5
 """Longest time in which an owner may write its status: on a busy machine the kernel may pause it meanwhile."""
 
@@ -46,7 +47,6 @@ _OUTCOME_HEAD = struct.Struct("<II")
 """Before an outcome in memory: checksum and length of its text."""
 _OUTCOME_NBYTES = 4 << 20
 """Most bytes of an outcome: 4,000 engine ranks that all failed take 2.5 MB."""
-_KINDS = {kind.__name__: kind for kind in (RankFailedError, RankTimeoutError, ContradictionError)}
 
 
 class Phase(IntEnum):
@@ -133,34 +133,14 @@ class StepOutcome(Struct, frozen=True):
 
     def to_json(self) -> bytes:
         """Return the outcome as text for other ranks."""
-        error = None if self.error is None else describe_error(self.error)
+        error = None if self.error is None else self.error.to_record()
         return json.dumps([self.step, self.takers, dict(self.failed), error, self.is_over]).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> StepOutcome:
         """Return the outcome of such a text."""
         step, takers, failed, error, is_over = json.loads(text)
-        return cls(step, tuple(takers), failed, None if error is None else make_described_error(error), is_over)
-
-
-def describe_error(error: XrankError) -> dict[str, Any]:
-    """Return an error for other ranks, as JSON."""
-    names = ("message", "rank", "host", "got", "want", "next_step", "pid", "cause", "waiting_for")
-    parts = {name: getattr(error, name, None) for name in names}
-    failures = [describe_error(one) for one in getattr(error, "failures", ()) if one is not error]
-    kept = {name: value for name, value in parts.items() if value is not None}
-    return {"kind": type(error).__name__, "parts": kept, "failures": failures}
-
-
-def make_described_error(described: Mapping[str, Any]) -> XrankError:
-    """Return the error of a description."""
-    parts = dict(described["parts"])
-    if "waiting_for" in parts:
-        parts["waiting_for"] = tuple(parts["waiting_for"])
-    error = _KINDS[described["kind"]](**parts)
-    if isinstance(error, RankFailedError) and described["failures"]:
-        error.failures = (error, *map(make_described_error, described["failures"]))
-    return error
+        return cls(step, tuple(takers), failed, None if error is None else XrankError.from_record(error), is_over)
 
 
 _NO_STATUS = RankStatus()
@@ -499,7 +479,6 @@ _REFRESH_SECONDS = 0.05
 """Time between two looks into the directory."""
 _RETRY_SECONDS = 0.5
 """Time in which an engine rank that has failed may repeat its call; then the trainer goes on without it."""
-"""Longest time for which a rank that closes waits for others."""
 _SUSPECT_SECONDS = 2.0
 """Longest time until all ranks have noticed that the first one does not answer."""
 _SHOWN = (Phase.OPEN, Phase.STEADY)

@@ -47,8 +47,6 @@ from xrank.refit.peers import (
     StatusBlock,
     StepOutcome,
     TrainerRanks,
-    describe_error,
-    make_described_error,
     make_failure,
     open_siblings,
     wait_while,
@@ -466,11 +464,11 @@ class WeightsOffer:
         if not isinstance(error, RankFailedError):
             rank = self._part.rank
             error = make_failure(f"trainer rank {rank}", rank, f"{type(error).__name__}: {error}")
-        self._place.write_failure(self._registration, describe_error(error))
+        self._place.write_failure(self._registration, error.to_record())
 
     def _find_noted_failure(self) -> XrankError | None:
         noted = self._place.read_failure(self._registration) if self._ranks.peers else None
-        return None if noted is None else make_described_error(noted)
+        return None if noted is None else XrankError.from_record(noted)
 
     def _publish_in_place(self, step: int, deadline: Deadline) -> StepOutcome:
         versions = self._part.count_versions()
