@@ -37,9 +37,12 @@ class SliceLayouts:
         """The layouts that were added."""
         self._own = own
 
-    def add(self, key: str, name: str, one: OwnedSlice) -> None:
-        """Add the layout of a tensor of a slice's shape."""
+    def add(self, key: str, name: str, one: OwnedSlice, *, is_scalar: bool = False) -> None:
+        """Add the layout of a tensor of a slice's shape; or one without dims, equal on all its ranks."""
         mesh, axis = _find_mesh(one)
+        if is_scalar:
+            self._set(key, "[]", one, mesh, set())
+            return
         layout, shape = self._find_layout(name, one, mesh)
         dims = render(LayoutTree(layout.dims))
         text = dims
@@ -54,10 +57,6 @@ class SliceLayouts:
             counts = ",".join(str(max(0, min(stop, end) - max(start, planned.offset))) for start, stop in shards)
             text = f"flat({key} {dims})/{axis}{{{counts}}}"
         self._set(key, text, one, mesh, {axis for dim in layout.dims for axis in axes_of(dim)})
-
-    def add_scalar(self, key: str, one: OwnedSlice) -> None:
-        """Add a tensor without dims, equal on all ranks that hold a slice's parameter."""
-        self._set(key, "[]", one, _find_mesh(one)[0], set())
 
     def _set(self, key: str, text: str, one: OwnedSlice, mesh: DeviceMesh, cutting: set[str]) -> None:
         plan, where = one.model.plan, []
@@ -260,10 +259,7 @@ def export_optimizer_shards(
             # A parameter may have such a name itself.
             if full in slices:
                 raise _make_clash_error(full)
-            if is_shaped:
-                places.add(full, name, one)
-            else:
-                places.add_scalar(full, one)
+            places.add(full, name, one, is_scalar=not is_shaped)
             if key in values:
                 found[full] = _check_shape(full, values[key], one) if is_shaped else values[key]
     return found, places.layouts or LayoutMap()

@@ -46,15 +46,18 @@ class SourceChange:
 
     what: str
     file: Path
-    apply: Callable[[Path], None]
-    """Function that makes the change; afterwards the file is always restored."""
+    apply: bytes | Callable[[Path], None]
+    """The file's new bytes, or a function that makes the change; afterwards the file is always restored."""
 
     @contextmanager
     def apply_and_undo(self) -> Iterator[None]:
         """Make the change, run the body, and restore the file."""
         content, status = self.file.read_bytes(), self.file.stat()
         try:
-            self.apply(self.file)
+            if isinstance(self.apply, bytes):
+                self.file.write_bytes(self.apply)
+            else:
+                self.apply(self.file)
             yield
         finally:
             if self.file.is_dir() and not self.file.is_symlink():
@@ -73,17 +76,8 @@ class SourceFault:
     changes: Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]
 
 
-def _rewrite(content: bytes) -> Callable[[Path], None]:
-    """Return a function that replaces a file's bytes."""
-
-    def apply(file: Path) -> None:
-        file.write_bytes(content)
-
-    return apply
-
-
 def _change_each(
-    what: str, apply: Callable[[Path], None]
+    what: str, apply: bytes | Callable[[Path], None]
 ) -> Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]:
     def changes(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
         for file in files:
@@ -99,7 +93,7 @@ def _truncate(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]
         shares = [0.5, 0.99, *(random_.random() for _ in range(4))]
         lengths = {1, len(content) - 1, *(int(len(content) * share) for share in shares)}
         for length in sorted(length for length in lengths if 0 < length < len(content)):
-            yield SourceChange(f"{file.name} cut to {length} of {len(content)} bytes", file, _rewrite(content[:length]))
+            yield SourceChange(f"{file.name} cut to {length} of {len(content)} bytes", file, content[:length])
 
 
 def _zero_tail(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
@@ -109,7 +103,7 @@ def _zero_tail(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange
             start = int(len(content) * share)
             if any(content[start:]):
                 zeros = content[:start] + bytes(len(content) - start)
-                yield SourceChange(f"{file.name} zeros from byte {start} on", file, _rewrite(zeros))
+                yield SourceChange(f"{file.name} zeros from byte {start} on", file, zeros)
 
 
 def _flips(content: bytes, places: Sequence[int], file: Path) -> Iterator[SourceChange]:
@@ -117,7 +111,7 @@ def _flips(content: bytes, places: Sequence[int], file: Path) -> Iterator[Source
         bit = at % 8
         flipped = bytearray(content)
         flipped[at] ^= 1 << bit
-        yield SourceChange(f"{file.name} bit {bit} of byte {at} flipped", file, _rewrite(bytes(flipped)))
+        yield SourceChange(f"{file.name} bit {bit} of byte {at} flipped", file, bytes(flipped))
 
 
 def _flip_payload(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
@@ -148,7 +142,7 @@ def _copy_other_rank(files: Sequence[Path], payload: _Ranges) -> Iterator[Source
             same = file.suffix == other.suffix and file.parent == other.parent and file.name != other.name
             content = other.read_bytes() if same else b""
             if same and len(content) == file.stat().st_size and content != file.read_bytes():
-                yield SourceChange(f"{file.name} is a copy of {other.name}", file, _rewrite(content))
+                yield SourceChange(f"{file.name} is a copy of {other.name}", file, content)
 
 
 def _link_outside(file: Path) -> None:
@@ -177,7 +171,7 @@ FAULTS: Mapping[str, SourceFault] = {
         _MISSING, _change_each("links to nothing", _replace(lambda file: file.symlink_to("nothing-there")))
     ),
     "a file cut short": SourceFault(_DAMAGED, _truncate),
-    "an empty file": SourceFault(_MISSING | _DAMAGED, _change_each("is empty", _rewrite(b""))),
+    "an empty file": SourceFault(_MISSING | _DAMAGED, _change_each("is empty", b"")),
     "zeros to the end": SourceFault(_DAMAGED, _zero_tail),
     "a folder in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a folder", _replace(Path.mkdir))),
     "a pipe in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a pipe", _replace(os.mkfifo))),
@@ -216,16 +210,16 @@ def hostile_changes(files: Sequence[Path]) -> Iterator[SourceChange]:
         content = file.read_bytes()
         if content[:1] == b"\x80" and content[-1:] == b".":
             for kind, code in HOSTILE_PICKLES.items():
-                yield SourceChange(f"{file.name} is a hostile {kind}", file, _rewrite(b"\x80\x04" + code + b"."))
+                yield SourceChange(f"{file.name} is a hostile {kind}", file, b"\x80\x04" + code + b".")
                 dropped = content[:2] + code + b"0" + content[2:]
-                yield SourceChange(f"{file.name} begins with a hostile {kind}", file, _rewrite(dropped))
+                yield SourceChange(f"{file.name} begins with a hostile {kind}", file, dropped)
         for number, start in enumerate(_archives(content)):
             if number >= 3:
                 break  # all items of a file are read in the same way
             for kind, code in HOSTILE_PICKLES.items():
                 hostile = _with_pickle(content, start, code)
                 if hostile is not None:
-                    yield SourceChange(f"item {number} of {file.name} is a hostile {kind}", file, _rewrite(hostile))
+                    yield SourceChange(f"item {number} of {file.name} is a hostile {kind}", file, hostile)
 
 
 def _archives(content: bytes) -> list[int]:
@@ -278,13 +272,11 @@ def escaping_paths(files: Sequence[Path]) -> Iterator[SourceChange]:
                     _escaping(content.replace(name, path), other, path),
                 )
             absolute = b"/" + b"x" * (len(name) - 1)
-            yield SourceChange(
-                f"{file.name} names {absolute.decode()}", file, _rewrite(content.replace(name, absolute))
-            )
+            yield SourceChange(f"{file.name} names {absolute.decode()}", file, content.replace(name, absolute))
             yield SourceChange(
                 f"{file.name} names a path with a NUL",
                 file,
-                _rewrite(content.replace(name, name[:-2] + b"\0x")),
+                content.replace(name, name[:-2] + b"\0x"),
             )
 
 
