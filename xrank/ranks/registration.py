@@ -72,9 +72,7 @@ def has_joined(name: str) -> bool:
     return bool(name) and name in _known.values()
 
 
-def register(
-    group: Any, environ: Mapping[str, str], *, timeout_seconds: float, watch: Watch | None = None
-) -> Registration | None:
+def register(group: Any, environ: Mapping[str, str], *, timeout_seconds: float, watch: Watch) -> Registration | None:
     """Let the ranks of a process group, or of the world if None, begin a piece of work; each of them must call it.
 
     Return None if there is one rank alone. `watch` looks for reasons why ranks do not come.
@@ -101,7 +99,7 @@ def register(
         )
     if len(ranks) == 1:
         return None
-    store, deadline, watch = find_store(group, environ), Deadline(timeout_seconds), watch or _Blind()
+    store, deadline = find_store(group, environ), Deadline(timeout_seconds)
     try:
         while True:
             try:
@@ -117,22 +115,6 @@ def register(
         raise
     watch.end()
     return found
-
-
-class _Blind:
-    """A `Watch` that sees nothing."""
-
-    def look(self, ranks: Sequence[int], name: str, absent: Sequence[int]) -> None:
-        pass
-
-    def raise_if_confirmed(self) -> None:
-        pass
-
-    def is_settled(self, error: RankFailedError) -> bool:
-        return False
-
-    def end(self, error: BaseException | None = None) -> None:
-        pass
 
 
 def _meet(
