@@ -20,8 +20,9 @@ from tests.storage.small_azure import SmallAzure
 from tests.storage.small_google import TOKEN, SmallGoogle
 from tests.storage.written import check_kinds_of_outputs, leave_states
 from xrank.errors import ContradictionError, IncompleteError, OutputExistsError, UsageError, XrankError
-from xrank.storage.client import ABSENT, ObjectStore, StoreSettings, open_store
+from xrank.storage.client import ABSENT, ObjectStore, StoreSettings
 from xrank.storage.google import GoogleBackend
+from xrank.storage.stores import open_store
 from xrank.storage.uploads import Uploads
 from xrank.testing.workspace_contract import MakeWorkspace, WorkspaceContract
 

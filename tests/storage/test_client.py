@@ -12,9 +12,9 @@ from xrank.storage.client import (
     ObjectStatus,
     ObjectStore,
     StoreSettings,
-    open_store,
     traffic,
 )
+from xrank.storage.stores import open_store
 
 
 @pytest.fixture(params=["a key", "a session token"])

@@ -43,7 +43,7 @@ from xrank.errors import (
     XrankError,
     option,
 )
-from xrank.storage.client import ABSENT, Folder, ObjectStore, open_store
+from xrank.storage.client import ABSENT, Folder, ObjectStore
 from xrank.storage.commit import (
     Count,
     DescriptorTarget,
@@ -58,6 +58,7 @@ from xrank.storage.disk import open_companion
 from xrank.storage.manifest import MANIFEST_NAME, parse_manifest
 from xrank.storage.output_place import ATTESTATION_NAME, SIGNATURE_NAME, check_inner_name
 from xrank.storage.places import rank_of
+from xrank.storage.stores import open_store
 from xrank.storage.uploads import (
     WRITABLE,
     KnownParts,

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from xrank.environment import environ
-from xrank.errors import UsageError, require
+from xrank.errors import UsageError
 from xrank.storage.client import (
     FaultError,
     FaultKind,
@@ -21,7 +20,6 @@ from xrank.storage.client import (
     ObjectStatus,
     StoreSettings,
     check_https,
-    make_credentials_error,
     make_fault,
     or_none,
 )
@@ -33,14 +31,6 @@ if TYPE_CHECKING:
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})([A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _PIECE_NBYTES = 1 << 20
-_CAUSE = re.compile(r"\b(?:Missing|Invalid|Open|Decode|Unknown|Unable)[A-Z]\w+")
-"""object_store's name of what an environment lacks."""
-_AZURE = "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY as Azure shows it or another credential"
-_NEXT_STEPS = {
-    "gs": "let GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT name a file of credentials",
-    "az": _AZURE,
-    "abfs": _AZURE,
-}
 _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "mtime", "LastModified", "last_modified", "created")
 """Names under which file systems give a file's version, the strictest first."""
 
@@ -114,43 +104,6 @@ class PartsBackend(ObstoreBackend):
 
     def _delete(self, key: str) -> None:
         raise NotImplementedError
-
-
-def open_obstore(root: str, settings: StoreSettings) -> ObstoreBackend:
-    """Return the backend of a bucket, container or host.
-
-    Raises:
-        UsageError: obstore is not installed, plain http is not allowed, or the environment lacks an account or has
-            half of a key.
-    """
-    require("obstore", f"reading {root}")
-    from obstore.exceptions import BaseError
-    from obstore.store import AzureStore, GCSStore, HTTPStore
-
-    from xrank.storage.azure import AzureBackend, find_endpoint
-    from xrank.storage.google import GoogleBackend
-
-    scheme, _, place = root.partition("://")
-    variables = environ()
-    endpoint = {"gs": variables.get("GOOGLE_BASE_URL") or "", "http": root, "https": root}.get(scheme)
-    if endpoint is None:
-        endpoint = find_endpoint(variables, "")
-    check_https(endpoint, root, allow_http=settings.allow_http)
-    client: dict[str, Any] = {"timeout": f"{settings.answer_seconds}s", "allow_http": settings.allow_http}
-    options: dict[str, Any] = {"client_options": client, "retry_config": {"max_retries": 0}}
-    try:
-        if scheme == "gs":
-            return GoogleBackend(GCSStore(place, **options), root, settings)
-        if scheme in ("http", "https"):
-            return ObstoreBackend(HTTPStore.from_url(root, **options))
-        container, _, account = place.partition("@")
-        if account:
-            options["account_name"] = account.partition(".")[0]
-        return AzureBackend(AzureStore(container, **options), root, settings)
-    except BaseError as error:
-        # A name, as the text may contain more of the environment.
-        cause = " ".join(_CAUSE.findall(str(error))[:1]) or type(error).__name__
-        raise make_credentials_error(root, _NEXT_STEPS.get(scheme, "correct the URL"), cause) from None
 
 
 def _status(meta: Any) -> ObjectStatus:

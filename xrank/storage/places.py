@@ -20,7 +20,8 @@ import xxhash
 
 from xrank import system
 from xrank.errors import IncompleteError, UsageError
-from xrank.storage.client import Folder, ObjectStatus, open_store
+from xrank.storage.client import Folder, ObjectStatus
+from xrank.storage.stores import open_store
 from xrank.storage.url import can_list, clean_path, is_url
 
 _COPY_NBYTES = 4 << 20

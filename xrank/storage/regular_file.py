@@ -35,7 +35,8 @@ from xrank.errors import (
     XrankError,
 )
 from xrank.storage import places
-from xrank.storage.client import ObjectStatus, ObjectStore, open_store
+from xrank.storage.client import ObjectStatus, ObjectStore
+from xrank.storage.stores import open_store
 from xrank.storage.url import can_list, is_url
 from xrank.words import repr_text
 

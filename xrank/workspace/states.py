@@ -36,8 +36,9 @@ from xrank.formats.rank_state import (
 from xrank.formats.torch_archive import ALIGNMENT, ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 from xrank.readers.live.tensor_places import locate_tensors, view_key
 from xrank.storage import places
-from xrank.storage.client import ObjectStatus, open_store
+from xrank.storage.client import ObjectStatus
 from xrank.storage.entries import plain_config
+from xrank.storage.stores import open_store
 from xrank.storage.url import is_url
 from xrank.workspace.base import WorkspaceIdentity
 
