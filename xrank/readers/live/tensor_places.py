@@ -11,7 +11,7 @@ from msgspec import Struct
 from xrank.dtypes import by_torch_name
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
-from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_map import base_layout, inline_base
 from xrank.layout.local_part import names_of_dim
 from xrank.layout.notation import Flat
@@ -21,8 +21,6 @@ from xrank.ranks.memory import check_dense
 
 if TYPE_CHECKING:
     import torch
-
-    from xrank.layout.layout_map import LayoutMap
 
 
 class LocatedTensors(Struct, frozen=True, eq=False):
