@@ -30,12 +30,13 @@ from xrank.readers.deepspeed.files import (
     check_tensors,
     read_model_state,
 )
-from xrank.readers.deepspeed.modules import Modules, locate_whole
-from xrank.readers.deepspeed.partitions import (
+from xrank.readers.deepspeed.tensors import (
+    Modules,
     Partitions,
     check_copies,
     locate_group,
     locate_trained,
+    locate_whole,
     read_partitions,
     shapes_of_slices,
 )

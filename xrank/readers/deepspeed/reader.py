@@ -36,16 +36,19 @@ from xrank.readers.deepspeed.files import (
     read_model_state,
     resolve_folder,
 )
-from xrank.readers.deepspeed.modules import Modules, assemble, read_rank_modules, read_whole_modules
-from xrank.readers.deepspeed.partitions import (
+from xrank.readers.deepspeed.parts import locate_experts, locate_trained_experts, read_experts, read_pipeline
+from xrank.readers.deepspeed.tensors import (
+    Modules,
     Partitions,
+    assemble,
     check_ranks,
     locate_trained,
     read_partitions,
+    read_rank_modules,
+    read_whole_modules,
     shapes_of_slices,
     undo_dealing,
 )
-from xrank.readers.deepspeed.parts import locate_experts, locate_trained_experts, read_experts, read_pipeline
 from xrank.readers.names import LIGHTNING_VERSION
 from xrank.readers.records import ONE_SAVE, Records, Subject, nbytes_below
 from xrank.storage import places
