@@ -34,7 +34,7 @@ from xrank.formats.rank_state import (
     state_error,
 )
 from xrank.formats.torch_archive import ALIGNMENT, ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
-from xrank.readers.live.tensor_places import locate_tensors, view_key
+from xrank.readers.live.modules import locate_tensors, view_key
 from xrank.storage import places
 from xrank.storage.client import ObjectStatus
 from xrank.storage.entries import plain_config

@@ -15,7 +15,7 @@ from xrank.errors import LayoutError
 from xrank.formats.pickles import is_extra_state
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, MeshViews, TensorLayout
-from xrank.readers.live.tensor_places import LocatedTensors, locate_tensors
+from xrank.readers.live.modules import LocatedTensors, locate_tensors
 from xrank.readers.megatron.layouts import (
     LAYER,
     count_experts,
