@@ -279,15 +279,18 @@ def find_step(folder: str, pattern: re.Pattern[str], levels: int = 2) -> int | N
     return None
 
 
+def nbytes_of(paths: Iterable[str]) -> int:
+    """Return the bytes of files, except dangling links and files that were removed meanwhile."""
+    total = 0
+    for path in paths:
+        with suppress(OSError):
+            total += places.nbytes_of(path)
+    return total
+
+
 def nbytes_below(folder: str) -> int:
     """Return the bytes of all files in a folder."""
-    total = 0
-    for place, _, names in places.walk(folder):
-        for name in names:
-            # A companion file may be a dangling link, or removed meanwhile.
-            with suppress(OSError):
-                total += places.nbytes_of(os.path.join(place, name))
-    return total
+    return nbytes_of(os.path.join(place, name) for place, _, names in places.walk(folder) for name in names)
 
 
 _FOREIGN_NAMES = "foreign-names"

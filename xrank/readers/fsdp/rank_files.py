@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -20,11 +20,14 @@ from xrank.formats.torch_archive import NAMES, ArchivedTensor, TorchArchive, rea
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import MAX_RANKS, is_name
 from xrank.layout.terms.tensors import Box, box_text, from_placements
+from xrank.readers.claims import HeldTensor
+from xrank.readers.records import Subject
 from xrank.storage.regular_file import Origin, open_regular, quote
 from xrank.words import list_text
 
 _PACKAGE = "torch.distributed."
 _MAX_DIMENSIONS = 64
+_STATE_DICT = "save the model's state_dict() alone"
 
 
 class Wrapper(Struct, frozen=True):
@@ -149,18 +152,10 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
         raise origin.corrupt(f"{quote(name)}: the ShardedTensor records no rank", f"{rank} of {world_size}")
     if rank != origin.rank:
-        raise origin.contradiction(
-            "is a copy of another rank's file",
-            f"rank {rank}",
-            f"rank {origin.rank}",
-            f"copy the file of rank {origin.rank} again, or let all ranks write again",
-        )
+        raise _copy_error(origin, f"rank {rank}")
     if sizes_of(metadata.get("size"), origin) != wrapper.shape:
-        raise origin.corrupt(
-            f"{quote(name)}: the ShardedTensor records two shapes",
-            f"{metadata.get('size')} in its metadata",
-            f"{wrapper.shape}",
-        )
+        got = f"{metadata.get('size')} in its metadata"
+        raise origin.corrupt(f"{quote(name)}: the ShardedTensor records two shapes", got, f"{wrapper.shape}")
     listed = metadata.get("shards_metadata")
     boxes = tuple(_box(name, value, wrapper.shape, origin) for value in (listed if isinstance(listed, list) else []))
     shards = []
@@ -171,11 +166,9 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
         box = _box(name, fields.get("metadata"), wrapper.shape, origin)
         tensor = read_local_tensor(fields.get("tensor"), quote(name), wrapper.dtype, origin)
         if box not in boxes or tensor.shape != tuple(high - low for low, high in box):
-            raise origin.corrupt(
-                f"{quote(name)}: a shard is not among the tensor's shards",
-                f"{box_text(box)} of shape {tensor.shape}",
-                f"one of {list_text(map(box_text, boxes), 8)}",
-            )
+            got = f"{box_text(box)} of shape {tensor.shape}"
+            want = f"one of {list_text(map(box_text, boxes), 8)}"
+            raise origin.corrupt(f"{quote(name)}: a shard is not among the tensor's shards", got, want)
         shards.append((box, tensor))
     return ShardedPart(wrapper.dtype, wrapper.shape, tuple(shards), boxes, world_size)
 
@@ -188,10 +181,14 @@ def _box(name: str, value: Any, shape: tuple[int, ...], origin: Origin) -> Box:
     # Unequal numbers of dims are refused below, by an error that names the file.
     box = tuple(zip(offsets, (a + n for a, n in zip(offsets, sizes, strict=False)), strict=False))
     if not len(offsets) == len(sizes) == len(shape) or any(high > n for (_, high), n in zip(box, shape, strict=True)):
-        raise origin.corrupt(
-            f"{quote(name)}: a shard is not within its tensor", f"{offsets} + {sizes}", f"within {shape}"
-        )
+        got = f"{offsets} + {sizes}"
+        raise origin.corrupt(f"{quote(name)}: a shard is not within its tensor", got, f"within {shape}")
     return box
+
+
+def _copy_error(origin: Origin, got: str, want: str | None = None) -> ContradictionError:
+    step = f"copy the file of rank {origin.rank} again, or let all ranks write again"
+    return origin.contradiction("is a copy of another rank's file", got, want or f"rank {origin.rank}", step)
 
 
 _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
@@ -218,7 +215,7 @@ class Meshes:
 
     def _read(self, fields: Mapping[str, Any]) -> DeviceMesh | None:
         if fields.get("_rank", self._rank) != self._rank:
-            raise self._rank_error(f"rank {fields['_rank']}")
+            raise _copy_error(self._origin, f"rank {fields['_rank']}")
         if isinstance(fields.get("mesh"), ArchivedTensor):  # up to torch 2.9: a tensor of ranks
             shape: tuple[int, ...] = fields["mesh"].shape
             ranks = self._integers(fields["mesh"])
@@ -237,20 +234,12 @@ class Meshes:
         at = fields.get("_coordinate_on_dim")
         if self._rank not in mesh:
             if at is not None:
-                raise self._rank_error(f"a rank at {at} of the ranks {list(mesh.ranks)[:16]}")
+                raise _copy_error(self._origin, f"a rank at {at} of the ranks {list(mesh.ranks)[:16]}")
             return None
         coordinate = list(mesh.coordinate(self._rank).values())
         if isinstance(at, (list, tuple)) and list(at) != coordinate:
-            raise self._rank_error(f"the rank at {list(at)} of {mesh.grid!r}", want=f"the one at {coordinate}")
+            raise _copy_error(self._origin, f"the rank at {list(at)} of {mesh.grid!r}", f"the one at {coordinate}")
         return mesh
-
-    def _rank_error(self, got: str, want: str | None = None) -> ContradictionError:
-        return Origin(self._origin.path, self._rank).contradiction(
-            "is a copy of another rank's file",
-            got,
-            want or f"rank {self._rank}",
-            f"copy the file of rank {self._rank} again, or let all ranks write again",
-        )
 
     def _read_layout(self, fields: Mapping[str, Any]) -> tuple[tuple[int, ...], list[int]] | None:
         """Return a mesh that is recorded as strides over the root mesh's ranks (torch/distributed/_mesh_layout.py).
@@ -302,43 +291,34 @@ class Meshes:
         """Return the values of a small tensor; only such tensors are read together with the metadata."""
         if tensor.dtype not in _INTEGERS or prod(tensor.shape) > MAX_RANKS:
             raise self._origin.corrupt("a device mesh's ranks are not integers", f"{tensor.dtype} {tensor.shape}")
-        values = self._record(tensor.key, _INTEGERS[tensor.dtype])
-        places: Sequence[int] = [tensor.storage_offset]
-        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
-            places = [place + i * stride for place in places for i in range(size)]
-        return [values[place] for place in places]
-
-    def _record(self, key: str, dtype: np.dtype[Any]) -> list[int]:
-        if key not in self._values:
-            record = self._archive.records[key]
+        record = self._archive.records[tensor.key]
+        if tensor.key not in self._values:
             with open_regular(self._archive.path, self._rank) as file:
                 data = file.read(record.offset, record.nbytes)
             # These values decide where all elements go, so they are proven now, and not when tensors are copied.
-            if self._archive.has_checksums and isal_zlib.crc32(data) != record.crc32:
-                raise self._origin.corrupt(
-                    "a device mesh's ranks fail their checksum",
-                    f"CRC {isal_zlib.crc32(data):08x}",
-                    f"CRC {record.crc32:08x}",
-                )
-            self._values[key] = np.frombuffer(data, dtype).tolist()
-        return self._values[key]
+            crc32 = isal_zlib.crc32(data)
+            if self._archive.has_checksums and crc32 != record.crc32:
+                got, want = f"CRC {crc32:08x}", f"CRC {record.crc32:08x}"
+                raise self._origin.corrupt("a device mesh's ranks fail their checksum", got, want)
+            self._values[tensor.key] = np.frombuffer(data, _INTEGERS[tensor.dtype]).tolist()
+        places: Sequence[int] = [tensor.storage_offset]
+        for size, stride in zip(tensor.shape, tensor.strides, strict=True):
+            places = [place + i * stride for place in places for i in range(size)]
+        return [self._values[tensor.key][place] for place in places]
 
 
 def make_mesh(shape: tuple[int, ...], names: object, ranks: Sequence[int]) -> DeviceMesh:
     """Return the mesh that a file describes; invalid names, and a wrong number of them, are replaced."""
-    if not _are_names(names, len(shape)):
-        names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.layout.terms.tensors.describe_mesh
-    return _mesh(shape, names, tuple(ranks))
+    count = len(shape)
+    if not (isinstance(names, (list, tuple)) and len(names) == count == len({*names}) and all(map(is_name, names))):
+        names = tuple(f"a{i}" for i in range(count))  # as xrank.layout.terms.tensors.describe_mesh
+    return _mesh(shape, tuple(names), tuple(ranks))
 
 
 @lru_cache(maxsize=4096)
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
     """Return the same object for equal meshes, because all files of a run share a few."""
     return DeviceMesh(shape, names, ranks)
-
-
-def _are_names(names: object, count: int) -> bool:
-    return isinstance(names, (list, tuple)) and len(names) == count == len({*names}) and all(map(is_name, names))
 
 
 def _tuple(value: object) -> tuple[object, ...]:
@@ -374,50 +354,37 @@ class DTensorPart(Struct, frozen=True):
 
 
 class _Placement(Struct, frozen=True):
-    """Has the methods of torch's placements (torch/distributed/tensor/placement_types.py)."""
+    """Has the names and methods of torch's placements, which `from_placements` reads."""
 
     def is_shard(self) -> bool:
-        return False
+        return isinstance(self, Shard)
 
     def is_replicate(self) -> bool:
-        return False
+        return isinstance(self, Replicate)
 
     def is_partial(self) -> bool:
-        return False
+        return isinstance(self, Partial)
 
 
 class Replicate(_Placement, frozen=True):
-    """A replica, as `from_placements` reads it."""
-
-    def is_replicate(self) -> bool:
-        """Return True."""
-        return True
+    """A replica."""
 
 
 class Shard(_Placement, frozen=True):
-    """A part along a dim, as `from_placements` reads it."""
+    """A part along a dim."""
 
     dim: int
 
-    def is_shard(self) -> bool:
-        """Return True."""
-        return True
 
-
-# `from_placements` knows this class and Partial by their names, as it knows torch's.
 class _StridedShard(_Placement, frozen=True):
     dim: int
     split_factor: int
 
 
 class Partial(_Placement, frozen=True):
-    """Addends of a sum, as `from_placements` reads it."""
+    """Addends of a sum."""
 
     reduce_op: str
-
-    def is_partial(self) -> bool:
-        """Return True."""
-        return True
 
 
 class _OrderEntry(Struct, frozen=True):
@@ -471,15 +438,11 @@ class DTensors:
         fields = attributes(value)
         kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
         placement = build_placement(kind, fields)
-        if placement is not None:
-            return placement
-        raise self._origin.layout(
-            f"{name}: no layout can express one of its placements",
-            quote(kind or type(value).__name__),
-            "Shard, Replicate or _StridedShard",
-            "redistribute the tensor to Shard or Replicate before it is saved",
-            tensor=name,
-        )
+        if placement is None:
+            problem, got = f"{name}: no layout can express one of its placements", quote(kind or type(value).__name__)
+            step = "redistribute the tensor to Shard or Replicate before it is saved"
+            raise self._origin.layout(problem, got, "Shard, Replicate or _StridedShard", step, tensor=name)
+        return placement
 
     def _order_entry(self, name: str, value: object) -> _OrderEntry:
         match value:
@@ -527,6 +490,14 @@ class FsdpRankFile(Struct, frozen=True):
         """Makes the errors that name the file."""
         return Origin(self.archive.path, self.rank)
 
+    def of(self, name: str) -> Subject:
+        """Return the subject of errors about a tensor in the file."""
+        return Subject(name, self.rank, self.archive.path)
+
+    def hold(self, tensor: ArchivedTensor, index: Callable[[str], int]) -> HeldTensor:
+        """Return a tensor of the file as a rank's part; `index` is that of its records."""
+        return HeldTensor.from_archive(tensor, rank=self.rank, file=self.archive.path, record=index(tensor.key))
+
 
 def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRankFile:
     """Return the content of a rank's file.
@@ -551,11 +522,8 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
     others: list[str] = []
     for name, saved in _join_names(state) if is_nested else state.items():
         if is_nested and (name in dtensors or name in sharded or name in plain):
-            raise origin.usage(
-                f"two tensors have the name {quote(name)}, once their dicts are left out",
-                want="different names",
-                next_step="save the model's state_dict() alone",
-            )
+            problem = f"two tensors have the name {quote(name)}, once their dicts are left out"
+            raise origin.usage(problem, want="different names", next_step=_STATE_DICT)
         if is_extra_state(name):  # differs between ranks
             others.append(name)
             continue
@@ -577,12 +545,10 @@ def read_rank_file(path: str, rank: int, *, is_nested: bool = False) -> FsdpRank
                 "save the model's state_dict() with plain tensors",
             )
         else:
-            if any(_is_tensor(leaf, origin) for _, leaf in _join_names(value)):
-                raise origin.usage(
-                    f"is not a model's state dict: {quote(name)} is a {type(value).__name__} of tensors",
-                    want="tensors by name",
-                    next_step="save the model's state_dict() alone",
-                )
+            leaves = [unwrap_parameter(leaf) for _, leaf in _join_names(value)]
+            if any(isinstance(leaf, ArchivedTensor) or read_wrapper(leaf, origin) is not None for leaf in leaves):
+                problem = f"is not a model's state dict: {quote(name)} is a {type(value).__name__} of tensors"
+                raise origin.usage(problem, want="tensors by name", next_step=_STATE_DICT)
             refuse_inert(value, path, rank)
             others.append(name)
     return FsdpRankFile(rank, archive, dtensors, sharded, plain, tuple(others))
@@ -600,7 +566,3 @@ def _join_names(value: object, name: str = "") -> Iterator[tuple[str, object]]:
         return
     for key, inner in places:
         yield from _join_names(inner, f"{name}.{key}" if name else str(key))
-
-
-def _is_tensor(value: object, origin: Origin) -> bool:
-    return isinstance(value, ArchivedTensor) or read_wrapper(unwrap_parameter(value), origin) is not None

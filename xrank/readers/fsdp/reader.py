@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
 
@@ -16,16 +16,16 @@ from msgspec.structs import replace
 from xrank.dtypes import dtype
 from xrank.errors import AGAIN, ContradictionError, IncompleteError, XrankError, option
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
+from xrank.formats.torch_archive import TorchArchive
 from xrank.layout import DeviceMesh
 from xrank.layout.nests import Nest
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.terms.tensors import box_nests
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor, pieces_of, replicate
-from xrank.readers.fsdp.rank_files import FsdpRankFile, ShardedPart, read_rank_file
+from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
-from xrank.readers.records import Records, Subject, absent_rank_error, find_step, read_start
+from xrank.readers.records import Records, Subject, absent_rank_error, find_step, nbytes_of, read_start
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text, ranks_text
@@ -37,6 +37,7 @@ _VERL_CONFIG = "fsdp_config.json"
 # accelerate/utils/fsdp_utils.py: save_fsdp_model. The number is the model's; LOCAL_STATE_DICT omits a 0.
 _ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_(0|[1-9]\d{0,4}))?_rank(0|[1-9]\d{0,8})\.bin")
 _MAX_CONFIG_NBYTES = 1 << 20
+_OTHER_RUN = f"move the files of another run to another folder, then {AGAIN}"
 
 
 class RankFiles(Struct, frozen=True):
@@ -55,12 +56,11 @@ class RankFiles(Struct, frozen=True):
         beyond = [rank for rank in self.by_rank if rank >= world_size]
         if beyond:
             file = self.by_rank[beyond[0]]
-            raise Origin(file, beyond[0]).contradiction(
+            problem, want = (
                 f"belongs to rank {beyond[0]}, but the run has {world_size} ranks",
-                ranks_text(self.by_rank),
                 f"ranks 0 to {world_size - 1}",
-                f"move the files of another run to another folder, then {AGAIN}",
             )
+            raise Origin(file, beyond[0]).contradiction(problem, ranks_text(self.by_rank), want, _OTHER_RUN)
         # A name may claim any number of ranks, so count the present ranks, not the absent ones.
         if len(self.by_rank) == world_size:
             return
@@ -84,14 +84,10 @@ class Scheme(Struct, frozen=True):
         """Check that a file has the name under which it was saved, if that is a name of this scheme."""
         stem, suffix = os.path.splitext(os.path.basename(path))
         if saved_as != stem and self.pattern.fullmatch(saved_as + suffix):
-            raise ContradictionError(
-                f"{Origin(path, rank).name} was saved under another name",
-                rank=rank,
-                file=path,
-                got=saved_as + suffix,
-                want=stem + suffix,
-                next_step=f"copy the file of rank {rank} again, or let all ranks write again",
-            )
+            problem = f"{Origin(path, rank).name} was saved under another name"
+            step = f"copy the file of rank {rank} again, or let all ranks write again"
+            names = {"got": saved_as + suffix, "want": stem + suffix}
+            raise ContradictionError(problem, rank=rank, file=path, **names, next_step=step)
 
     def explain_mismatch(self, path: str) -> str | None:
         """Return None if the folder contains such files, otherwise the reason against it."""
@@ -120,13 +116,10 @@ def list_verl(folder: str) -> RankFiles:
     if len(worlds) > 1 or (recorded is not None and recorded not in worlds):
         is_odd = recorded is None or len(worlds) > 1
         file = next(iter(worlds[max(worlds)].values())) if is_odd else os.path.join(folder, _VERL_CONFIG)
-        found = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
-        raise Origin(file).contradiction(
-            "belongs to another run than other files beside it",
-            found + (f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""),
-            "one world size",
-            f"move the files of another run to another folder, then {AGAIN}",
-        )
+        got = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
+        got += f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""
+        problem = "belongs to another run than other files beside it"
+        raise Origin(file).contradiction(problem, got, "one world size", _OTHER_RUN)
     ((world_size, by_rank),) = worlds.items()
     others = tuple(os.path.join(folder, entry) for entry in entries if _VERL_OTHERS.fullmatch(entry))
     files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, others)
@@ -159,12 +152,9 @@ def list_accelerate(path: str) -> RankFiles:
         models = {k: ranks for k, ranks in models.items() if named is not None and k == (named[1] or "")} or models
     if len(models) > 1:
         files = [next(iter(ranks.values())) for _, ranks in sorted(models.items())]
-        raise Origin(folder).usage(
-            f"contains {len(models)} models",
-            list_text(map(os.path.basename, files), 10),
-            "one",
-            f"give the path of a file of one model, such as {files[0]}",
-        )
+        step = f"give the path of a file of one model, such as {files[0]}"
+        got = list_text(map(os.path.basename, files), 10)
+        raise Origin(folder).usage(f"contains {len(models)} models", got, "one", step)
     ((_, by_rank),) = models.items()
     found = RankFiles(folder, dict(sorted(by_rank.items())))
     found.check(max(by_rank) + 1)
@@ -224,26 +214,24 @@ def find_flat_pieces(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]
             start = low + tensor.storage_offset - whole.storage_offset
             stop = start + tensor.shape[0]
             if not low <= start < stop <= high or tensor.strides != (1,):
-                raise file.origin.corrupt(
-                    f"{name} reaches beyond the rank's range of {buffer}", f"{start}:{stop}", f"in {low}:{high}"
-                )
-            index = indexes[file.rank](tensor.key)
-            held = HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index)
+                problem = f"{name} reaches beyond the rank's range of {buffer}"
+                raise file.origin.corrupt(problem, f"{start}:{stop}", f"in {low}:{high}")
+            held = file.hold(tensor, indexes[file.rank])
             found.setdefault(name, []).append(_Piece(held, buffer, start, stop))
     for file in files:
         for name in found:
             held_by = {piece.held.rank for piece in found[name]}
             if file.rank not in held_by and name in file.plain and 0 not in file.plain[name].shape:
                 problem = f"it is a piece of a flat parameter on {ranks_text(held_by)}, but a whole tensor on rank"
-                raise Subject(name, file.rank, file.archive.path).contradiction(
-                    f"{problem} {file.rank}", f"shape {list(file.plain[name].shape)}", None, _SAVE_AGAIN
-                )
-    named = {piece.buffer for pieces in found.values() for piece in pieces}
-    for buffer in named:
-        _check_gaps(buffer, files, [piece for pieces in found.values() for piece in pieces if piece.buffer == buffer])
-    return FlatPieces(
-        {name: tuple(pieces) for name, pieces in found.items()}, tuple(name for name in buffers if name not in named)
-    )
+                got = f"shape {list(file.plain[name].shape)}"
+                raise file.of(name).contradiction(f"{problem} {file.rank}", got, None, _SAVE_AGAIN)
+    members: dict[str, list[_Piece]] = {}
+    for piece in chain.from_iterable(found.values()):
+        members.setdefault(piece.buffer, []).append(piece)
+    for buffer, pieces in members.items():
+        _check_gaps(buffer, files, pieces)
+    named = {name: tuple(pieces) for name, pieces in found.items()}
+    return FlatPieces(named, tuple(name for name in buffers if name not in members))
 
 
 def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Piece]) -> None:
@@ -257,12 +245,13 @@ def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Pi
         # The end is also padded to a multiple of the number of ranks.
         room = padding if start < size else padding + len(parts)
         if start - stand > room:
-            raise Subject(buffer, None, files[0].archive.path).contradiction(
+            problem, want = (
                 f"elements {stand} to {start - 1} belong to no named parameter",
-                f"{start - stand} elements",
                 f"at most {room} of padding",
-                "save the whole state dict, with all its names",
             )
+            step = "save the whole state dict, with all its names"
+            subject = Subject(buffer, None, files[0].archive.path)
+            raise subject.contradiction(problem, f"{start - stand} elements", want, step)
         stand = max(stand, stop)
 
 
@@ -272,16 +261,12 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
         more = likewise_text([other for other in unknown if other != name])
-        raise (
-            pieces.by_name[name][0]
-            .held.of(name)
-            .layout(
-                f"a flat parameter contains its elements but not its shape{more}",
-                f"{stop - start} elements",
-                "the tensor's whole shape in a base model",
-                f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
-            )
+        problem, want = (
+            f"a flat parameter contains its elements but not its shape{more}",
+            "the tensor's whole shape in a base model",
         )
+        step = f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        raise pieces.by_name[name][0].held.of(name).layout(problem, f"{stop - start} elements", want, step)
     return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
 
 
@@ -297,16 +282,10 @@ def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
     stand = ranges[0][0]
     for start, stop in ranges:
         if start != stand:
-            raise (
-                pieces[0]
-                .held.of(name)
-                .incomplete(
-                    f"elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank",
-                    ranks_text(piece.held.rank for piece in pieces),
-                    "a piece on every rank in between",
-                    "save the state dict of all ranks again",
-                )
-            )
+            problem = f"elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank"
+            got = ranks_text(piece.held.rank for piece in pieces)
+            step = "save the state dict of all ranks again"
+            raise pieces[0].held.of(name).incomplete(problem, got, "a piece on every rank in between", step)
         stand = stop
     return ranges[0][0], stand
 
@@ -314,20 +293,10 @@ def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
 def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> StoredShard:
     first, stop = _extent(name, pieces)
     if prod(shape) != stop - first:
-        raise (
-            pieces[0]
-            .held.of(name)
-            .layout(
-                "the base model's shape does not fit the number of elements in the flat parameter",
-                f"{stop - first} elements",
-                f"{prod(shape)}, for the shape {list(shape)}",
-                "give the base model that was trained",
-            )
-        )
-    nests = []
-    for piece in pieces:
-        count = piece.stop - piece.start
-        nests.append((Nest(0, piece.start - first, ((count, 1, 1),) if count > 1 else ()),))
+        problem = "the base model's shape does not fit the number of elements in the flat parameter"
+        got, want = f"{stop - first} elements", f"{prod(shape)}, for the shape {list(shape)}"
+        raise pieces[0].held.of(name).layout(problem, got, want, "give the base model that was trained")
+    nests = [(Nest(0, p.start - first, ((p.stop - p.start, 1, 1),) if p.stop - p.start > 1 else ()),) for p in pieces]
     return pieces_of(name, [piece.held for piece in pieces], shape, nests)
 
 
@@ -340,7 +309,7 @@ def check_kinds(files: Sequence[FsdpRankFile]) -> None:
                 first, before = kinds.setdefault(name, (file, kind))
                 if before != kind:
                     problem = f"it is a {before} on rank {first.rank} and a {kind} on rank {file.rank}"
-                    raise Subject(name, file.rank, file.archive.path).contradiction(problem, kind, before)
+                    raise file.of(name).contradiction(problem, kind, before)
 
 
 def collect_parts(
@@ -357,14 +326,12 @@ def collect_parts(
     for file in files:
         index = indexes[file.rank]
         for name, part in file.dtensors.items():
-            plain = _part_of(file, part.local, index)
-            held.setdefault(name, []).append(
-                replace(plain, layout=part.layout, mesh=part.mesh, global_shape=part.shape)
-            )
+            cut = replace(file.hold(part.local, index), layout=part.layout, mesh=part.mesh, global_shape=part.shape)
+            held.setdefault(name, []).append(cut)
         for name, tensor in file.plain.items():
             if name in pieces.by_name:
                 continue
-            plain = _part_of(file, tensor, index)
+            plain = file.hold(tensor, index)
             # A rule of the layout file overrides this assumption.
             if are_replicas and not _has_rule(hints, name):
                 plain = replicate(plain, world)
@@ -373,23 +340,19 @@ def collect_parts(
             if name not in file.sharded:
                 continue
             if not _has_rule(hints, name):
-                raise Subject(name, file.rank, file.archive.path).layout(
-                    "a flat parameter that records neither names nor shapes of its members",
-                    f"{file.sharded[name].shape[0]} elements",
-                    "parameters by name",
+                problem = "a flat parameter that records neither names nor shapes of its members"
+                step = (
                     "save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it first), or give a rule "
-                    f'like "{name}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}',
+                    f'like "{name}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}'
                 )
-            held.setdefault(name, []).extend(_part_of(file, tensor, index) for _, tensor in file.sharded[name].shards)
+                got = f"{file.sharded[name].shape[0]} elements"
+                raise file.of(name).layout(problem, got, "parameters by name", step)
+            held.setdefault(name, []).extend(file.hold(tensor, index) for _, tensor in file.sharded[name].shards)
     return held
 
 
 def _has_rule(hints: Hints, name: str) -> bool:
     return hints.layouts is not None and hints.layouts.rule_for(name) is not None
-
-
-def _part_of(file: FsdpRankFile, tensor: ArchivedTensor, index: Index) -> HeldTensor:
-    return HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index(tensor.key))
 
 
 def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]) -> list[StoredShard]:
@@ -400,9 +363,11 @@ def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Ind
         _, first = parts[0]
         held, nests = [], []
         for file, part in parts:
-            _check_same(name, file, part, first)
+            if (part.dtype, part.shape, part.boxes) != (first.dtype, first.shape, first.boxes):
+                got, want = (f"{p.dtype} {list(p.shape)} in {len(p.boxes)} shards" for p in (part, first))
+                raise file.of(name).contradiction("ranks disagree about its type, shape or shards", got, want)
             for box, tensor in part.shards:
-                held.append(_part_of(file, tensor, indexes[file.rank]))
+                held.append(file.hold(tensor, indexes[file.rank]))
                 nests.append(box_nests(box, part.shape))
         if held:
             shards.append(pieces_of(name, held, first.shape, nests))
@@ -411,13 +376,6 @@ def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Ind
             want = f"{len(first.boxes)} shards"
             raise Subject(name, None, path).contradiction("no rank holds any of it", "no shard", want)
     return shards
-
-
-def _check_same(name: str, file: FsdpRankFile, part: ShardedPart, first: ShardedPart) -> None:
-    if (part.dtype, part.shape, part.boxes) != (first.dtype, first.shape, first.boxes):
-        got, want = (f"{p.dtype} {list(p.shape)} in {len(p.boxes)} shards" for p in (part, first))
-        subject = Subject(name, file.rank, file.archive.path)
-        raise subject.contradiction("ranks disagree about its type, shape or shards", got, want)
 
 
 _STEP = re.compile(r"(?:.*[^a-z])?(?:global_step|checkpoint|step|epoch)[-_]?0*(\d{1,18})")
@@ -476,9 +434,8 @@ def describe_rank_files(
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
     placement = place_all(collect_parts(files, indexes, pieces, world_size, hints), hints, world_size=world_size)
-    shards: dict[str, StoredShard] = {}
-    for shard in (*placement.shards, *flat_shards(pieces, hints.shapes), *locate_boxed_shards(files, indexes)):
-        shards[shard.name] = shard
+    listing = (*placement.shards, *flat_shards(pieces, hints.shapes), *locate_boxed_shards(files, indexes))
+    shards = {shard.name: shard for shard in listing}
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
     # Last what no file names: the members of flat buffers that only a layout file knows.
     ordered += list(shards)
@@ -492,7 +449,7 @@ def describe_rank_files(
         world_size=world_size,
         step=find_step(listed.folder, _STEP),
         nbytes=records.nbytes,
-        skipped_nbytes=_nbytes_of(listed.skipped),
+        skipped_nbytes=nbytes_of(listed.skipped),
         notes=_notes(files, records, placement),
         layouts=placement.layouts,
         details=_details(listed, files),
@@ -515,21 +472,11 @@ def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
     least = [(file, max(part.mesh.ranks) + 1) for file in files for part in file.dtensors.values()]
     expected = listed.world_size or (recorded[0][1] if recorded else max((size for _, size in least), default=0))
     for file, size in (*((f, n) for f, n in recorded if n != expected), *((f, n) for f, n in least if n > expected)):
-        raise Origin(file.archive.path, file.rank).contradiction(
-            "belongs to a run of another size", f"{size} ranks, by its tensors", f"{expected} ranks"
-        )
+        got = f"{size} ranks, by its tensors"
+        raise file.origin.contradiction("belongs to a run of another size", got, f"{expected} ranks")
     world_size = max(expected, len(files))
     listed.check(world_size)
     return world_size
-
-
-def _nbytes_of(paths: Sequence[str]) -> int:
-    total = 0
-    for path in paths:
-        # The trainer's own file may be a dangling link, or removed meanwhile.
-        with suppress(OSError):
-            total += places.nbytes_of(path)
-    return total
 
 
 def _notes(files: Sequence[FsdpRankFile], records: Records, placement: Placement) -> tuple[tuple[str, str], ...]:
