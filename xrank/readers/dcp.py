@@ -16,14 +16,7 @@ import xxhash
 from msgspec import Struct
 
 from xrank import dtypes
-from xrank.errors import (
-    AGAIN,
-    CorruptError,
-    IncompleteError,
-    XrankError,
-    either,
-    option,
-)
+from xrank.errors import AGAIN, CorruptError, IncompleteError, XrankError, either, option
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in
@@ -89,12 +82,9 @@ def _num_tensors(value: object) -> int:
     """Count the tensors in a tree, whose depth `read_archive_in` bounds."""
     if isinstance(value, ArchivedTensor):
         return 1
-    parts: Iterable[object] = ()
     if isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = value
-    return sum(map(_num_tensors, parts))
+        return sum(map(_num_tensors, value.values()))
+    return sum(map(_num_tensors, value)) if isinstance(value, (list, tuple, set, frozenset)) else 0
 
 
 _SUFFIX = ".distcp"
@@ -133,8 +123,7 @@ def find_other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], lis
 
 def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> list[tuple[str, str]]:
     """Return notes about the files of a checkpoint whose model was located, so that no byte of the model is missing."""
-    notes = []
-    lost = []
+    notes, lost = [], []
     for name, end in zip(metadata.files, metadata.ends.tolist(), strict=True):
         nbytes = _nbytes(os.path.join(folder, name))
         if nbytes is None:
@@ -182,7 +171,10 @@ def rank_of_file(name: str) -> int | None:
 
 def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) -> DcpPieces:
     """Return where the pieces of the chosen tensors lie; only the ends of each piece are read."""
-    _check_paths(metadata)
+    for name in metadata.files:
+        # torch/distributed/checkpoint/filesystem.py: write_data: a plain file name without folders.
+        if os.path.basename(name) != name or "\0" in name or name in ("", ".", ".."):
+            raise outside_error(metadata.path, name)
     names, tensors = list(chosen), list(chosen.values())
     dtypes_of = [_dtype(name, tensor, metadata.path) for name, tensor in chosen.items()]
     counts = [len(tensor.start) for tensor in tensors]
@@ -223,13 +215,6 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
     bare = np.bincount(records.file[records.crc32 == NO_CHECKSUM], minlength=len(files))
     unchecked = tuple(metadata.files[number] for number, count in zip(used, bare.tolist(), strict=True) if count)
     return DcpPieces(tuple(files), records, tuple(shards), unchecked)
-
-
-def _check_paths(metadata: DcpMetadata) -> None:
-    for name in metadata.files:
-        # torch/distributed/checkpoint/filesystem.py: write_data: a plain file name without folders.
-        if os.path.basename(name) != name or "\0" in name or name in ("", ".", ".."):
-            raise outside_error(metadata.path, name)
 
 
 def _check_presence(
@@ -318,8 +303,7 @@ class _FileReader:
         other = self._seen.setdefault(digest, file)
         if other is file or all(self._is_uniform(file, *row[:3]) for row in rows[:16].tolist()):
             return
-        path, rank = file.origin.path, file.origin.rank
-        raise Origin(path, rank).contradiction(
+        raise file.origin.contradiction(
             f"holds the same bytes as {os.path.basename(other.origin.path)}: one is a copy of the other",
             f"equal checksums of all {len(rows)} pieces",
             "different pieces in each file",
@@ -357,21 +341,16 @@ def _check_kinds(
     shape = np.array(tensor.shape, dtype=np.int64)
     out = np.flatnonzero((tensor.offsets + tensor.sizes > shape).any(axis=1))
     if len(out):
-        raise _corrupt(
-            name, "has a piece that reaches beyond it", metadata.path,
-            got=f"{tensor.sizes[out[0]].tolist()} from {tensor.offsets[out[0]].tolist()} on",
-            want=f"within {list(tensor.shape)}",
-        )  # fmt: skip
+        got = f"{tensor.sizes[out[0]].tolist()} from {tensor.offsets[out[0]].tolist()} on"
+        want = f"within {list(tensor.shape)}"
+        raise _corrupt(name, "has a piece that reaches beyond it", metadata.path, got=got, want=want)
     for number in sorted(set(rows.tolist())):
-        kind, mine = kinds[number], rows == number
-        other = (
-            np.flatnonzero(mine & (tensor.sizes != np.array(kind.shape, dtype=np.int64)).any(axis=1))
-            if len(kind.shape) == len(shape)
-            else np.flatnonzero(mine)
-        )
-        if kind.dtype == dtype and not len(other):
+        kind, odd = kinds[number], rows == number
+        if kind.dtype == dtype and len(kind.shape) == len(shape):
+            odd &= (tensor.sizes != np.array(kind.shape, dtype=np.int64)).any(axis=1)
+        if not odd.any():
             continue
-        row = int(other[0]) if len(other) else int(np.flatnonzero(mine)[0])
+        row = int(np.flatnonzero(odd)[0])
         file = metadata.files[int(tensor.file[row])]
         path = os.path.join(os.path.dirname(metadata.path), file)
         raise Subject(name, rank_of_file(file), path).contradiction(
@@ -428,9 +407,25 @@ class DcpReader:
         """Return where every tensor of the model lies; errors as in `Reader.read`."""
         _check_files(path)
         metadata = read_metadata(os.path.join(path, _METADATA))
-        part = select_model(_describe_tree(metadata), hints.part)
+        tree = SavedTree(
+            metadata.path,
+            {name: tensor.shape for name, tensor in metadata.tensors.items()},
+            metadata.byte_items,
+            metadata.paths or {},
+            lambda name: int(metadata.tensors[name].nbytes.sum()),
+            metadata.byte_items,
+        )
+        part = select_model(tree, hints.part)
         tensors = {name: metadata.tensors[flat] for name, flat in part.tensors.items()}
-        _check_flat(metadata, tensors)
+        for name, tensor in tensors.items():
+            if name.rpartition(".")[2] == _FLAT:  # every rank saved its own range under one name
+                raise Origin(metadata.path).layout(
+                    f"{quote(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
+                    f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
+                    "parameters by name",
+                    "load it into the same model, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+                    tensor=name,
+                )
         pieces = locate(path, metadata, tensors)
         left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
@@ -453,30 +448,6 @@ class DcpReader:
             part=hints.part,
             is_attribute=has_lightning_module(path),
         )
-
-
-def _describe_tree(metadata: DcpMetadata) -> SavedTree:
-    return SavedTree(
-        metadata.path,
-        {name: tensor.shape for name, tensor in metadata.tensors.items()},
-        metadata.byte_items,
-        metadata.paths or {},
-        lambda name: int(metadata.tensors[name].nbytes.sum()),
-        metadata.byte_items,
-    )
-
-
-def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None:
-    """Refuse FSDP1's flat parameters, of which every rank saved its own range under one name."""
-    for name, tensor in tensors.items():
-        if name.rpartition(".")[2] == _FLAT:
-            raise Origin(metadata.path).layout(
-                f"{quote(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
-                f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
-                "parameters by name",
-                "load it into the same model, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
-                tensor=name,
-            )
 
 
 def _model_beside(path: str) -> str:

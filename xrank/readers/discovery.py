@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,6 +34,7 @@ class ListedReader(Struct, frozen=True):
     sign: str
     """A regular expression. A folder of this format has an entry with a matching name; a single file matches itself."""
     module: str
+    """Name below `xrank.readers`."""
     class_name: str
 
     def is_hinted_at(self, path: str) -> bool:
@@ -45,51 +47,45 @@ class ListedReader(Struct, frozen=True):
 
     def load(self) -> Reader:
         """Import the reader."""
-        reader: Reader = getattr(import_module(self.module), self.class_name)()
+        reader: Reader = getattr(import_module(f"xrank.readers.{self.module}"), self.class_name)()
         return reader
 
 
-WORKSPACE = ListedReader("workspace", r"rank_.*_state\.pth", "xrank.readers.workspace", "WorkspaceReader")
-TORCH_SAVE = ListedReader("torch-save", r".*\.(pt|pth|ckpt|th|bin|tar)", "xrank.readers.torch_save", "TorchSaveReader")
+WORKSPACE = ListedReader("workspace", r"rank_.*_state\.pth", "workspace", "WorkspaceReader")
+TORCH_SAVE = ListedReader("torch-save", r".*\.(pt|pth|ckpt|th|bin|tar)", "torch_save", "TorchSaveReader")
 OWN_READERS = (
     WORKSPACE,
-    ListedReader("safetensors", r".*\.safetensors", "xrank.readers.hugging_face.folder", "HfFolderReader"),
-    ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "xrank.readers.hugging_face.shards", "HfShardsReader"),
-    ListedReader("vllm", r"model-(rank|pp)-.*\.safetensors", "xrank.readers.vllm", "VllmReader"),
+    ListedReader("safetensors", r".*\.safetensors", "hugging_face.folder", "HfFolderReader"),
+    ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "hugging_face.shards", "HfShardsReader"),
+    ListedReader("vllm", r"model-(rank|pp)-.*\.safetensors", "vllm", "VllmReader"),
     ListedReader(
-        "bin",
-        r"(diffusion_)?pytorch_model.*\.bin|(ft-)?model-\d{5}-of-\d{5}\.bin",
-        "xrank.readers.torch_save",
-        "BinFolderReader",
+        "bin", r"(diffusion_)?pytorch_model.*\.bin|(ft-)?model-\d{5}-of-\d{5}\.bin", "torch_save", "BinFolderReader"
     ),
-    ListedReader("dcp", r"\.metadata|.*\.distcp", "xrank.readers.dcp", "DcpReader"),
+    ListedReader("dcp", r"\.metadata|.*\.distcp", "dcp", "DcpReader"),
     ListedReader(
         "megatron-dist",
         r"metadata\.json|common\.pt|latest_checkpointed_iteration\.txt",
-        "xrank.readers.megatron.dist",
+        "megatron.dist",
         "MegatronDistReader",
     ),
     ListedReader(
-        "megatron-legacy",
-        r"mp_rank_.*|latest_checkpointed_iteration\.txt",
-        "xrank.readers.megatron.legacy",
-        "MegatronLegacyReader",
+        "megatron-legacy", r"mp_rank_.*|latest_checkpointed_iteration\.txt", "megatron.legacy", "MegatronLegacyReader"
     ),
-    ListedReader("deepspeed", r".*_states\.pt|latest|latest_universal", "xrank.readers.deepspeed", "DeepSpeedReader"),
-    ListedReader("verl", r"model_world_size_.*\.pt", "xrank.readers.fsdp", "VerlReader"),
+    ListedReader("deepspeed", r".*_states\.pt|latest|latest_universal", "deepspeed", "DeepSpeedReader"),
+    ListedReader("verl", r"model_world_size_.*\.pt", "fsdp", "VerlReader"),
     ListedReader(
         "torch-checkpointing",
         r"metadata\.pkl|(?!model_world_size_).+_\d+\.(pt|safetensors)",
-        "xrank.readers.torch_checkpointing",
+        "torch_checkpointing",
         "TorchCheckpointingReader",
     ),
     ListedReader(
         "orbax",
         r"_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas|manifest\.ocdbt|ocdbt\.process_\d+",
-        "xrank.readers.orbax",
+        "orbax",
         "OrbaxReader",
     ),
-    ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "xrank.readers.fsdp", "AccelerateRanksReader"),
+    ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "fsdp", "AccelerateRanksReader"),
     TORCH_SAVE,
 )
 """In the order in which they are tried, before the readers of other packages."""
@@ -210,12 +206,9 @@ def find_marked_step(path: str) -> str | None:
         raise Origin(marker).corrupt("is not a step marker", quote(text), "a number")
     folder = os.path.join(path, f"global_step_{int(text)}")
     if not places.is_folder(folder):
-        raise Origin(marker).incomplete(
-            f"names global_step_{int(text)}, which is missing",
-            ", ".join(steps[-5:]),
-            f"global_step_{int(text)}",
-            "copy that folder here, or give the path of the step's folder that you want",
-        )
+        want = f"global_step_{int(text)}"
+        next_step = "copy that folder here, or give the path of the step's folder that you want"
+        raise Origin(marker).incomplete(f"names {want}, which is missing", ", ".join(steps[-5:]), want, next_step)
     return folder
 
 
@@ -273,38 +266,38 @@ _SMALL = re.compile(
 
 def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatError | None:
     """Return the error that names the format of files which no reader recognises; None if it is unknown here, too."""
-    if _is_empty(path):
-        return UnknownFormatError(
-            f"{path} contains no file",
-            file=path,
-            got="an empty folder",
-            want="a checkpoint",
-            next_step="check the path",
-        )
-    entries = [path, *(os.path.join(folder, name) for folder in (path, *folders_below) for name in _list(folder))]
-    found = [(place, kind) for place in entries if (kind := _kind_of_name(place)) is not None]
+    is_folder = places.is_folder(path)
+    # A link may lead to a file.
+    if is_folder and not any(
+        files or any(places.is_link(os.path.join(folder, name)) for name in folders)
+        for folder, folders, files in places.walk(path)
+    ):
+        problem, step = f"{path} contains no file", "check the path"
+        return UnknownFormatError(problem, file=path, got="an empty folder", want="a checkpoint", next_step=step)
+    entries = [path]
+    for folder in (path, *folders_below):
+        with suppress(NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
+            entries += (os.path.join(folder, name) for name in sorted(places.list_names(folder)))
+    names = [(place, os.path.basename(place)) for place in entries]
+    found = [(place, kind) for place, name in names for kind in _KINDS if kind.name and kind.name.fullmatch(name)]
     if not found:
         # A folder may hold a million files of data, so that only the first ones are opened.
-        files = [place for place in entries if places.is_file(place)][:_MAX_OPENED_FILES]
-        found = [(file, kind) for file in files if (kind := _kind_of_content(file)) is not None]
-    if not found:
-        return _describe_weightless(path, entries)
-    file, kind = found[0]
-    return UnknownFormatError(
-        f"{file} is {kind.noun}, which xrank does not read",
-        file=file,
-        got=list_text(os.path.relpath(place, path) for place, other in found if other == kind)
-        if path != file
-        else None,
-        want="a checkpoint of a framework on torch, or a Hugging Face folder",
-        next_step=kind.next_step,
-    )
-
-
-def _describe_weightless(path: str, entries: Iterable[str]) -> UnknownFormatError | None:
-    """Return the error for a folder with small files of a model, and no weights; None for other ones."""
-    small = [os.path.relpath(place, path) for place in entries if _SMALL.fullmatch(os.path.basename(place))]
-    if not small or not places.is_folder(path):
+        for file in [place for place in entries if places.is_file(place)][:_MAX_OPENED_FILES]:
+            with suppress(XrankError):
+                start = read_start(file, _MAX_MAGIC_NBYTES)
+                found += ((file, kind) for kind in _KINDS if kind.magic and start.startswith(kind.magic))
+    if found:
+        file, kind = found[0]
+        alike = list_text(os.path.relpath(place, path) for place, other in found if other == kind)
+        return UnknownFormatError(
+            f"{file} is {kind.noun}, which xrank does not read",
+            file=file,
+            got=alike if path != file else None,
+            want="a checkpoint of a framework on torch, or a Hugging Face folder",
+            next_step=kind.next_step,
+        )
+    small = [os.path.relpath(place, path) for place, name in names if _SMALL.fullmatch(name)]
+    if not small or not is_folder:
         return None
     return UnknownFormatError(
         f"{path} contains small files of a model, and no weights",
@@ -313,34 +306,6 @@ def _describe_weightless(path: str, entries: Iterable[str]) -> UnknownFormatErro
         want="a checkpoint, or the model's weights beside them",
         next_step="give the folder with the weights; if this is where they belong, their download or save is not done",
     )
-
-
-def _is_empty(path: str) -> bool:
-    """Return whether a folder holds no file, and no link that may lead to one, at any depth."""
-    return places.is_folder(path) and not any(
-        files or any(places.is_link(os.path.join(folder, name)) for name in folders)
-        for folder, folders, files in places.walk(path)
-    )
-
-
-def _list(folder: str) -> list[str]:
-    try:
-        return sorted(places.list_names(folder))
-    except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
-        return []
-
-
-def _kind_of_name(place: str) -> _ForeignKind | None:
-    name = os.path.basename(place)
-    return next((kind for kind in _KINDS if kind.name is not None and kind.name.fullmatch(name)), None)
-
-
-def _kind_of_content(file: str) -> _ForeignKind | None:
-    try:
-        start = read_start(file, _MAX_MAGIC_NBYTES)
-    except XrankError:
-        return None
-    return next((kind for kind in _KINDS if kind.magic and start.startswith(kind.magic)), None)
 
 
 _SEARCHED_LEVELS = 2
@@ -463,7 +428,9 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         if fitting:
             found.append((place, fitting))
             passed = place
-    found = _drop_links(found)
+    # A trainer's "latest" may be a link to one of its steps.
+    own = {places.real(place) for place, _ in found if not places.is_link(place)}
+    found = [one for one in found if not places.is_link(one[0]) or places.real(one[0]) not in own]
     exported = _find_exported(found)
     if exported is not None:
         return exported
@@ -472,31 +439,23 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         found = [(place, fitting) for place, fitting in found if place not in begun]
     if len(found) > 1:
         paths = " or ".join(place for place, _ in found[:10])
-        raise UsageError(
-            f"{path} holds several sources",
-            file=path,
-            got=list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10),
-            want="one",
-            # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
-            next_step=f"gather each component by itself: give {paths} as the path"
-            if places.is_file(os.path.join(path, "model_index.json"))
-            else "if each is a stage of one model, gather each by itself, put the outputs into one folder as "
-            f"model-00001-of-{len(found):05d}.safetensors and so on, and gather that folder; if each is a whole model, "
-            "give the path of one of them"
-            if all(_STAGE.search(os.path.relpath(place, path)) for place, _ in found)
-            else "give the path of one of them",
-        )
+        next_step = "give the path of one of them"
+        # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
+        if places.is_file(os.path.join(path, "model_index.json")):
+            next_step = f"gather each component by itself: give {paths} as the path"
+        elif all(_STAGE.search(os.path.relpath(place, path)) for place, _ in found):
+            next_step = (
+                "if each is a stage of one model, gather each by itself, put the outputs into one folder as "
+                f"model-00001-of-{len(found):05d}.safetensors and so on, and gather that folder; if each is a whole "
+                "model, give the path of one of them"
+            )
+        got = list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10)
+        raise UsageError(f"{path} holds several sources", file=path, got=got, want="one", next_step=next_step)
     if not found:
         return None
     doubt = "passed over" if found[0][0] not in begun else "read all the same"
     note = ("unfinished", f"a save that may not have finished, by its name, was {doubt}: {list_text(begun, 3)}")
     return _choose_reader(*found[0])._replace(notes=(note,) if begun else ())
-
-
-def _drop_links(found: Sequence[_Found]) -> list[_Found]:
-    """Return the sources without links to others of them, such as a trainer's ``latest`` to one of its steps."""
-    own = {places.real(place) for place, _ in found if not places.is_link(place)}
-    return [(place, readers) for place, readers in found if not places.is_link(place) or places.real(place) not in own]
 
 
 def _note_steps(place: str) -> tuple[tuple[str, str], ...]:
@@ -575,12 +534,10 @@ def _find_exported(found: Sequence[_Found]) -> SourcePlace | None:
         for place, readers in found
         if os.path.basename(place) == EXPORT_FOLDER and any(reader.name in _WHOLE for reader in readers)
     ]
-    states = [(place, readers) for place, readers in found if (place, readers) not in exported]
-    parents = {os.path.dirname(place) for place, _ in found}
-    if len(exported) != 1 or len(states) != 1 or len(parents) != 1:
+    if len(exported) != 1 or len(found) != 2 or len({os.path.dirname(place) for place, _ in found}) != 1:
         return None
     whole = _choose_reader(*exported[0])
-    place, readers = states[0]
+    ((place, readers),) = [one for one in found if one not in exported]
     return whole._replace(others=(*whole.others, *((place, reader) for reader in readers)))
 
 

@@ -14,15 +14,7 @@ from isal import isal_zlib
 from msgspec import Struct
 
 from xrank.dtypes import dtype
-from xrank.errors import (
-    AGAIN,
-    ContradictionError,
-    IncompleteError,
-    LayoutError,
-    UnsafeError,
-    XrankError,
-    option,
-)
+from xrank.errors import AGAIN, ContradictionError, IncompleteError, LayoutError, UnsafeError, XrankError, option
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.storage import places
@@ -293,6 +285,8 @@ def nbytes_below(folder: str) -> int:
     return nbytes_of(os.path.join(place, name) for place, _, names in places.walk(folder) for name in names)
 
 
+NO_CHECKSUMS = ("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen")
+"""Note on a source of safetensors."""
 _FOREIGN_NAMES = "foreign-names"
 """Code of the note on classes and functions that frameworks do not write into pickles."""
 
@@ -368,10 +362,8 @@ def note_bare_files(paths: Sequence[str]) -> list[tuple[str, str]]:
     """Return a note on files without checksums, or none."""
     if not paths:
         return []
-    text = (
-        f"{plural(len(paths), 'file')} without checksums, {paths[0]} first; damage inside a tensor there can't be seen"
-    )
-    return [("no-checksums", text)]
+    text = f"{plural(len(paths), 'file')} without checksums, {paths[0]} first"
+    return [("no-checksums", f"{text}; damage inside a tensor there can't be seen")]
 
 
 def note_foreign_names(found: Mapping[str, Mapping[tuple[str, str], int]]) -> list[tuple[str, str]]:

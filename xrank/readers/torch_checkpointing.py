@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.errors import (
-    LayoutError,
-    UsageError,
-    XrankError,
-    either,
-    option,
-)
+from xrank.errors import LayoutError, UsageError, XrankError, either, option
 from xrank.formats.pickles import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.safetensors_header import read_header
 from xrank.formats.torch_archive import ArchivedTensor
@@ -35,7 +30,7 @@ from xrank.readers.fsdp.rank_files import (
     sizes_of,
 )
 from xrank.readers.fsdp.reader import RankFiles, describe_rank_files
-from xrank.readers.records import ONE_SAVE, Subject, absent_rank_error, outside_error, read_small, read_start
+from xrank.readers.records import ONE_SAVE, absent_rank_error, outside_error, read_small, read_start
 from xrank.storage import places
 from xrank.storage.entries import Entry
 from xrank.storage.regular_file import Origin, quote
@@ -227,19 +222,13 @@ def explain_mismatch(path: str) -> str | None:
             return "an optimizer's or a trainer's own state"
         return "one rank's file; its folder is the checkpoint" if match[1] == _MODEL else None
     names = places.list_names(path)
-    if METADATA in names and _is_metadata(os.path.join(path, METADATA)):
-        return None
+    with suppress(XrankError):
+        if METADATA in names and _MARK in read_start(os.path.join(path, METADATA), _MAX_MARK_NBYTES):
+            return None
     # Without metadata only the names of the files show the format, and others number their files from 1, or by steps.
     if f"{_MODEL}_0.pt" in names or (f"{_MODEL}_0.safetensors" in names and f"{_MODEL}.safetensors" not in names):
         return None
     return f"no {METADATA} with files of ranks, and no {_MODEL}_0.pt"
-
-
-def _is_metadata(path: str) -> bool:
-    try:
-        return _MARK in read_start(path, _MAX_MARK_NBYTES)
-    except XrankError:
-        return False
 
 
 def find_model_files(path: str) -> ModelFiles:
@@ -249,21 +238,18 @@ def find_model_files(path: str) -> ModelFiles:
     items = _list_items(folder)
     item = _choose_item(path, folder, items, metadata)
     saved = metadata.items.get(item) if metadata is not None else None
-    skipped = tuple(
-        os.path.join(folder, name) for key, files in items.items() if key != item for name in files.values()
-    )
-    if metadata is None or saved is None:
-        by_rank = {rank: os.path.join(folder, name) for rank, name in sorted(items[item].items())}
-        kinds = {_KINDS[file.rpartition(".")[2]] for file in by_rank.values()}
-        # Other items may have been saved on ranks whose file of the model is missing.
-        world_size = max((rank + 1 for files in items.values() for rank in files), default=1)
-        listed = RankFiles(folder, by_rank, metadata.world_size if metadata is not None else world_size, skipped)
-    else:
-        by_rank = {rank: os.path.join(folder, name) for rank, (name, _) in sorted(saved.files.items())}
-        kinds = {kind for _, kind in saved.files.values()}
-        listed = RankFiles(folder, by_rank, metadata.world_size, skipped)
-        _check_ranks(listed, items.get(item, {}))
-    listed.check(listed.world_size or 1)
+    skipped = [os.path.join(folder, name) for key, files in items.items() if key != item for name in files.values()]
+    named = {rank: (name, _KINDS[name.rpartition(".")[2]]) for rank, name in items.get(item, {}).items()}
+    files = named if saved is None else saved.files
+    kinds = {kind for _, kind in files.values()}
+    # Other items may have been saved on ranks whose file of the model is missing.
+    largest = max((rank + 1 for ranks in items.values() for rank in ranks), default=1)
+    world_size = largest if metadata is None else metadata.world_size
+    by_rank = {rank: os.path.join(folder, name) for rank, (name, _) in sorted(files.items())}
+    listed = RankFiles(folder, by_rank, world_size, tuple(skipped))
+    if saved is not None:
+        _check_ranks(listed, world_size, named)
+    listed.check(world_size)
     if len(kinds) > 1 or not kinds <= {_TORCH, _SAFETENSORS}:
         raise UsageError(
             f"the item {item} of {folder} was not saved as one kind of tensor files",
@@ -286,12 +272,9 @@ def _list_items(folder: str) -> dict[str, dict[int, str]]:
         own = items.setdefault(match[1], {})
         other = own.setdefault(int(match[2]), name)
         if other != name:
-            raise Origin(os.path.join(folder, name), int(match[2])).contradiction(
-                f"{name} and {other} are files of the same item and rank, so they are from two saves",
-                f"{other} and {name}",
-                "one of them",
-                ONE_SAVE,
-            )
+            problem = f"{name} and {other} are files of the same item and rank, so they are from two saves"
+            origin = Origin(os.path.join(folder, name), int(match[2]))
+            raise origin.contradiction(problem, f"{other} and {name}", "one of them", ONE_SAVE)
     return items
 
 
@@ -304,30 +287,23 @@ def _choose_item(path: str, folder: str, items: Mapping[str, Mapping[int, str]],
     if len(found) == 1:
         return found[0]
     file = next((name for item in found for name in items.get(item, {}).values()), None)
-    raise Origin(folder).usage(
-        f"contains {len(found) or 'no'} items that may be the model",
-        list_text(known, 10),
-        f"an item {_MODEL}, or a single other one",
-        f"give the path of a file of the item, such as {os.path.join(folder, file)}"
-        if file
-        else f"save the model as the item {_MODEL}",
-    )
+    step = f"save the model as the item {_MODEL}"
+    if file:
+        step = f"give the path of a file of the item, such as {os.path.join(folder, file)}"
+    problem = f"contains {len(found) or 'no'} items that may be the model"
+    raise Origin(folder).usage(problem, list_text(known, 10), f"an item {_MODEL}, or a single other one", step)
 
 
-def _check_ranks(listed: RankFiles, named: Mapping[int, str]) -> None:
+def _check_ranks(listed: RankFiles, world_size: int, named: Mapping[int, tuple[str, str]]) -> None:
     missing = [rank for rank, file in listed.by_rank.items() if not places.is_present(file)]
     if missing:
-        file = listed.by_rank[missing[0]]
-        world_size, got = listed.world_size or 1, f"no files of {ranks_text(missing)}"
-        raise absent_rank_error(listed.folder, file, missing[0], world_size, who=ranks_text(missing), got=got)
-    beyond = sorted(set(named) - set(listed.by_rank))
-    if beyond:
-        raise Origin(os.path.join(listed.folder, named[beyond[0]]), beyond[0]).contradiction(
-            f"belongs to rank {beyond[0]}, but {METADATA} records {listed.world_size} ranks",
-            ranks_text([*named]),
-            f"ranks 0 to {(listed.world_size or 1) - 1}",
-            ONE_SAVE,
-        )
+        file, who = listed.by_rank[missing[0]], ranks_text(missing)
+        raise absent_rank_error(listed.folder, file, missing[0], world_size, who=who, got=f"no files of {who}")
+    beyond = min(set(named) - set(listed.by_rank), default=None)
+    if beyond is not None:
+        problem = f"belongs to rank {beyond}, but {METADATA} records {world_size} ranks"
+        origin = Origin(os.path.join(listed.folder, named[beyond][0]), beyond)
+        raise origin.contradiction(problem, ranks_text([*named]), f"ranks 0 to {world_size - 1}", ONE_SAVE)
 
 
 class TorchCheckpointingReader:
@@ -344,9 +320,15 @@ class TorchCheckpointingReader:
         found = find_model_files(path)
         files = []
         for rank, file in found.listed.by_rank.items():
-            read = (
-                _read_safetensors(file, rank) if found.are_safetensors else read_rank_file(file, rank, is_nested=True)
-            )
+            if found.are_safetensors:
+                header = read_header(file)
+                plain = {
+                    tensor.name: ArchivedTensor(tensor.name, tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
+                    for tensor in header.tensors
+                }
+                read = FsdpRankFile(rank, header, {}, {}, plain, ())
+            else:
+                read = read_rank_file(file, rank, is_nested=True)
             files.append(read if found.metadata is None else _apply_cuts(read, found.metadata.cuts_of(rank)))
         if found.are_safetensors and found.metadata is None:
             hints = _limit_hints(found, hints)
@@ -357,45 +339,29 @@ class TorchCheckpointingReader:
         return replace(model, notes=tuple(notes), details={**model.details, "item": found.item})
 
 
-def _read_safetensors(path: str, rank: int) -> FsdpRankFile:
-    header = read_header(path)
-    plain = {
-        tensor.name: ArchivedTensor(tensor.name, tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
-        for tensor in header.tensors
-    }
-    return FsdpRankFile(rank, header, {}, {}, plain, ())
-
-
 def _apply_cuts(file: FsdpRankFile, cuts: dict[str, SavedCut]) -> FsdpRankFile:
     """Return a rank's file whose plain tensors have the cuts that the metadata records."""
     held = {**file.dtensors, **file.sharded, **file.plain}
     odd = sorted(cuts.keys() ^ held.keys())
     if odd:
-        raise Subject(odd[0], file.rank, file.archive.path).contradiction(
-            f"{METADATA} and {file.archive.path} disagree about it",
-            "the tensor in the file" if odd[0] in held else "no such tensor in the file",
-            f"it {'is' if odd[0] in cuts else 'is not'} in {METADATA}",
-        )
-    for name, part in file.dtensors.items():
-        _check_kind(name, file, (part.local.dtype, part.shape), cuts[name])
-    for name, sharded in file.sharded.items():
-        _check_kind(name, file, (sharded.dtype, sharded.shape), cuts[name])
-    dtensors = dict(file.dtensors)
-    for name, tensor in file.plain.items():
+        got = "the tensor in the file" if odd[0] in held else "no such tensor in the file"
+        want = f"it {'is' if odd[0] in cuts else 'is not'} in {METADATA}"
+        raise file.of(odd[0]).contradiction(f"{METADATA} and {file.archive.path} disagree about it", got, want)
+    kinds = {name: (part.local.dtype, part.shape) for name, part in file.dtensors.items()}
+    kinds.update((name, (part.dtype, part.shape)) for name, part in file.sharded.items())
+    kinds.update((name, (part.dtype, cuts[name].shape)) for name, part in file.plain.items())
+    for name, (dtype, shape) in kinds.items():
         cut = cuts[name]
-        _check_kind(name, file, (tensor.dtype, cut.shape), cut)
-        dtensors[name] = DTensorPart(tensor, cut.layout, cut.mesh, cut.shape)
+        if (dtype, shape) != (cut.dtype, cut.shape):
+            problem = f"{METADATA} and {file.archive.path} record another type or shape"
+            want = f"{cut.dtype} {list(cut.shape)}, as in {METADATA}"
+            raise file.of(name).contradiction(problem, f"{dtype} {list(shape)}", want)
+    parts = {
+        name: DTensorPart(tensor, cuts[name].layout, cuts[name].mesh, cuts[name].shape)
+        for name, tensor in file.plain.items()
+    }
     # No plain tensor is left, which beside DTensors would count as a replica.
-    return replace(file, dtensors=dtensors, plain={})
-
-
-def _check_kind(name: str, file: FsdpRankFile, kind: tuple[str, tuple[int, ...]], cut: SavedCut) -> None:
-    if kind != (cut.dtype, cut.shape):
-        raise Subject(name, file.rank, file.archive.path).contradiction(
-            f"{METADATA} and {file.archive.path} record another type or shape",
-            f"{kind[0]} {list(kind[1])}",
-            f"{cut.dtype} {list(cut.shape)}, as in {METADATA}",
-        )
+    return replace(file, dtensors={**file.dtensors, **parts}, plain={})
 
 
 def _limit_hints(found: ModelFiles, hints: Hints) -> Hints:

@@ -26,6 +26,7 @@ from xrank.readers.hugging_face.folder import (
     choose_tensors,
     is_one_of_several,
     list_files,
+    note_left_out,
     read_index,
     stale_index_notes,
 )
@@ -57,11 +58,6 @@ class WholeState(Struct, frozen=True, eq=False):
     """Names of the values in its state dict that are not tensors."""
     part: ChosenPart | None
     """The model among the parts of a nested dict; None where the whole file is one state dict."""
-
-    @property
-    def is_lightning(self) -> bool:
-        """Whether the names are those of a LightningModule, of which the model is an attribute."""
-        return self.part is not None and is_of_lightning(self.archive.value)
 
     @property
     def step(self) -> int | None:
@@ -172,7 +168,7 @@ def describe_states(
         part=hints.part,
         notes=tuple(more),
         details=part_details(parts[0]) if parts else {},
-        is_attribute=any(state.is_lightning for state in states),
+        is_attribute=any(state.part is not None and is_of_lightning(state.archive.value) for state in states),
     )
 
 
@@ -255,20 +251,25 @@ class TorchSaveReader:
             raise _make_choice_error(folder, names)
         state = select_state(read_archive(os.path.join(folder, names[0])), hints.part)
         model = describe_states(self.name, path, [state], hints)
-        if _SLICE.fullmatch(names[0]):
-            _check_width(state)
-            return replace(model, hashes=_read_checklist(folder, names[0]))
-        return model
+        return replace(model, hashes=_check_slice(state, folder, names[0])) if _SLICE.fullmatch(names[0]) else model
 
 
-def _read_checklist(folder: str, name: str) -> tuple[RecordedHash, ...]:
-    """Return the MD5 of a file that Meta's ``checklist.chk`` beside it records, as md5sum writes it."""
+def _check_slice(state: WholeState, folder: str, name: str) -> tuple[RecordedHash, ...]:
+    """Return the MD5 that Meta's ``checklist.chk`` beside a file records, as md5sum writes it.
+
+    Refuse the first slice of a model whose other slices are not there: its heads do not fill the model's width.
+    """
+    found = [state.tensors.get(name) for name in ("norm.weight", "layers.0.attention.wq.weight")]
+    width, rows = (tensor.shape[0] if tensor is not None and tensor.shape else 0 for tensor in found)
+    # Mistral's heads may be of another width, such as 32 of 128 in a model of 5,120: no fraction.
+    if 0 < rows < width and width % rows == 0:
+        raise _make_slice_error(state.archive.path, f"{rows} rows of queries in a model of width {width}")
     path = os.path.join(folder, "checklist.chk")
     if not places.is_present(path):
         return ()
     text = read_start(path, _MAX_CHECKLIST_NBYTES).decode(errors="replace")
-    found = re.search(rf"^([0-9a-f]{{32}}) [ *]{re.escape(name)}\r?$", text, re.MULTILINE)
-    return () if found is None else (RecordedHash(os.path.join(folder, name), "md5", bytes.fromhex(found[1]), path),)
+    line = re.search(rf"^([0-9a-f]{{32}}) [ *]{re.escape(name)}\r?$", text, re.MULTILINE)
+    return () if line is None else (RecordedHash(os.path.join(folder, name), "md5", bytes.fromhex(line[1]), path),)
 
 
 def _read_parts(path: str, folder: str, names: Sequence[str], num_others: int, hints: Hints) -> StoredModel:
@@ -284,16 +285,16 @@ def _read_parts(path: str, folder: str, names: Sequence[str], num_others: int, h
             "folder of their own, and give its path",
         )
     present = {number for number, _ in numbers.values()}
-    for number in range(1, max(present)):
-        if number not in present:
-            file = os.path.join(folder, f"hf_model_{number:04d}_{epochs[0]}.pt")
-            raise IncompleteError(
-                f"another file's name implies {os.path.basename(file)}, which is not in {folder}",
-                file=file,
-                got=list_text(names, 10),
-                want=f"the parts 1 to {max(present)}",
-                next_step="copy the missing file into the folder",
-            )
+    missing = min(set(range(1, max(present))) - present, default=None)
+    if missing is not None:
+        name = f"hf_model_{missing:04d}_{epochs[0]}.pt"
+        raise IncompleteError(
+            f"another file's name implies {name}, which is not in {folder}",
+            file=os.path.join(folder, name),
+            got=list_text(names, 10),
+            want=f"the parts 1 to {max(present)}",
+            next_step="copy the missing file into the folder",
+        )
     states = [select_state(read_archive(os.path.join(folder, name)), hints.part) for name in names]
     choose_tensors(folder, ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors))
     notes = [("left-out", f"{plural(num_others, 'file')} beside the model's own left out")] if num_others else []
@@ -363,16 +364,6 @@ def _check_slices(folder: str, names: list[str]) -> None:
         raise _make_slice_error(os.path.join(folder, given[0]), list_text(slices, 10))
 
 
-def _check_width(state: WholeState) -> None:
-    """Refuse the first slice of a model whose other slices are not there: its heads do not fill the model's width."""
-    found = [state.tensors.get(name) for name in ("norm.weight", "layers.0.attention.wq.weight")]
-    width, rows = (tensor.shape[0] if tensor is not None and tensor.shape else 0 for tensor in found)
-    # Mistral's heads may be of another width, such as 32 of 128 in a model of 5,120: no fraction.
-    if 0 < rows < width and width % rows == 0:
-        got = f"{rows} rows of queries in a model of width {width}"
-        raise _make_slice_error(state.archive.path, got)
-
-
 def _make_slice_error(path: str, got: str) -> UsageError:
     return Origin(path).usage(
         "is one of several slices of a model",
@@ -413,8 +404,10 @@ class BinFolderReader:
         folder = path if is_folder else os.path.dirname(path)
         index = read_index(folder, _INDEX_NAME, _WHOLE) if is_folder else None
         names = list_files(folder, _is_model_file, index) if is_folder else [os.path.basename(path)]
-        if index is None:
-            _check_one(folder, names)
+        models = [name for name in names if not is_one_of_several(name)]
+        if index is None and models and len(names) > 1:
+            step = f"give the path of one of them, such as {os.path.join(folder, models[0])}"
+            raise Origin(folder).usage("holds more than one model", list_text(names, 10), "one", step)
         states = [select_state(read_archive(os.path.join(folder, file)), hints.part) for file in names]
         held = ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors)
         place_of, notes = choose_tensors(folder, held, index)
@@ -423,25 +416,11 @@ class BinFolderReader:
             for state, file in zip(states, names, strict=True)
         ]
         notes += stale_index_notes(folder, _INDEX_NAME, index) if is_folder else []
-        beside = sorted(filter(_BESIDE_BIN.fullmatch, set(places.list_names(folder)) - set(names))) if is_folder else []
-        if beside:
-            text = f"{plural(len(beside), 'file')} beside the model's own left out, such as {beside[0]}"
-            notes.append(("left-out", text))
+        if is_folder:
+            notes += note_left_out(filter(_BESIDE_BIN.fullmatch, set(places.list_names(folder)) - set(names)))
         model = describe_states(self.name, path, states, hints, notes)
         return model if index is None else replace(model, notes=(*model.notes, *index.notes(stored_nbytes(model))))
 
 
 def _is_model_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
-
-
-def _check_one(folder: str, names: Sequence[str]) -> None:
-    """Refuse a folder with several files that are each a whole model."""
-    models = [name for name in names if not is_one_of_several(name)]
-    if len(models) > 1 or (models and len(names) > 1):
-        raise Origin(folder).usage(
-            "holds more than one model",
-            list_text(names, 10),
-            "one",
-            f"give the path of one of them, such as {os.path.join(folder, models[0])}",
-        )

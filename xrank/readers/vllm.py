@@ -18,7 +18,7 @@ from xrank.layout.stored_model import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.claims import HeldTensor
 from xrank.readers.placement import place_all
-from xrank.readers.records import ONE_SAVE, Records, copied_error
+from xrank.readers.records import NO_CHECKSUMS, ONE_SAVE, Records, copied_error
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, open_regular
 from xrank.words import list_text, numbers_text, plural, ranks_text
@@ -42,50 +42,33 @@ class RankParts(Struct, frozen=True):
         return len(self.files) // self.num_stages
 
 
-def is_state_name(name: str) -> bool:
-    """Return whether a file's name is that of a part."""
-    return _NAME.fullmatch(name) is not None
-
-
 def list_parts(folder: str) -> RankParts:
     """Return the files of a folder."""
     found: dict[tuple[int, int], dict[int, str]] = {}
-    patterns = set()
-    for name in sorted(places.list_names(folder)):
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        patterns.add(match[1] is None)
+    matches = [match for name in sorted(places.list_names(folder)) if (match := _NAME.fullmatch(name))]
+    for match in matches:
         place = (0, int(match[1])) if match[1] is not None else (int(match[2]), int(match[3]))
-        found.setdefault(place, {})[int(match[4])] = os.path.join(folder, name)
-    if len(patterns) > 1:
-        raise Origin(folder).contradiction(
-            "holds files with and without pipeline stages",
-            "model-rank-* and model-pp-*",
-            "the files of one save",
-            ONE_SAVE,
-        )
+        found.setdefault(place, {})[int(match[4])] = os.path.join(folder, match[0])
+    if len({match[1] is None for match in matches}) > 1:
+        problem = "holds files with and without pipeline stages"
+        got = "model-rank-* and model-pp-*"
+        raise Origin(folder).contradiction(problem, got, "the files of one save", ONE_SAVE)
     num_stages, tp_size = (max(place[axis] for place in found) + 1 for axis in (0, 1))
     cells = [(stage, rank) for stage in range(num_stages) for rank in range(tp_size)]
     missing = [number for number, place in enumerate(cells) if place not in found]
     if missing:
+        problem = f"{ranks_text(missing)} of {len(cells)} left no file"
         got = f"files of {ranks_text(set(range(len(cells))) - {*missing})}"
-        raise Origin(folder, missing[0]).incomplete(
-            f"{ranks_text(missing)} of {len(cells)} left no file",
-            got,
-            f"files of each of {len(cells)} ranks",
-            "copy the missing files from the nodes that saved them",
-        )
+        step = "copy the missing files from the nodes that saved them"
+        raise Origin(folder, missing[0]).incomplete(problem, got, f"files of each of {len(cells)} ranks", step)
     for number, place in enumerate(cells):
         parts = found[place]
         if len(parts) <= max(parts):
             absent = sorted(set(range(max(parts))) - {*parts})
-            raise Origin(folder, number).incomplete(
-                f"rank {number} left no part {numbers_text(absent)}",
-                f"parts {numbers_text(parts)}",
-                f"parts 0-{max(parts)}",
-                "copy the missing files from the node that saved them",
-            )
+            problem = f"rank {number} left no part {numbers_text(absent)}"
+            got = f"parts {numbers_text(parts)}"
+            step = "copy the missing files from the node that saved them"
+            raise Origin(folder, number).incomplete(problem, got, f"parts 0-{max(parts)}", step)
     files = {n: tuple(file for _, file in sorted(found[place].items())) for n, place in enumerate(cells)}
     return RankParts(files, num_stages)
 
@@ -98,6 +81,7 @@ _VOCABULARY = re.compile(r"(model\.embed_tokens|lm_head)\.weight")
 _COLUMN_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
 _FUSED = re.compile(r"(?P<module>.*\.)(?P<kind>qkv_proj|gate_up_proj)(?P<rest>\.(weight|bias))")
 _FIX = "put the config.json of this model into the folder"
+_FROM_NODES = "copy the missing ranks' files from the nodes that saved them"
 _ELSEWHERE = "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded"
 
 
@@ -121,11 +105,6 @@ class Sizes(Struct, frozen=True):
         return DeviceMesh(shape, ("kvs", "rep"), list(range(first_rank, first_rank + self.tp_size)))
 
 
-def is_left_out(name: str) -> bool:
-    """Return whether a parameter belongs to the engine and not to the model."""
-    return _SCALE.fullmatch(name) is not None
-
-
 def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
     """Return the sizes in a model's config."""
     if config.get("model_type") not in MODEL_TYPES:
@@ -137,37 +116,25 @@ def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
         )
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     kv_heads = config.get("num_key_value_heads") or heads
-    width = config.get("head_dim") or (_divide(hidden, heads))
-    found: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
-    found["vocab_size"] = config.get("vocab_size")
-    for key, size in found.items():
+    width = config.get("head_dim")
+    if not width and type(hidden) is int and type(heads) is int and heads > 0 and hidden % heads == 0:
+        width = hidden // heads
+    vocabulary = config.get("vocab_size")
+    found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width or None}
+    for key, size in {**found, "vocab_size": vocabulary}.items():
         if type(size) is not int or size < 1:
-            raise Origin(folder).layout(
-                f"config.json gives no {key}, which determines how parameters were cut",
-                repr(size),
-                f"a number for {key}",
-                f"{_FIX}, then {AGAIN}",
-            )
-    sizes = Sizes(
-        num_heads=found["num_attention_heads"],
-        num_kv_heads=found["num_key_value_heads"],
-        head_dim=found["head_dim"],
-        vocabulary=found["vocab_size"],
-        tp_size=tp_size,
-    )
+            problem = f"config.json gives no {key}, which determines how parameters were cut"
+            raise Origin(folder).layout(problem, repr(size), f"a number for {key}", f"{_FIX}, then {AGAIN}")
+    sizes = Sizes(heads, kv_heads, width, vocabulary, tp_size)
     shared = sizes.num_kv_heads % tp_size and tp_size % sizes.num_kv_heads
     if sizes.num_heads % tp_size or shared:
         raise Origin(folder).incomplete(
             f"{tp_size} ranks cannot share {sizes.num_heads} heads with {sizes.num_kv_heads} of keys and values",
             f"files of {tp_size} ranks",
             "the files of all ranks, and this model's config.json",
-            "copy the missing ranks' files from the nodes that saved them",
+            _FROM_NODES,
         )
     return sizes
-
-
-def _divide(a: object, b: object) -> int | None:
-    return a // b if type(a) is int and type(b) is int and b > 0 and a % b == 0 else None
 
 
 def split_parameter(name: str, held: HeldTensor, sizes: Sizes) -> Iterator[tuple[str, HeldTensor]]:
@@ -211,7 +178,7 @@ def _layout_of(name: str, held: HeldTensor, sizes: Sizes) -> str:
                 f"{sizes.tp_size} ranks have {total} rows of it, fewer than the vocabulary",
                 f"{total} rows",
                 f"vocab_size {sizes.vocabulary} or more, by config.json",
-                "copy the missing ranks' files from the nodes that saved them",
+                _FROM_NODES,
             )
         if total - sizes.vocabulary >= 64 * sizes.tp_size:
             problem = f"{sizes.tp_size} ranks have more rows of it than a padded vocabulary"
@@ -237,9 +204,9 @@ class VllmReader:
         """Return None for a folder with a rank's part."""
         if not places.is_folder(path):
             return "not a folder"
-        return (
-            None if any(map(is_state_name, places.list_names(path))) else "no model-rank-<rank>-part-<part>.safetensors"
-        )
+        if any(map(_NAME.fullmatch, places.list_names(path))):
+            return None
+        return "no model-rank-<rank>-part-<part>.safetensors"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every piece lies; errors as in `Reader.read`."""
@@ -249,32 +216,28 @@ class VllmReader:
         _refuse_kernel_forms(path, ranks)
         _check_copies(listed, ranks, records)
         if hints.config is None:
-            raise Origin(path).layout(
-                "only the model's config.json determines how vLLM cut its parameters",
-                "no config.json",
-                "the config.json that the engine loaded",
-                f"put it into {path}, then {AGAIN}",
-            )
+            problem = "only the model's config.json determines how vLLM cut its parameters"
+            want = "the config.json that the engine loaded"
+            raise Origin(path).layout(problem, "no config.json", want, f"put it into {path}, then {AGAIN}")
         sizes = read_sizes(hints.config, listed.tp_size, path)
         held: dict[str, list[HeldTensor]] = {}
         for rank, parameters in enumerate(ranks):
             mesh = sizes.mesh(rank - rank % listed.tp_size)
             for name, parameter in parameters.items():
-                if not is_left_out(name):
+                if not _SCALE.fullmatch(name):
                     for own, part in split_parameter(name, replace(parameter, mesh=mesh), sizes):
                         held.setdefault(own, []).append(part)
-        held = _name_tied(held, hints.config)
+        # vLLM saves one of two names of the same memory, the first by the alphabet (_filter_subtensors).
+        if hints.config.get("tie_word_embeddings") is True and _HEAD in held and _EMBEDDING not in held:
+            held = {_EMBEDDING if name == _HEAD else name: parts for name, parts in held.items()}
         placement = place_all(held, replace(hints, layouts=None, shapes={}), world_size=len(ranks))
         recipe = _prove({shard.name: shard.shape for shard in placement.shards}, path, hints)
-        left_out = sum(map(is_left_out, ranks[0]))
-        notes = [
-            ("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen"),
-            ("inferred-shapes", f"shapes, which vLLM does not record, are by config.json's sizes those of {recipe}"),
-        ]
+        text = f"shapes, which vLLM does not record, are by config.json's sizes those of {recipe}"
+        notes = [NO_CHECKSUMS, ("inferred-shapes", text)]
+        left_out = sum(_SCALE.fullmatch(name) is not None for name in ranks[0])
         if left_out:
-            notes.append(
-                ("left-out", f"{plural(left_out, 'scale')} of the engine's attention on each rank, no weights")
-            )
+            text = f"{plural(left_out, 'scale')} of the engine's attention on each rank, no weights"
+            notes.append(("left-out", text))
         return StoredModel(
             format=self.name,
             path=path,
@@ -299,12 +262,10 @@ def _read_rank(rank: int, files: Sequence[str], records: Records) -> _Parameters
             if tensor.name in found:
                 other = found[tensor.name]
                 got = f"{os.path.basename(other.file)} and {os.path.basename(file)}"
-                raise other.of(tensor.name).contradiction(
-                    f"rank {rank} saved it in two parts", got, "one part", ONE_SAVE
-                )
-            found[tensor.name] = HeldTensor(
-                rank, file, record_of(tensor), tensor.dtype, tensor.shape, row_major(tensor.shape), 0
-            )
+                problem = f"rank {rank} saved it in two parts"
+                raise other.of(tensor.name).contradiction(problem, got, "one part", ONE_SAVE)
+            strides = row_major(tensor.shape)
+            found[tensor.name] = HeldTensor(rank, file, record_of(tensor), tensor.dtype, tensor.shape, strides, 0)
     return found
 
 
@@ -355,29 +316,15 @@ def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:
     names = {name for parameters in ranks for name in parameters}
     experts = next((name for name in sorted(names) if re.search(r"\.w(13|2)_(weight|bias)$", name)), None)
     if experts is not None:
-        raise Origin(folder).usage(
-            "vLLM's kernels keep experts in an order that depends on the GPU, and no file records it",
-            experts,
-            "a model without experts",
-            _ELSEWHERE,
-            tensor=experts,
-        )
+        problem = "vLLM's kernels keep experts in an order that depends on the GPU, and no file records it"
+        raise Origin(folder).usage(problem, experts, "a model without experts", _ELSEWHERE, tensor=experts)
     if _EMBEDDING in names and not any(name.endswith(_BY_COLUMNS) for name in names):
         raise Origin(folder).usage(
             "holds no linear layer: vLLM packs them on a CPU, and does not save packed layers",
-            list_text(sorted(name for name in names if not is_left_out(name)), 3),
+            list_text(sorted(name for name in names if not _SCALE.fullmatch(name)), 3),
             "parameters such as model.layers.0.self_attn.o_proj.weight",
             _ELSEWHERE,
         )
-
-
-def _name_tied(held: Mapping[str, list[HeldTensor]], config: Mapping[str, Any]) -> dict[str, list[HeldTensor]]:
-    """Return the parts with a tied embedding under its own name.
-
-    vLLM saves one of two names of the same memory, the first by the alphabet (_filter_subtensors).
-    """
-    is_tied = config.get("tie_word_embeddings") is True and _HEAD in held and _EMBEDDING not in held
-    return {_EMBEDDING if is_tied and name == _HEAD else name: parts for name, parts in held.items()}
 
 
 def _prove(shapes: Mapping[str, tuple[int, ...]], folder: str, hints: Hints) -> str:

@@ -177,11 +177,10 @@ def resolve_folder(path: str) -> str:
         )
     folder = os.path.join(path, tags[markers[0]])
     if not _holds_states(folder):
+        entries = places.list_names(path)
         raise Origin(os.path.join(path, markers[0])).incomplete(
             f"names {tags[markers[0]]}, which contains no checkpoint",
-            list_text(
-                sorted(e for e in places.list_names(path) if places.is_folder(os.path.join(path, e))), empty="no folder"
-            ),
+            list_text(sorted(filter(lambda e: places.is_folder(os.path.join(path, e)), entries)), empty="no folder"),
             f"{tags[markers[0]]} with *_optim_states.pt and *_model_states.pt files",
             "copy that folder here, or give the path of the checkpoint's own folder",
         )
@@ -190,17 +189,17 @@ def resolve_folder(path: str) -> str:
 
 def _tag_of(file: str) -> str:
     with open_regular(file) as stream:
+        want = "the name of a folder"
         if stream.nbytes > _MAX_TAG_NBYTES + 1:
-            raise stream.origin.corrupt("is not a tag", f"{stream.nbytes} bytes", "the name of a folder")
+            raise stream.origin.corrupt("is not a tag", f"{stream.nbytes} bytes", want)
         raw = stream.read(0, stream.nbytes)
         try:
             tag = raw.decode("utf-8").strip()
         except UnicodeDecodeError:
-            raise stream.origin.corrupt("is not a tag", quote(raw), "the name of a folder") from None
+            raise stream.origin.corrupt("is not a tag", quote(raw), want) from None
+    step = "give the path of the checkpoint's own folder"
     if not tag:
-        raise Origin(file).corrupt(
-            "is empty", want="the name of a folder", next_step="give the path of the checkpoint's own folder"
-        )
+        raise Origin(file).corrupt("is empty", want=want, next_step=step)
     if os.path.basename(tag) != tag or tag in (".", "..") or not tag.isprintable():
         step = "give the path of the checkpoint's own folder; this marker was tampered with"
         raise outside_error(file, tag, next_step=step)
@@ -248,9 +247,8 @@ _Key = TypeVar("_Key")
 def _set(place: dict[_Key, str], key: _Key, path: str, whose: str) -> None:
     other = place.setdefault(key, path)
     if other != path:
-        raise Origin(path).contradiction(
-            f"it and {os.path.basename(other)} both belong to {whose}", "two files", "one", ONE_SAVE
-        )
+        problem = f"it and {os.path.basename(other)} both belong to {whose}"
+        raise Origin(path).contradiction(problem, "two files", "one", ONE_SAVE)
 
 
 class Agreement:
@@ -295,16 +293,22 @@ def flatten_facts(value: object, archive: TorchArchive, path: str = "", depth: i
             yield from flatten_facts(part, archive, f"{path}.{number}", depth + 1)
 
 
-def check_name(archive: TorchArchive, origin: Origin) -> None:
-    """Check that a file is not another rank's: torch writes the file's original name into the archive."""
-    own, saved = parse_owner(os.path.basename(origin.path)), parse_owner(f"{archive.name}.pt")
+def read_table(path: str, what: str, rank: int | None = None) -> tuple[TorchArchive, Origin, dict[str, object]]:
+    """Return a file's archive, without its value, its origin and its dict of names.
+
+    A file must not be another rank's: torch writes the file's original name into the archive.
+    """
+    archive, origin = read_archive(path, rank=rank), Origin(path, rank)
+    table = check_table(archive.value, what, origin)
+    own, saved = parse_owner(os.path.basename(path)), parse_owner(f"{archive.name}.pt")
     if own is not None and saved is not None and own != saved:
         raise origin.contradiction(
             "is another file, renamed or copied",
             f"a file saved as {archive.name}.pt",
-            f"a file saved as {os.path.basename(origin.path)}",
+            f"a file saved as {os.path.basename(path)}",
             "copy both files again from where they were saved",
         )
+    return replace(archive, value=None), origin, table  # a thousand ranks' trees would fill memory
 
 
 def check_table(value: object, what: str, origin: Origin) -> dict[str, object]:
@@ -409,10 +413,7 @@ class Partition(Struct, frozen=True):
 
 def read_model_state(path: str, rank: int | None = None) -> ModelState:
     """Return the content of a ``*_model_states.pt``, from its metadata alone."""
-    archive, origin = read_archive(path, rank=rank), Origin(path, rank)
-    state = check_table(archive.value, "the state", origin)
-    check_name(archive, origin)
-    archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
+    archive, origin, state = read_table(path, "the state", rank)
     if "module" not in state:
         raise origin.corrupt("is not a model state", "no module", "a dict with module")
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
@@ -433,6 +434,9 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
     if not all(isinstance(name, str) for name in shared.values()):
         raise origin.corrupt("shared_params does not tie names to names")
     facts = flatten_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)
+    config = state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
     return ModelState(
         origin=origin,
         archive=archive,
@@ -444,7 +448,7 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
         fragments=_without_experts(_fragments(state.get("frozen_param_fragments") or {}, origin)),
         shared={name: str(owner) for name, owner in shared.items()},
         facts={**dict(facts), **dict(_config_facts(state, archive))},
-        config_stage=_config_stage(state),
+        config_stage=stage if type(stage) is int else None,
         is_stage=is_stage,
         num_experts=num_experts,
         moments=frozenset(_moments(state.get("optimizer"), archive)),
@@ -497,13 +501,6 @@ def _groups(value: object, origin: Origin) -> tuple[Shapes, ...] | None:
     return shapes
 
 
-def _config_stage(state: Mapping[str, object]) -> int | None:
-    config = state.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    return stage if type(stage) is int else None
-
-
 def _shapes(value: object, what: str, origin: Origin) -> Shapes:
     table = check_table(value, what, origin)
     found: dict[str, Shape] = {}
@@ -518,10 +515,7 @@ def _shapes(value: object, what: str, origin: Origin) -> Shapes:
 
 def read_partition(path: str, rank: int) -> Partition:
     """Return the content of a ``*_optim_states.pt``, from its metadata alone."""
-    archive, origin = read_archive(path, rank=rank), Origin(path, rank)
-    state = check_table(archive.value, "the state", origin)
-    check_name(archive, origin)
-    archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
+    archive, origin, state = read_table(path, "the state", rank)
     optimizer = check_table(state.get("optimizer_state_dict"), "optimizer_state_dict", origin)
     is_interleaved = "fp32_flat_groups" in optimizer
     flats = optimizer.get("fp32_flat_groups" if is_interleaved else "single_partition_of_fp32_groups")

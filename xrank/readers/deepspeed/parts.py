@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, IncompleteError
-from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
+from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout.nest_table import int_array
 from xrank.layout.stored_model import StoredShard
 from xrank.readers.deepspeed.files import (
@@ -24,16 +24,16 @@ from xrank.readers.deepspeed.files import (
     ModelState,
     Shape,
     Shapes,
-    check_name,
     check_same_step,
-    check_table,
     check_tensors,
     read_model_state,
+    read_table,
 )
 from xrank.readers.deepspeed.tensors import (
     Modules,
     Partitions,
     check_copies,
+    groups_of_slices,
     locate_group,
     locate_trained,
     locate_whole,
@@ -48,7 +48,7 @@ _COPY = "copy the {}' files from the nodes that saved them; nodes without a shar
 
 
 class Expert(Struct, frozen=True):
-    """Content of one expert's file."""
+    """Content of the file of one expert, or of one layer of a pipeline."""
 
     origin: Origin
     archive: TorchArchive
@@ -75,9 +75,8 @@ def read_experts(files: CheckpointFiles, state: ModelState) -> Experts:
     found: list[Expert] = []
     names: dict[str, set[int]] = {}
     for (_, number), path in sorted(files.experts.items()):
-        archive, origin = read_archive(path), Origin(path)
-        check_name(archive, origin)
-        tensors = check_tensors(check_table(archive.value, "the expert", origin), origin)
+        archive, origin, table = read_table(path, "the expert")
+        tensors = check_tensors(table, origin)
         for name in tensors:
             match = EXPERT_NAME.search(name)
             if match is None or int(match[0]) != number:
@@ -89,7 +88,7 @@ def read_experts(files: CheckpointFiles, state: ModelState) -> Experts:
                     tensor=name,
                 )
             names.setdefault(name[: match.start()], set()).add(number)
-        found.append(Expert(origin, replace(archive, value=None), tensors))
+        found.append(Expert(origin, archive, tensors))
     for prefix, numbers in names.items():
         if numbers != set(range(len(numbers))):
             missing = min(set(range(max(numbers))) - numbers)
@@ -136,19 +135,15 @@ def _beyond_error(path: str, want: str) -> ContradictionError:
 def locate_trained_experts(
     partitions: Partitions, state: ModelState, experts: Experts, dense: Mapping[str, Shape]
 ) -> dict[str, StoredShard]:
-    """Return every tensor in the partitions of a model with experts, in stages 0 to 2.
-
-    Args:
-        partitions: the partitions of all ranks.
-        state: the model states, which have the shapes of rank 0's parameters if ZeRO was on.
-        experts: the experts of all layers.
-        dense: shapes of all other tensors.
-    """
+    """Return every tensor in the partitions of a model with experts, in stages 0 to 2; `dense` are other shapes."""
     first, num_ranks = partitions.all[0], len(partitions.all)
     found: dict[str, StoredShard] = {}
     shapes_of_experts = experts.shapes
     for number, count in enumerate(first.counts):
-        groups = _ranks_of_groups(num_ranks, count, is_last=state.facts.get(f"ds_config.{EXPERTS_LAST}") is True)
+        num_groups = num_ranks // count  # group e has the e-th share of the experts
+        groups = [list(range(place, num_ranks, num_groups)) for place in range(num_groups)]
+        if state.facts.get(f"ds_config.{EXPERTS_LAST}") is True:
+            groups = [list(range(place * count, (place + 1) * count)) for place in range(num_groups)]
         shapes: Shapes
         if state.groups is not None:
             shapes = state.groups[number] if number < len(state.groups) else {}
@@ -157,29 +152,23 @@ def locate_trained_experts(
         for place, ranks in enumerate(groups):
             local = locate_group(partitions.of(ranks), number, shapes)
             for name, shard in local.items():
-                own = _global_name(name, place, len(groups), experts, first.origin)
-                shard = replace(shard, name=own, rank=int_array(ranks)[shard.rank])
-                _check_expert(shard, shapes_of_experts.get(own), first.origin)
-                found[own] = shard
+                own = _global_name(name, place, num_groups, experts, first.origin)
+                shape = shapes_of_experts.get(own)
+                if EXPERT_NAME.search(own) is not None and shape != shard.shape:
+                    problem = f"records another shape of {own} than the expert's file"
+                    want = "a tensor in the expert's file" if shape is None else str(list(shape))
+                    raise first.origin.contradiction(problem, str(list(shard.shape)), want, tensor=own)
+                found[own] = replace(shard, name=own, rank=int_array(ranks)[shard.rank])
     check_copies(partitions)
     return found
-
-
-def _ranks_of_groups(num_ranks: int, count: int, *, is_last: bool) -> list[list[int]]:
-    """Return the ranks of each group with so many partitions; group e has the e-th share of the experts."""
-    num_groups = num_ranks // count
-    if is_last:
-        return [list(range(place * count, (place + 1) * count)) for place in range(num_groups)]
-    return [list(range(place, num_ranks, num_groups)) for place in range(num_groups)]
 
 
 def _global_name(name: str, place: int, num_groups: int, experts: Experts, origin: Origin) -> str:
     """Return the name in the whole model of a tensor in a group's partitions."""
     match = EXPERT_NAME.search(name)
     count = experts.counts.get(name[: match.start()]) if match is not None else None
-    is_dense = match is None and num_groups == 1
-    if is_dense:
-        return name
+    if match is None and num_groups == 1:
+        return name  # a dense tensor
     if match is None or count is None or count % num_groups or int(match[0]) >= count // num_groups:
         raise origin.contradiction(
             f"records {quote(name)[1:-1]}, which the experts' files do not have",
@@ -191,51 +180,31 @@ def _global_name(name: str, place: int, num_groups: int, experts: Experts, origi
     return f"{name[: match.start()]}{number}{name[match.end() :]}"
 
 
-def _check_expert(shard: StoredShard, shape: Shape | None, origin: Origin) -> None:
-    if EXPERT_NAME.search(shard.name) is not None and shape != shard.shape:
-        raise origin.contradiction(
-            f"records another shape of {shard.name} than the expert's file",
-            str(list(shard.shape)),
-            "a tensor in the expert's file" if shape is None else str(list(shape)),
-            tensor=shard.name,
-        )
-
-
-def locate_experts(
-    experts: Experts, trained: Mapping[str, StoredShard], records: Records
+def locate_untrained(
+    parts: Iterable[Expert], trained: Mapping[str, StoredShard], records: Records
 ) -> tuple[dict[str, StoredShard], tuple[StoredShard, ...]]:
-    """Return the experts' tensors without fp32 weights, and a small one of each expert's others, to compare them."""
+    """Return the parts' tensors without fp32 weights, and a small one of each part's others, to compare them."""
     shards: dict[str, StoredShard] = {}
     roundings: list[StoredShard] = []
-    for expert in experts.files:
-        index = records.add_archive(expert.archive)
-        untrained = {name: tensor for name, tensor in expert.tensors.items() if name not in trained}
-        shards |= {name: locate_whole(name, tensor, expert.origin, index) for name, tensor in untrained.items()}
-        telling = {n: t for n, t in expert.tensors.items() if n in trained and is_telling(expert.archive, t)}
+    for part in parts:
+        index = records.add_archive(part.archive)
+        for name, tensor in part.tensors.items():
+            if name not in trained and name not in shards:  # a tied layer may have several files
+                shards[name] = locate_whole(name, tensor, part.origin, index)
+        telling = {n: t for n, t in part.tensors.items() if n in trained and is_telling(part.archive, t)}
         if telling:
             name = min(telling, key=lambda name: prod(telling[name].shape))
-            roundings.append(locate_whole(name, telling[name], expert.origin, index))
+            roundings.append(locate_whole(name, telling[name], part.origin, index))
     return shards, tuple(roundings)
 
 
 _TIED = "tied_modules."
 
 
-class Layer(Struct, frozen=True):
-    """Content of a ``layer_<number>-model_states.pt``."""
+class Layer(Expert, frozen=True):
+    """Content of a ``layer_<number>-model_states.pt``; its tensors have the names in the layer."""
 
     number: int
-    origin: Origin
-    archive: TorchArchive
-    tensors: Mapping[str, ArchivedTensor]
-    """The layer's state dict."""
-
-
-def read_layer(number: int, path: str) -> Layer:
-    """Return the content of a layer's file, from its metadata alone."""
-    archive, origin = read_archive(path), Origin(path)
-    check_name(archive, origin)
-    return Layer(number, origin, archive, check_tensors(check_table(archive.value, "the layer", origin), origin))
 
 
 def is_tied(name: str) -> bool:
@@ -318,22 +287,21 @@ def _check_tied_copies(layers: Sequence[Layer], prefixes: Mapping[int, str]) -> 
         for name, tensor in layer.tensors.items():
             if name in other.tensors and _differs(layer, tensor, other, other.tensors[name]):
                 full = prefixes[layer.number] + name
-                raise layer.origin.usage(
-                    f"contains other values of {full} than {other.origin.path}: its pipeline ties other tensors alone",
-                    f"two tensors named {full}",
-                    "one",
-                    "give each layer a key of its own, or tie the tensor (tied_weight_attr), and save again",
+                problem = (
+                    f"contains other values of {full} than {other.origin.path}: its pipeline ties other tensors alone"
                 )
+                step = "give each layer a key of its own, or tie the tensor (tied_weight_attr), and save again"
+                raise layer.origin.usage(problem, f"two tensors named {full}", "one", step)
 
 
 def _differs(one: Layer, a: ArchivedTensor, other: Layer, b: ArchivedTensor) -> bool:
-    records = one.archive.records[a.key], other.archive.records[b.key]
-    are_whole = all(
-        record.nbytes == prod(tensor.shape) * dtype(tensor.dtype).nbytes
-        for record, tensor in zip(records, (a, b), strict=True)
-    )
-    has_checksums = one.archive.has_checksums and other.archive.has_checksums
-    return are_whole and has_checksums and records[0].crc32 != records[1].crc32
+    crc32s = set()
+    for layer, tensor in ((one, a), (other, b)):
+        record = layer.archive.records[tensor.key]
+        if not layer.archive.has_checksums or record.nbytes != prod(tensor.shape) * dtype(tensor.dtype).nbytes:
+            return False  # a part of a record has no checksum of its own
+        crc32s.add(record.crc32)
+    return len(crc32s) > 1
 
 
 def _absent_layer_error(name: str, file: str, folder: str) -> IncompleteError:
@@ -368,7 +336,10 @@ def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement
     """Return the tensors of a pipeline."""
     states = _read_states(files, agreement)
     stages = [_read_partitions(files, stage, records) for stage in range(len(states))]
-    layers = {number: read_layer(number, path) for number, path in sorted(files.layers.items())}
+    layers = {}
+    for number, path in sorted(files.layers.items()):
+        archive, origin, table = read_table(path, "the layer")
+        layers[number] = Layer(origin, archive, check_tensors(table, origin), number)
     named = _trained_names(files, states, stages)
     buffers = [name for state in states for name in state.buffer_names]
     prefixes = find_prefixes(layers, named, buffers, files.folder)
@@ -380,13 +351,15 @@ def read_pipeline(files: CheckpointFiles, records: Records, agreement: Agreement
     for stage, (state, partitions) in enumerate(zip(states, stages, strict=True)):
         if partitions is None:
             continue
-        groups = state.groups
-        if groups is None:
-            numbers = range(len(partitions.all[0].flats))
-            groups = tuple(shapes_of_slices(partitions.all, number, held) for number in numbers)
-        _add_stage(trained, locate_trained(partitions, groups), partitions, stage)
+        groups = groups_of_slices(partitions, held) if state.groups is None else state.groups
+        # Under the ranks in the run; what an earlier stage has is its tied copy.
+        for name, shard in locate_trained(partitions, groups).items():
+            trained.setdefault(name, replace(shard, rank=shard.rank + stage * len(partitions.all)))
         notes += check_same_step(files.tag, state.facts, state.origin, partitions.all[0].facts)
-    shards, roundings = _locate_layers(layers, prefixes, trained, records)
+    parts = []
+    for number, layer in layers.items():
+        parts.append(replace(layer, tensors={prefixes[number] + name: t for name, t in layer.tensors.items()}))
+    shards, roundings = locate_untrained(parts, trained, records)
     names = dict.fromkeys((*held, *trained))
     whole_state = replace(states[0], buffer_names=tuple(dict.fromkeys(buffers)), frozen={}, shared={})
     modules = Modules(whole_state, shards, {}, tuple(dict.fromkeys(notes)), tuple(names))
@@ -468,36 +441,6 @@ def _trained_names(
                     )
                 found[name] = shape
     return found
-
-
-def _add_stage(
-    trained: dict[str, StoredShard], found: Mapping[str, StoredShard], partitions: Partitions, stage: int
-) -> None:
-    """Add a stage's tensors under their ranks in the run; what an earlier stage has is its tied copy."""
-    first_rank = stage * len(partitions.all)
-    for name, shard in found.items():
-        trained.setdefault(name, replace(shard, rank=shard.rank + first_rank))
-
-
-def _locate_layers(
-    layers: Mapping[int, Layer], prefixes: Mapping[int, str], trained: Mapping[str, StoredShard], records: Records
-) -> tuple[dict[str, StoredShard], tuple[StoredShard, ...]]:
-    """Return the layers' tensors that have no fp32 weights, and a small one of each layer's others, to compare them."""
-    shards: dict[str, StoredShard] = {}
-    roundings: list[StoredShard] = []
-    for number, layer in layers.items():
-        index = records.add_archive(layer.archive)
-        named = {prefixes[number] + name: tensor for name, tensor in layer.tensors.items()}
-        shards |= {
-            name: locate_whole(name, tensor, layer.origin, index)
-            for name, tensor in named.items()
-            if name not in trained and name not in shards  # a tied layer may have several files
-        }
-        telling = {n: t for n, t in named.items() if n in trained and is_telling(layer.archive, t)}
-        if telling:
-            name = min(telling, key=lambda name: prod(telling[name].shape))
-            roundings.append(locate_whole(name, telling[name], layer.origin, index))
-    return shards, tuple(roundings)
 
 
 def _absent_stage(files: CheckpointFiles, stage: int, kind: str) -> IncompleteError:

@@ -36,17 +36,17 @@ from xrank.readers.deepspeed.files import (
     read_model_state,
     resolve_folder,
 )
-from xrank.readers.deepspeed.parts import locate_experts, locate_trained_experts, read_experts, read_pipeline
+from xrank.readers.deepspeed.parts import locate_trained_experts, locate_untrained, read_experts, read_pipeline
 from xrank.readers.deepspeed.tensors import (
     Modules,
     Partitions,
     assemble,
     check_ranks,
+    groups_of_slices,
     locate_trained,
     read_partitions,
     read_rank_modules,
     read_whole_modules,
-    shapes_of_slices,
     undo_dealing,
 )
 from xrank.readers.names import LIGHTNING_VERSION
@@ -57,19 +57,8 @@ from xrank.storage.regular_file import Origin, quote
 _CONVERT = "run ds_to_universal.py again"
 
 
-def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:
-    """Return every trained tensor.
-
-    Args:
-        folder: the checkpoint's folder.
-        shapes: shapes of the parameters, from the model states.
-        records: collects the files.
-        is_sliced: whether the shapes are those of tensor-parallel slices, which do not determine the whole.
-    """
-    return {name: _shard(folder, name, shape, records, is_sliced) for name, shape in shapes.items()}
-
-
-def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bool) -> StoredShard:
+def _locate_universal(folder: str, name: str, shape: Shape, records: Records, *, is_sliced: bool) -> StoredShard:
+    """Return a trained tensor; the shapes of tensor-parallel slices do not determine the whole."""
     if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable():
         raise UnsafeError(
             f"{folder}: a parameter's name is not the name of a folder: {quote(name)}",
@@ -127,9 +116,28 @@ class DeepSpeedReader:
         records = Records()
         content = _read_content(files, records)
         shards, aliases, absent = assemble(content.modules, content.trained)
-        model = _make_stored_model(path, files, records, content, shards, aliases)
-        is_attribute = LIGHTNING_VERSION in content.modules.state.facts
-        return replace(model, absent=absent, is_attribute=is_attribute)
+        facts, partitions = content.modules.state.facts, content.partitions
+        step, world_size = (facts.get(key) for key in ("global_steps", "dp_world_size"))
+        num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
+        first = partitions.all[0].facts if partitions is not None else None
+        moment = check_same_step(files.tag, facts, content.modules.state.origin, first)
+        return StoredModel(
+            format=self.name,
+            path=path,
+            files=tuple(records.files),
+            records=records.table(),
+            shards=shards,
+            aliases=aliases,
+            world_size=None if num_ranks is None else num_ranks * content.num_stages,
+            step=step if type(step) is int else None,
+            nbytes=records.nbytes,
+            skipped_nbytes=nbytes_below(files.folder) - records.nbytes,
+            notes=tuple(dict.fromkeys((*content.modules.notes, *moment, *records.notes()))),
+            details=_details(files, content, aliases),
+            roundings=content.roundings,
+            absent=absent,
+            is_attribute=LIGHTNING_VERSION in facts,
+        )
 
 
 class _Content(Struct, frozen=True):
@@ -151,7 +159,12 @@ def _read_content(files: CheckpointFiles, records: Records) -> _Content:
     if files.is_universal:
         modules = _universal_modules(files, records, agreement)
         _check_dealing(files, modules)
-        trained = locate_universal(files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1)
+        is_sliced = len(files.models) > 1
+        shapes = _shapes_of(files, modules)
+        trained = {
+            name: _locate_universal(files.folder, name, shape, records, is_sliced=is_sliced)
+            for name, shape in shapes.items()
+        }
         _check_world(files, modules, None)
         return _Content(modules, trained, None)
     # Also where the files of a pipeline's layers, or those of experts, are missing.
@@ -159,13 +172,8 @@ def _read_content(files: CheckpointFiles, records: Records) -> _Content:
     if files.layers or (peeked is not None and peeked.is_stage):
         pipeline = read_pipeline(files, records, agreement)
         _check_dp_size(pipeline.modules.state, pipeline.partitions)
-        return _Content(
-            pipeline.modules,
-            pipeline.trained,
-            pipeline.partitions,
-            num_stages=pipeline.num_stages,
-            roundings=pipeline.roundings,
-        )
+        own = (pipeline.modules, pipeline.trained, pipeline.partitions)
+        return _Content(*own, num_stages=pipeline.num_stages, roundings=pipeline.roundings)
     if files.sliced is not None:
         raise SLICES.make_error(Origin(files.sliced))
     if files.experts or (peeked is not None and max(peeked.num_experts, default=1) > 1):
@@ -175,7 +183,11 @@ def _read_content(files: CheckpointFiles, records: Records) -> _Content:
         partitions = read_partitions(files.folder, files.partitions, records, agreement)
         modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
         _check_world(files, modules, partitions)
-        return _Content(modules, locate_trained(partitions, _groups_of(partitions, modules.state)), partitions)
+        groups = modules.state.groups
+        if groups is None:  # BF16_Optimizer without ZeRO: engine.py: _common_checkpoint_state
+            shapes = {name: tensor.shape for name, tensor in modules.state.module.items()}
+            groups = groups_of_slices(partitions, shapes)
+        return _Content(modules, locate_trained(partitions, groups), partitions)
     modules = _modules(files, 0, bool(files.rank_models), records, agreement)
     if modules.state.groups is not None:
         raise _partition_error(files, "model states alone")
@@ -198,19 +210,9 @@ def _read_with_experts(files: CheckpointFiles, records: Records, agreement: Agre
     elif modules.state.groups is not None:
         raise _partition_error(files, "model states alone")
     _check_world(files, modules, partitions)
-    shards, roundings = locate_experts(experts, trained, records)
+    shards, roundings = locate_untrained(experts.files, trained, records)
     modules = replace(modules, shards={**modules.shards, **shards})
     return _Content(modules, trained, partitions, num_experts=len(files.experts), roundings=roundings)
-
-
-def _groups_of(partitions: Partitions, state: ModelState) -> tuple[Shapes, ...]:
-    """Return the shapes of the fp32 weights by group, from the partitions if the model states do not record them."""
-    if state.groups is not None:
-        return state.groups
-    # BF16_Optimizer without ZeRO: engine.py: _common_checkpoint_state.
-    shapes = {name: tensor.shape for name, tensor in state.module.items()}
-    numbers = range(len(partitions.all[0].flats))
-    return tuple(shapes_of_slices(partitions.all, number, shapes) for number in numbers)
 
 
 def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partitions | None) -> None:
@@ -235,13 +237,9 @@ def _check_dp_size(state: ModelState, partitions: Partitions | None) -> None:
 def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Records, agreement: Agreement) -> Modules:
     """Return the model states: one file per rank in stage 3, one file in other stages."""
     if files.models and files.rank_models:
+        problem = f"belongs to stage 3, and {next(iter(files.models.values()))} to another stage"
         other = next(iter(files.rank_models.values()))
-        raise Origin(other).contradiction(
-            f"belongs to stage 3, and {next(iter(files.models.values()))} to another stage",
-            "model states of two kinds",
-            "those of one save",
-            ONE_SAVE,
-        )
+        raise Origin(other).contradiction(problem, "model states of two kinds", "those of one save", ONE_SAVE)
     if is_cut:
         if not num_ranks:
             raise _partition_error(files, "stage 3's model states, whose tensors are empty")
@@ -340,37 +338,6 @@ def _check_dealing(files: CheckpointFiles, modules: Modules) -> None:
             "a checkpoint that was not made universal",
             f"gather the checkpoint from which {files.tag} was made",
         )
-
-
-def _make_stored_model(
-    path: str,
-    files: CheckpointFiles,
-    records: Records,
-    content: _Content,
-    shards: tuple[StoredShard, ...],
-    aliases: Mapping[str, str],
-) -> StoredModel:
-    modules, partitions = content.modules, content.partitions
-    step, world_size = (modules.state.facts.get(key) for key in ("global_steps", "dp_world_size"))
-    num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
-    first = partitions.all[0].facts if partitions is not None else None
-    moment = check_same_step(files.tag, modules.state.facts, modules.state.origin, first)
-    notes = dict.fromkeys((*modules.notes, *moment, *records.notes()))
-    return StoredModel(
-        format="deepspeed",
-        path=path,
-        files=tuple(records.files),
-        records=records.table(),
-        shards=shards,
-        aliases=aliases,
-        world_size=None if num_ranks is None else num_ranks * content.num_stages,
-        step=step if type(step) is int else None,
-        nbytes=records.nbytes,
-        skipped_nbytes=nbytes_below(files.folder) - records.nbytes,
-        notes=tuple(notes),
-        details=_details(files, content, aliases),
-        roundings=content.roundings,
-    )
 
 
 def _details(files: CheckpointFiles, content: _Content, aliases: Mapping[str, str]) -> dict[str, Any]:

@@ -63,13 +63,11 @@ class FlatRows:
         for column, tensor in enumerate(tensors):
             name = self._names[column]
             if len(tensor.shape) != 1 or (tensor.shape[0] > 1 and tensor.strides != (1,)):
-                raise origin.corrupt(
-                    f"{name} is not a row of elements", f"shape {quote(tensor.shape)}", "one dimension"
-                )
+                got = f"shape {quote(tensor.shape)}"
+                raise origin.corrupt(f"{name} is not a row of elements", got, "one dimension")
             if tensor.dtype != self._dtypes[column]:
-                raise origin.contradiction(
-                    f"{name} has another type than on earlier ranks", tensor.dtype, self._dtypes[column]
-                )
+                problem = f"{name} has another type than on earlier ranks"
+                raise origin.contradiction(problem, tensor.dtype, self._dtypes[column])
             self._record[rank, column] = index(tensor.key)
             self._start[rank, column], self._length[rank, column] = tensor.storage_offset, tensor.shape[0]
 
@@ -273,17 +271,18 @@ class Partitions(Struct, frozen=True):
         return Partitions(tuple(self.all[rank] for rank in ranks), self.flats.of(ranks))
 
 
+def groups_of_slices(partitions: Partitions, shapes: Mapping[str, Shape]) -> tuple[Shapes, ...]:
+    """Return the shapes of the fp32 weights by group, where no model state records them."""
+    numbers = range(len(partitions.all[0].flats))
+    return tuple(shapes_of_slices(partitions.all, number, shapes) for number in numbers)
+
+
 def read_partitions(
     folder: str, paths: Mapping[int, str], records: Records, agreement: Agreement, *, num_ranks: int | None = None
 ) -> Partitions:
     """Return the partitions of all ranks of one data-parallel group.
 
-    Args:
-        folder: the checkpoint's folder.
-        paths: their files, by rank.
-        records: collects the files.
-        agreement: collects their facts.
-        num_ranks: number of ranks if the model has experts, whose groups have fewer partitions.
+    `num_ranks` is given if the model has experts, whose groups have fewer partitions than there are ranks.
     """
     # Every partition records the number of ranks, so a missing rank 0 can still be reported.
     start = min(paths)
@@ -292,9 +291,8 @@ def read_partitions(
     # Before the others are read: the names of the files already show a missing rank.
     check_ranks(folder, paths, num_ranks, "optim_states")
     if any(num_ranks % count if has_experts else count != num_ranks for count in first.counts):
-        raise first.origin.corrupt(
-            "its groups have different numbers of partitions", ascii(first.counts)[:200], str(num_ranks)
-        )
+        problem = "its groups have different numbers of partitions"
+        raise first.origin.corrupt(problem, ascii(first.counts)[:200], str(num_ranks))
     partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
     for rank in range(num_ranks):
@@ -320,7 +318,6 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
             "repeat, are not read",
         )
     missing = [rank for rank in range(num_ranks) if rank not in found]
-    missing = [rank for rank in range(num_ranks) if rank not in found]
     if missing:
         # The names of other ranks' files differ in precision and model-parallel rank.
         name = os.path.basename(next(iter(found.values()), f"zero_pp_rank_0_mp_rank_00_{kind}.pt"))
@@ -331,20 +328,13 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
         raise absent_rank_error(folder, file, missing[0], num_ranks, who=ranks_text(missing), got=got, next_step=step)
 
 
-def _file_name(others: Sequence[str], rank: int, kind: str) -> str:
-    """Return the name of a rank's file from those of other ranks, which differ in precision and model-parallel rank."""
-    name = os.path.basename(others[0]) if others else f"zero_pp_rank_0_mp_rank_00_{kind}.pt"
-    return re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), name)
-
-
 def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
     """Return every tensor in the partitions."""
     if partitions.is_interleaved:
         return _locate_interleaved_shards(partitions, groups)
     if len(groups) != len(partitions.all[0].flats):
-        raise _size_error(
-            partitions.all[0], f"{len(partitions.all[0].flats)} groups", f"{len(groups)}, of param_shapes"
-        )
+        first = partitions.all[0]
+        raise _size_error(first, f"{len(first.flats)} groups", f"{len(groups)}, of param_shapes")
     found: dict[str, StoredShard] = {}
     for number, shapes in enumerate(groups):
         found.update(locate_group(partitions, number, shapes))
@@ -366,18 +356,14 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
     sizes = -(-numels // num_ranks)
     wanted = int(sizes.sum())
     for rank, partition in enumerate(partitions.all):
-        if int(flats.length[rank].sum()) != wanted:
-            raise _size_error(
-                partition, f"{int(flats.length[rank].sum()):,} elements", f"{wanted:,}, by the shapes of all parameters"
-            )
+        held = int(flats.length[rank].sum())
+        if held != wanted:
+            raise _size_error(partition, f"{held:,} elements", f"{wanted:,}, by the shapes of all parameters")
         # `locate_interleaved` finds every rank's piece at the borders of rank 0's sub-groups.
         if (flats.length[rank] != flats.length[0]).any():
             group = int(np.flatnonzero(flats.length[rank] != flats.length[0])[0])
-            raise _size_error(
-                partition,
-                f"{int(flats.length[rank, group]):,} elements in sub-group {group}",
-                f"{int(flats.length[0, group]):,}, as on rank 0",
-            )
+            got = f"{int(flats.length[rank, group]):,} elements in sub-group {group}"
+            raise _size_error(partition, got, f"{int(flats.length[0, group]):,}, as on rank 0")
         # Pieces end in padding, which may be equal on all ranks, so it does not count.
         count = int(np.clip(numels - rank * sizes, 0, sizes).sum())
         copies.add(partition.archive, partition.flats, count, partition.origin)
@@ -410,8 +396,13 @@ def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[st
     size = partition_numel(total, lengths)
     if size is None:
         raise _length_error(partitions, number, total, lengths)
-    for rank, partition in enumerate(partitions.all):
-        _check_paddings(partition, number, lengths[rank], size)
+    for partition, length in zip(partitions.all, lengths, strict=True):
+        if partition.paddings is None or length == size:  # BF16_Optimizer stores its padding
+            continue
+        padding = partition.paddings[number] if number < len(partition.paddings) else 0
+        if length + padding != size:
+            got = f"{length:,} and {padding:,} of padding in group {number}"
+            raise _size_error(partition, got, f"{size:,} together")
     check_slices(partitions.all, number, shapes, spans, size)
     return {
         name: locate_successive(name, shape, partitions.flats, number, size, first_element)
@@ -424,32 +415,16 @@ def _length_error(partitions: Partitions, number: int, total: int, lengths: Sequ
     size = 2 * -(-total // (2 * num_ranks))
     lean = [max(0, min(size, total - rank * size)) for rank in range(num_ranks)]
     rank = next(rank for rank in range(num_ranks) if lengths[rank] != lean[rank])
-    return _size_error(
-        partitions.all[rank],
-        f"{lengths[rank]:,} elements in group {number}",
-        f"{lean[rank]:,}, of the {total:,} that the shapes give the group",
-    )
+    want = f"{lean[rank]:,}, of the {total:,} that the shapes give the group"
+    return _size_error(partitions.all[rank], f"{lengths[rank]:,} elements in group {number}", want)
 
 
 def _size_error(partition: Partition, got: str, want: str) -> ContradictionError:
-    folder = os.path.dirname(partition.origin.path)
-    swapped = (
-        " (NVMe offload keeps weights outside the files)" if "offloaded_tensors" in places.list_names(folder) else ""
-    )
-    return partition.origin.contradiction(
-        f"its fp32 weights do not fit the model states{swapped}",
-        got,
-        want,
-        "all files must come from one save of one run; copy them again from where they were saved",
-    )
-
-
-def _check_paddings(partition: Partition, number: int, length: int, size: int) -> None:
-    if partition.paddings is None or length == size:  # BF16_Optimizer stores its padding
-        return
-    padding = partition.paddings[number] if number < len(partition.paddings) else 0
-    if length + padding != size:
-        raise _size_error(partition, f"{length:,} and {padding:,} of padding in group {number}", f"{size:,} together")
+    problem = "its fp32 weights do not fit the model states"
+    if "offloaded_tensors" in places.list_names(os.path.dirname(partition.origin.path)):
+        problem += " (NVMe offload keeps weights outside the files)"
+    step = "all files must come from one save of one run; copy them again from where they were saved"
+    return partition.origin.contradiction(problem, got, want, step)
 
 
 class Modules(Struct, frozen=True):
@@ -526,13 +501,8 @@ def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState, shared: M
 
 
 def _shape_error(name: str, got: Shape, want: Shape, origin: Origin) -> ContradictionError:
-    return origin.contradiction(
-        f"records two shapes of {name}",
-        str(list(got)),
-        str(list(want)),
-        "copy the file again from where it was saved",
-        tensor=name,
-    )
+    step = "copy the file again from where it was saved"
+    return origin.contradiction(f"records two shapes of {name}", str(list(got)), str(list(want)), step, tensor=name)
 
 
 def _notes(state: ModelState) -> list[tuple[str, str]]:
@@ -606,21 +576,14 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
         raise origin.contradiction(problem, None, "its piece among frozen_param_fragments", step, tensor=name)
     want = piece_numel(prod(shape), num_ranks)
     if fragment.shape != (want,):
-        raise origin.contradiction(
-            f"contains a piece of {name} that does not fit {num_ranks} ranks",
-            str(list(fragment.shape)),
-            f"[{want}], of {list(shape)}",
-            tensor=name,
-        )
+        problem = f"contains a piece of {name} that does not fit {num_ranks} ranks"
+        raise origin.contradiction(problem, str(list(fragment.shape)), f"[{want}], of {list(shape)}", tensor=name)
     # The placeholder has the type before quantisation.
     placeholder = state.module.get(name)
     if placeholder is not None and dtype(placeholder.dtype).is_float and not dtype(fragment.dtype).is_float:
-        raise origin.usage(
-            f"stores the frozen parameter {name} quantised",
-            fragment.dtype,
-            placeholder.dtype,
-            "save again without zero_quantized_nontrainable_weights",
-        )
+        step = "save again without zero_quantized_nontrainable_weights"
+        problem = f"stores the frozen parameter {name} quantised"
+        raise origin.usage(problem, fragment.dtype, placeholder.dtype, step)
     return fragment
 
 
@@ -633,9 +596,8 @@ def _check_alike(first: ModelState, state: ModelState) -> None:
         ("ties", state.shared or first.shared, first.shared),  # only rank 0 records them
     ):
         if got != want:
-            raise state.origin.contradiction(
-                f"differs from {first.origin.path} in {what}", ascii(got)[:200], ascii(want)[:200]
-            )
+            problem = f"differs from {first.origin.path} in {what}"
+            raise state.origin.contradiction(problem, ascii(got)[:200], ascii(want)[:200])
 
 
 def _part_of(tensor: ArchivedTensor, origin: Origin, index: Callable[[str], int], rank: int) -> HeldTensor:

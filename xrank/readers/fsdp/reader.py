@@ -283,9 +283,9 @@ def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
     for start, stop in ranges:
         if start != stand:
             problem = f"elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank"
-            got = ranks_text(piece.held.rank for piece in pieces)
             step = "save the state dict of all ranks again"
-            raise pieces[0].held.of(name).incomplete(problem, got, "a piece on every rank in between", step)
+            ranks = ranks_text(piece.held.rank for piece in pieces)
+            raise pieces[0].held.of(name).incomplete(problem, ranks, "a piece on every rank in between", step)
         stand = stop
     return ranges[0][0], stand
 

@@ -20,7 +20,7 @@ from xrank.layout.output_files import OutputFile, OutputTensor
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.shards import is_shard_name
-from xrank.readers.records import ENGINE_PART, Records, Subject, outside_error
+from xrank.readers.records import ENGINE_PART, NO_CHECKSUMS, Records, Subject, outside_error
 from xrank.storage import places
 from xrank.storage.entries import parse_json
 from xrank.storage.regular_file import Origin, open_regular, quote
@@ -83,6 +83,13 @@ def stale_index_notes(folder: str, name: str, index: WeightIndex | None) -> list
     return [("stale-index", f"{name} is of an earlier save: none of the files that it names is there")]
 
 
+def note_left_out(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the note on files beside a model's own, or none."""
+    left = sorted(names)
+    text = f"{plural(len(left), 'file')} beside the model's own left out, such as {min(left, default='')}"
+    return [("left-out", text)] if left else []
+
+
 def _parse_index(folder: str, name: str) -> WeightIndex | None:
     file = os.path.join(folder, name)
     if not places.is_file(file):
@@ -102,9 +109,8 @@ def _parse_index(folder: str, name: str) -> WeightIndex | None:
             raise outside_error(file, entry, "index")
     metadata = index.get("metadata")
     if isinstance(metadata, dict) and "delta_encoding" in metadata:
-        version, base, encoding = (
-            quote(str(metadata.get(key))) for key in ("version", "base_version", "delta_encoding")
-        )
+        keys = ("version", "base_version", "delta_encoding")
+        version, base, encoding = (quote(str(metadata.get(key))) for key in keys)
         raise delta_error(folder, file, f"a delta of version {version} on base {base}", f"delta_encoding {encoding}")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some tools write a float.
@@ -150,14 +156,11 @@ def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightInde
 
 def delta_error(folder: str, file: str, kind: str, got: str) -> UsageError:
     """Return the error for files of a trainer that wrote only what changed since another version of the weights."""
-    return UsageError(
-        f"{folder} is {kind}, not a model",
-        file=file,
-        got=got,
-        want="whole tensors",
-        next_step="give the folder of a version that is whole (its index has no delta_encoding); the engine that "
-        "pulls these deltas applies them to it",
+    next_step = (
+        "give the folder of a version that is whole (its index has no delta_encoding); the engine that "
+        "pulls these deltas applies them to it"
     )
+    return UsageError(f"{folder} is {kind}, not a model", file=file, got=got, want="whole tensors", next_step=next_step)
 
 
 def choose_tensors(
@@ -177,17 +180,18 @@ def choose_tensors(
             raise _make_twice_error(folder, name, seen[name], file)
         else:
             seen[name] = file
-    for name in sorted(index.weight_map.keys() - seen.keys()) if index is not None else ():
-        raise Subject(name, None, index.file if index is not None else folder).make(
+    if index is None:
+        return seen, []
+    for name in sorted(index.weight_map.keys() - seen.keys()):
+        raise Subject(name, None, index.file).make(
             IncompleteError if name not in passed else ContradictionError,
             f"the index and the files of {folder} disagree",
             f"the tensor in {passed.get(name, 'no file')}",
-            f"in {index.weight_map[name] if index is not None else 'a file'}, as in the index",
+            f"in {index.weight_map[name]}, as in the index",
             "copy the folder again from where it was made",
         )
     if not passed:
         return seen, []
-    assert index is not None
     name = min(passed)
     where = f"which the index gives to {seen[name]}" if name in seen else "which the index does not name"
     text = f"{plural(len(passed), 'tensor')} that {os.path.basename(index.file)} gives to no or another file left out"
@@ -252,11 +256,10 @@ def check_placeholders(
         and not any(map(_OF_ZERO.fullmatch, places.list_names(folder)))
     ):
         return [("empty-tensors", f"{plural(len(empty), 'float tensor')} of shape [0]: {list_text(empty, 3)}")]
-    file = files[empty[0]]
-    raise Subject(empty[0], None, file).make(
+    raise Subject(empty[0], None, files[empty[0]]).make(
         UsageError,
         f"a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
-        f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(file)}",
+        f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(files[empty[0]])}",
         "the weights, which are in the ZeRO checkpoint",
         "gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files); if the trained model has "
         f"no values there, give a base model in which these are empty, too, with {option('base_model')}",
@@ -315,15 +318,11 @@ class HfFolderReader:
         index = read_index(path, index_name, whole)
         notes += stale_index_notes(path, index_name, index)
         if index is not None:
-            notes += index.notes(model.nbytes - _nbytes_of_adapter(headers))
-        left = sorted(
-            filter(_is_weight_file, set(places.list_names(path)) - {os.path.basename(h.path) for h in headers})
-        )
-        if left:
-            notes.append(
-                ("left-out", f"{plural(len(left), 'file')} beside the model's own left out, such as {left[0]}")
-            )
-        return replace(model, notes=tuple(notes))
+            adapters = (header for header in headers if os.path.basename(header.path) == _ADAPTER)
+            nbytes = sum(tensor.end - tensor.start for header in adapters for tensor in header.tensors)
+            notes += index.notes(model.nbytes - nbytes)
+        others = set(places.list_names(path)) - {os.path.basename(header.path) for header in headers}
+        return replace(model, notes=(*notes, *note_left_out(filter(_is_weight_file, others))))
 
 
 def _is_weight_file(name: str) -> bool:
@@ -344,17 +343,6 @@ def _name_files(folder: str) -> tuple[str, str]:
     return next((pair for pair in pairs if not set(pair).isdisjoint(names)), pairs[0])
 
 
-def _choose_filter(names: Sequence[str], whole: str) -> Callable[[str], bool]:
-    """Return a function that recognises the model's files in a folder without an index.
-
-    A file with the name of a whole model is the model, as for transformers. Other formats' files may lie beside it,
-    such as ``consolidated.safetensors`` or optimizers. Only numbered files contradict it; an adapter belongs to it.
-    """
-    if whole not in names:
-        return lambda name: name in names
-    return lambda name: name in (whole, _ADAPTER) or (name in names and is_one_of_several(name))
-
-
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     """Return the headers of a model's files, by name, with the tensors that its index gives to each file."""
     if places.is_folder(path):
@@ -368,7 +356,12 @@ def _read_folder(path: str) -> tuple[tuple[SafetensorsHeader, ...], list[tuple[s
     """Return the headers of the files in a folder, and notes; errors as in `read_headers`."""
     whole, index_name = _name_files(path)
     index = read_index(path, index_name, whole)
-    is_own = _is_weight_file if index is not None else _choose_filter(_list_model_files(path), whole)
+    # Without an index, a file with the name of a whole model is the model, as for transformers. Other formats' files
+    # may lie beside it, such as consolidated.safetensors. Only numbered files contradict it; an adapter belongs to it.
+    own = _list_model_files(path)
+    if whole in own:
+        own = [name for name in own if name in (whole, _ADAPTER) or is_one_of_several(name)]
+    is_own = _is_weight_file if index is not None else own.__contains__
     first = sorted(name for name in places.list_names(path) if "-00000-of-" in name and is_own(name))[:1]
     _check_whole(path, [read_header(os.path.join(path, name)) for name in first])
     names = list_files(path, is_own, index)
@@ -398,11 +391,6 @@ def _check_whole(path: str, headers: Sequence[SafetensorsHeader]) -> None:
         raise delta_error(path, headers[0].path, "a delta of one version of weights on another", "rows of bytes")
 
 
-def _nbytes_of_adapter(headers: Sequence[SafetensorsHeader]) -> int:
-    own = (header for header in headers if os.path.basename(header.path) == _ADAPTER)
-    return sum(tensor.end - tensor.start for header in own for tensor in header.tensors)
-
-
 def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes: bool = False) -> StoredModel:
     """Return the stored model of these files; every tensor is one record without checksum."""
     records = Records()
@@ -423,7 +411,7 @@ def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes:
         records=records.table(),
         shards=tuple(shards),
         nbytes=records.nbytes,
-        notes=(("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen"),),
+        notes=(NO_CHECKSUMS,),
     )
 
 

@@ -20,7 +20,7 @@ from xrank.layout.nest_table import NestTable
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.layout.terms.tensors import Box, box_nests, box_text, boxes_overlap, volume
 from xrank.readers.base import Hints
-from xrank.readers.records import ONE_SAVE, Records, Subject
+from xrank.readers.records import NO_CHECKSUMS, ONE_SAVE, Records, Subject
 from xrank.storage import places
 from xrank.storage.regular_file import Origin
 from xrank.words import list_text, ranks_text
@@ -78,24 +78,17 @@ def shard_grid(folder: str) -> ShardGrid:
         if match is not None:
             rank, number, count = map(int, match.groups())
             if rank < 1 or not 1 <= number <= count:
-                raise Origin(os.path.join(folder, entry)).contradiction(
-                    "its name has an impossible rank or file number",
-                    f"rank {rank}, file {number} of {count}",
-                    "numbers from 1",
-                    ONE_SAVE,
-                )
+                got = f"rank {rank}, file {number} of {count}"
+                problem = "its name has an impossible rank or file number"
+                raise Origin(os.path.join(folder, entry)).contradiction(problem, got, "numbers from 1", ONE_SAVE)
             worlds.setdefault(count, {})[rank, number] = os.path.join(folder, entry)
     if not worlds:
         raise Origin(folder).incomplete("contains no shards", want="shard-*.safetensors", next_step="check the path")
     if len(worlds) > 1:
-        few = min(worlds.values(), key=len)
-        file = next(iter(few.values()))
-        raise Origin(file).contradiction(
-            "belongs to another save than the files beside it",
-            "; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
-            "files of one save",
-            ONE_SAVE,
-        )
+        file = next(iter(min(worlds.values(), key=len).values()))
+        got = "; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items()))
+        problem = "belongs to another save than the files beside it"
+        raise Origin(file).contradiction(problem, got, "files of one save", ONE_SAVE)
     ((count, files),) = worlds.items()
     return ShardGrid(folder, files, count)
 
@@ -134,28 +127,17 @@ class ShardPieces(Struct):
         """Return a tensor's rows."""
         return np.frombuffer(self.rows[name], dtype=np.int64).reshape(-1, 2 + 2 * self.ndim[name])
 
-    def reach(self, name: str) -> tuple[int, ...]:
-        """Return the smallest shape that contains all pieces."""
-        return tuple(self.table(name)[:, 3::2].max(axis=0).tolist())
-
     def boxes(self, name: str) -> list[Box]:
         """Return the pieces' index ranges."""
         return [tuple(zip(row[2::2], row[3::2], strict=True)) for row in self.table(name).tolist()]
 
     def shard(self, name: str, shape: tuple[int, ...]) -> StoredShard:
         """Return a tensor with its pieces."""
-        table = self.table(name)
         nests = [box_nests(box, shape) for box in self.boxes(name)]
         kept = [i for i, nest in enumerate(nests) if nest]
-        return StoredShard(
-            name,
-            self.names[name],
-            shape,
-            # File names count ranks from 1.
-            table[kept, 0] - 1,
-            table[kept, 1].copy(),
-            NestTable.from_nests([nests[i][0] for i in kept]),
-        )
+        table, nests_kept = self.table(name)[kept], NestTable.from_nests([nests[i][0] for i in kept])
+        # File names count ranks from 1.
+        return StoredShard(name, self.names[name], shape, table[:, 0] - 1, table[:, 1].copy(), nests_kept)
 
 
 _SUBFOLDER = "sharded"
@@ -178,17 +160,26 @@ class HfShardsReader:
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every piece lies; errors as in `Reader.read`."""
         grid = shard_grid(_folder(path) or path)
-        if hints.world_size is not None:
-            grid = _state_ranks(grid, hints.world_size)
+        if (num_ranks := hints.world_size) is not None:
+            if max(grid.ranks) > num_ranks:
+                file = next(file for (rank, _), file in sorted(grid.files.items()) if rank > num_ranks)
+                raise UsageError(
+                    f"{os.path.basename(file)} is of a later rank than {option('world_size', num_ranks)} states",
+                    rank=num_ranks,
+                    file=file,
+                    got=grid.text(),
+                    want=f"files of ranks 1 to {num_ranks}",
+                    next_step=f"correct {option('world_size')}; or {ONE_SAVE}",
+                )
+            grid = replace(grid, num_ranks=num_ranks)
         pieces = ShardPieces()
         for (rank, _), file in sorted(grid.files.items()):
             pieces.add(rank, read_header(file))
-        shapes = {name: pieces.reach(name) for name in pieces.names}
+        # The smallest shapes that contain all pieces.
+        shapes = {name: tuple(pieces.table(name)[:, 3::2].max(axis=0).tolist()) for name in pieces.names}
         for name, shape in shapes.items():
             _check_pieces(name, pieces, shape, grid)
         proof = _prove(path, shapes, pieces, grid, hints)
-        notes = [("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen")]
-        notes.append(("inferred-shapes", proof))
         return StoredModel(
             format=self.name,
             path=path,
@@ -197,7 +188,7 @@ class HfShardsReader:
             shards=tuple(pieces.shard(name, shape) for name, shape in shapes.items()),
             world_size=grid.num_ranks or max(grid.ranks),
             nbytes=pieces.records.nbytes,
-            notes=tuple(notes),
+            notes=(NO_CHECKSUMS, ("inferred-shapes", proof)),
             details={
                 "rank files": len(grid.ranks),
                 "files of a rank": grid.num_files,
@@ -214,31 +205,15 @@ def _folder(path: str) -> str | None:
     return None
 
 
-def _state_ranks(grid: ShardGrid, num_ranks: int) -> ShardGrid:
-    """Return the grid with the stated number of ranks."""
-    if max(grid.ranks) > num_ranks:
-        file = next(file for (rank, _), file in sorted(grid.files.items()) if rank > num_ranks)
-        raise UsageError(
-            f"{os.path.basename(file)} is of a later rank than {option('world_size', num_ranks)} states",
-            rank=num_ranks,
-            file=file,
-            got=grid.text(),
-            want=f"files of ranks 1 to {num_ranks}",
-            next_step=f"correct {option('world_size')}; or {ONE_SAVE}",
-        )
-    return replace(grid, num_ranks=num_ranks)
-
-
 def _check_pieces(name: str, pieces: ShardPieces, shape: tuple[int, ...], grid: ShardGrid) -> None:
     """Check that the pieces are disjoint and fill the inferred shape.
 
     torch saves every element once (checkpoint/default_planner.py: create_global_plan), so overlapping pieces come from
     two saves. The plan proves again, element by element, that they fill the shape; this check can name missing files.
     """
-    boxes = pieces.boxes(name)
-    filled = sum(map(volume, boxes))
+    filled = sum(map(volume, pieces.boxes(name)))
     if filled > prod(shape):
-        raise _overlap(name, pieces, boxes)
+        raise _overlap(name, pieces)
     if filled < prod(shape):
         raise Subject(name, None, (grid.holes() or [grid.folder])[0]).incomplete(
             f"{prod(shape) - filled} of at least {prod(shape)} elements are in no file of {grid.folder}",
@@ -248,7 +223,8 @@ def _check_pieces(name: str, pieces: ShardPieces, shape: tuple[int, ...], grid: 
         )
 
 
-def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> ContradictionError:
+def _overlap(name: str, pieces: ShardPieces) -> ContradictionError:
+    boxes = pieces.boxes(name)
     order = sorted(range(len(boxes)), key=lambda i: boxes[i])
     reaching: list[int] = []
     found = (order[0], order[-1])
@@ -298,11 +274,7 @@ def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces
 
 
 def _proof_error(
-    path: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    unproven: Sequence[str],
-    grid: ShardGrid,
-    loose: LayoutError | None,
+    path: str, shapes: Mapping[str, Sequence[int]], unproven: Sequence[str], grid: ShardGrid, loose: LayoutError | None
 ) -> LayoutError | IncompleteError:
     """Return the error for shapes that are neither contradicted nor proven; `loose` describes what a recipe lacks."""
     tensor = (loose.tensor if loose is not None else None) or unproven[0]
@@ -334,8 +306,7 @@ def _proof_error(
 def _shape_error(
     name: str, shape: tuple[int, ...], want: tuple[int, ...], pieces: ShardPieces, grid: ShardGrid
 ) -> IncompleteError | ContradictionError:
-    is_short = len(shape) == len(want) and all(n <= m for n, m in zip(shape, want, strict=True))
-    if is_short:
+    if len(shape) == len(want) and all(n <= m for n, m in zip(shape, want, strict=True)):
         return Subject(name, None, (grid.holes() or [grid.folder])[0]).incomplete(
             "its pieces end before the tensor does; a rank's files are missing",
             f"pieces that reach to {list(shape)}; {grid.text()}",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from xrank.layout import TensorLayout
@@ -105,6 +106,15 @@ _VISION = re.compile(
 )
 _STACK = re.compile(rf"({_TOWER}{_PROJECTION}|{_TOWER})", re.ASCII)
 _FC1 = re.compile(r"(linear_fc1)(?=\.weight\d*$)|(?<=experts\.)(weight1)$")
+
+
+@lru_cache(maxsize=64)
+def plain_layout(num_dims: int, cut: int | None = None, stride: int = 1) -> TensorLayout:
+    """Return the layout of a whole tensor, or with one cut along one dim of `stride` pieces end to end."""
+    dims = [f"d{dim}" for dim in range(num_dims)]
+    if cut is not None:
+        dims[cut] = f"{stride} n/tp" if stride > 1 else f"{dims[cut]}/tp"
+    return TensorLayout.parse(f"[{', '.join(dims)}]")
 
 
 def layout_of(name: str, *, is_gated: bool) -> TensorLayout | None:

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from xrank.errors import ContradictionError, LayoutError, XrankError, option
+from xrank.errors import LayoutError, option
 from xrank.formats.pickles import inert_error
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.layout import DeviceMesh, TensorLayout
@@ -29,6 +29,7 @@ from xrank.readers.megatron.layouts import (
     layout_of,
     layout_of_down_projection,
     layout_of_packed,
+    plain_layout,
     projections,
     shape_of_grouped,
     stack_of,
@@ -54,7 +55,7 @@ from xrank.readers.megatron.run import (
     resolve_folder,
     sibling_iterations,
 )
-from xrank.readers.records import ONE_RUN, CopiedValues, Records, Subject, nbytes_below
+from xrank.readers.records import CopiedValues, Records, Subject, nbytes_below
 from xrank.storage import places
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import likewise_text, list_text
@@ -88,40 +89,34 @@ def read_rank_file(path: str, rank: int) -> MegatronRankFile:
         raise origin.corrupt("contains no args", _keys(state), 'a dict with "args" and "model"')
     version = state.get("checkpoint_version")
     if version != _VERSION:
-        raise origin.usage(
-            "has another version of the format",
-            f"checkpoint_version {quote(str(version))}",
-            str(_VERSION),
-            "load and save it once with a newer Megatron",
-        )
+        got = f"checkpoint_version {quote(str(version))}"
+        step = "load and save it once with a newer Megatron"
+        raise origin.usage("has another version of the format", got, str(_VERSION), step)
     sizes = parallel_sizes(args, origin)
     found = {int(match[1]): key for key in state if isinstance(key, str) and (match := _CHUNK.fullmatch(key))}
     keys = [found[number] for number in sorted(found)] if sizes.virtual > 1 else ["model"]
     if (sizes.virtual > 1 and sorted(found) != list(range(sizes.virtual))) or not all(key in state for key in keys):
         want = f"model0 to model{sizes.virtual - 1}" if sizes.virtual > 1 else "model"
         raise origin.corrupt("lacks chunks that its args require", _keys(state), want)
-    chunks, num_extra = [], 0
-    for key in keys:
-        tensors, extra = _tensors(state[key], origin)
-        chunks.append(tensors)
-        num_extra += extra
-    return MegatronRankFile(archive, origin, args, state.get("iteration"), tuple(chunks), num_extra)
+    chunks = tuple(_tensors(state[key], origin) for key in keys)
+    num_extra = sum(name.endswith(EXTRA_STATE) for key in keys for name in state[key])
+    return MegatronRankFile(archive, origin, args, state.get("iteration"), chunks, num_extra)
 
 
 def _keys(state: Mapping[object, object]) -> str:
     return list_text((quote(str(key))[1:-1] for key in state), 12)
 
 
-def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor], int]:
+def _tensors(module: object, origin: Origin) -> dict[str, ArchivedTensor]:
     if not isinstance(module, dict):
         raise inert_error(module, origin, "its model")
-    tensors, num_extra = {}, 0
+    tensors = {}
     for name, value in module.items():
         if not isinstance(name, str):
             raise origin.corrupt("its model has a name that is not a text", type(name).__name__)
         if name.endswith(EXTRA_STATE):
-            num_extra += 1
-        elif isinstance(value, ArchivedTensor):
+            continue
+        if isinstance(value, ArchivedTensor):
             tensors[name] = value
         elif isinstance(value, dict):
             raise origin.usage(
@@ -134,19 +129,13 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
             error = inert_error(value, origin, quote(name)[1:-1])
             error.about(tensor=name)
             raise error
-    return tensors, num_extra
+    return tensors
 
 
 def check_identities(
     files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes, own: Mapping[GridPlace, Sequence[ArchivedTensor]]
 ) -> None:
-    """Check that each file is its own rank's: by the rank in its args, else by its bytes.
-
-    Args:
-        files: all files.
-        sizes: the run's sizes.
-        own: for each file the tensors of which no other file has the same part.
-    """
+    """Check that each file is its rank's: by the rank in its args, else by the tensors of which it has its own part."""
     recorded = {place: file.args.get("rank") for place, file in files.items()}
     # A converter writes the same rank into all files, so equal ranks prove nothing.
     if len(files) > 1 and len({repr(rank) for rank in recorded.values()}) > 1:
@@ -284,12 +273,9 @@ def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> 
     The arguments are those of the language model; shapes alone decide about a vision tower.
     """
     if first.args.get(_INTERLEAVED):
-        raise first.origin.usage(
-            "its experts have alternating gate and up rows, which are not supported",
-            f"args.{_INTERLEAVED} {first.args[_INTERLEAVED]}",
-            "halves",
-            "save with --ckpt-format torch_dist",
-        )
+        problem = "its experts have alternating gate and up rows, which are not supported"
+        got = f"args.{_INTERLEAVED} {first.args[_INTERLEAVED]}"
+        raise first.origin.usage(problem, got, "halves", "save with --ckpt-format torch_dist")
     recorded = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
     found: dict[str, bool] = {}
     for name, rows, columns in projections({name: parts.held[0].shape for name, parts in tensors.items()}):
@@ -308,24 +294,21 @@ def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> 
 
 
 def layouts_of(
-    tensors: Mapping[str, TensorParts],
-    sizes: ParallelSizes,
-    hints: Hints,
-    args: Mapping[str, Any],
-    gating: Mapping[str, bool],
+    tensors: Mapping[str, TensorParts], sizes: ParallelSizes, hints: Hints, first: MegatronRankFile
 ) -> dict[str, TensorLayout]:
     """Return how each tensor is cut: by the caller's layout file, else by Megatron's own table, or the arguments."""
     found, unknown = {}, []
+    gating = find_gating(tensors, first)
     shapes = {name: parts.held[0].shape for name, parts in tensors.items()}
     for name, parts in tensors.items():
         layout = _find_given(name, hints) or layout_of(name, is_gated=gating[stack_of(name)])
         if layout is None:
             layout = layout_of_packed(name, shapes, sizes.tensor)
         if layout is None and parts.held[0].shape:
-            layout = layout_of_down_projection(name, parts.held[0].shape[0], args, sizes.tensor)
+            layout = layout_of_down_projection(name, parts.held[0].shape[0], first.args, sizes.tensor)
         if layout is None and (is_kept_whole(name) or (sizes.tensor == 1 and not parts.has_expert)):
             # The tensor is whole on every rank, and its copies are compared.
-            layout = _whole(len(parts.held[0].shape))
+            layout = plain_layout(len(parts.held[0].shape))
         if layout is None:
             unknown.append(name)
         else:
@@ -347,11 +330,6 @@ def _find_given(name: str, hints: Hints) -> TensorLayout | None:
         return None
     layout = hints.layouts[name]
     return None if layout is None else TensorLayout.from_tree(layout.with_sizes(hints.layouts.sizes).tree)
-
-
-@lru_cache(maxsize=16)
-def _whole(num_dims: int) -> TensorLayout:
-    return TensorLayout.parse("[" + ", ".join(f"d{i}" for i in range(num_dims)) + "]")
 
 
 def find_own_tensors(
@@ -382,7 +360,10 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
     axes = tuple(axis for axis in lengths if any(axis in used for used in layout.cut_axes)) or ("tp",)
     mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
     try:
-        places = [_coordinate(place, sizes, axes) for place in parts.places]
+        places = []
+        for place in parts.places:
+            at = {"tp": place.tensor, "ep": place.expert, "etp": place.tensor % sizes.expert_tensor}
+            places.append({axis: at[axis] for axis in axes})
         # One part per place determines the shape; the others are copies and must have the same shape.
         shapes = {mesh.rank_at(at): held.shape for at, held in zip(places, parts.held, strict=True)}
         shape = infer_shape(layout, mesh, shapes)
@@ -397,17 +378,12 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
                 )
             nests.append(part.nests)
     except LayoutError as error:
-        kind: type[XrankError] = ContradictionError
-        step = ONE_RUN
-        if _find_given(parts.name, hints) is not None:
-            kind, step = LayoutError, "correct the layout file; its axes are tp and etp"
-        raise first.of(parts.name).make(kind, error.message, error.got, error.want, step) from None
+        subject = first.of(parts.name)
+        if _find_given(parts.name, hints) is None:
+            raise subject.contradiction(error.message, error.got, error.want) from None
+        step = "correct the layout file; its axes are tp and etp"
+        raise subject.make(LayoutError, error.message, error.got, error.want, step) from None
     return pieces_of(parts.name, parts.held, shape, nests)
-
-
-def _coordinate(place: GridPlace, sizes: ParallelSizes, axes: Sequence[str]) -> dict[str, int]:
-    at = {"tp": place.tensor, "ep": place.expert, "etp": place.tensor % sizes.expert_tensor}
-    return {axis: at[axis] for axis in axes}
 
 
 @lru_cache(maxsize=16)
@@ -440,7 +416,9 @@ class MegatronLegacyReader:
         for place in cells:
             file = read_rank_file(os.path.join(folder, place.folder(sizes), FILE), place.rank(sizes))
             check_agreement(first.args, first.origin.path, file.args, file.origin.path)
-            _check_same_iteration(first, file)
+            if repr(first.iteration) != repr(file.iteration):
+                got, want = (f"iteration {quote(str(one.iteration))}" for one in (file, first))
+                raise file.origin.contradiction(f"belongs to another iteration than {first.origin.path}", got, want)
             files[place] = file
         step = check_iteration(folder, first.iteration, first.origin.path)
         counts = _layers(files, sizes)
@@ -449,7 +427,7 @@ class MegatronLegacyReader:
         _check_alike(files)
         records = Records()
         tensors = collect_parts(files, sizes, starts, records)
-        layouts = layouts_of(tensors, sizes, hints, first.args, find_gating(tensors, first))
+        layouts = layouts_of(tensors, sizes, hints, first)
         # Needs the layouts: tensors that ranks share do not tell their files apart.
         check_identities(files, sizes, find_own_tensors(tensors, layouts))
         shards = tuple(place_parts(tensors[name], layouts[name], sizes, hints) for name in tensors)
@@ -477,12 +455,6 @@ def _holds(path: str) -> bool:
     )  # fmt: skip
 
 
-def _check_same_iteration(first: MegatronRankFile, file: MegatronRankFile) -> None:
-    if repr(first.iteration) != repr(file.iteration):
-        got, want = (f"iteration {quote(str(one.iteration))}" for one in (file, first))
-        raise file.origin.contradiction(f"belongs to another iteration than {first.origin.path}", got, want)
-
-
 def _layers(files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
     """Return the number of layers in each chunk, after checking that all its ranks agree."""
     counts: dict[Chunk, int] = {}
@@ -499,11 +471,9 @@ def _layers(files: Mapping[GridPlace, MegatronRankFile], sizes: ParallelSizes) -
             count = count_layers(chunk, file.origin.path, place.rank(sizes))
             known = counts.setdefault((number, place.pipeline), count)
             if known != count:
-                raise file.origin.contradiction(
-                    "contains another number of layers than other ranks of its stage",
-                    f"{count} layers",
-                    f"{known}, as on the first rank of stage {place.pipeline}",
-                )
+                problem = "contains another number of layers than other ranks of its stage"
+                want = f"{known}, as on the first rank of stage {place.pipeline}"
+                raise file.origin.contradiction(problem, f"{count} layers", want)
     return counts
 
 
@@ -517,11 +487,9 @@ def _check_alike(files: Mapping[GridPlace, MegatronRankFile]) -> None:
             if ours != theirs:
                 name = min(ours ^ theirs)
                 holder, lacking = (file, other) if name in ours else (other, file)
-                raise Subject(quote(name)[1:-1], lacking.origin.rank, lacking.origin.path).contradiction(
-                    f"{holder.origin.path} contains it, but {lacking.origin.path} of its stage does not",
-                    "no part",
-                    "a part, or a copy",
-                )
+                problem = f"{holder.origin.path} contains it, but {lacking.origin.path} of its stage does not"
+                subject = Subject(quote(name)[1:-1], lacking.origin.rank, lacking.origin.path)
+                raise subject.contradiction(problem, "no part", "a part, or a copy")
 
 
 def _find_ties(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -24,6 +23,7 @@ from xrank.readers.megatron.layouts import (
     is_projection,
     layout_of,
     layout_of_packed,
+    plain_layout,
     projections,
     shape_of_grouped,
     stack_of,
@@ -76,19 +76,15 @@ def megatron_mesh(mesh: Any, rank: int, world_size: int) -> MegatronMesh | None:
         world_size: the number of ranks.
     """
     if mesh is not None:
-        return _from_views(mesh if isinstance(mesh, MeshViews) else MeshViews(_as_device_mesh(mesh)), rank)
+        if not isinstance(mesh, MeshViews | DeviceMesh):
+            from xrank.layout.terms.tensors import describe_mesh
+
+            mesh = describe_mesh(mesh)
+        return _from_views(mesh if isinstance(mesh, MeshViews) else MeshViews(mesh), rank)
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         return _from_groups(state, rank)
     return _from_views(MeshViews(DeviceMesh((1,), ("tp",), (rank,))), rank) if world_size == 1 else None
-
-
-def _as_device_mesh(mesh: Any) -> DeviceMesh:
-    if isinstance(mesh, DeviceMesh):
-        return mesh
-    from xrank.layout.terms.tensors import describe_mesh
-
-    return describe_mesh(mesh)
 
 
 def _from_views(views: MeshViews, rank: int) -> MegatronMesh:
@@ -129,12 +125,9 @@ def _from_groups(state: Any, rank: int) -> MegatronMesh:
     """Read Megatron's process groups; other groups of the same kind hold replicas or other stages."""
     from torch.distributed import get_process_group_ranks
 
-    def ranks(group: Any) -> list[int]:
-        return list(get_process_group_ranks(group))
-
-    tensor = ranks(state.get_tensor_model_parallel_group())
-    expert = ranks(state.get_expert_tensor_parallel_group())
-    across = ranks(state.get_expert_model_parallel_group())
+    tensor = get_process_group_ranks(state.get_tensor_model_parallel_group())
+    expert = get_process_group_ranks(state.get_expert_tensor_parallel_group())
+    across = get_process_group_ranks(state.get_expert_model_parallel_group())
     if rank not in tensor or rank not in across:
         raise rank_error(
             rank,
@@ -143,12 +136,13 @@ def _from_groups(state: Any, rank: int) -> MegatronMesh:
             f"rank {rank} among them",
             "let all ranks of the world take part",
         )
-    experts = _grid(expert, across, ranks(state.get_expert_tensor_and_model_parallel_group()), rank)
+    both = get_process_group_ranks(state.get_expert_tensor_and_model_parallel_group())
+    experts = _grid(expert, across, both, rank)
     return MegatronMesh(
         dense=DeviceMesh((len(tensor),), ("tp",), tensor),
         expert=DeviceMesh((len(expert),), ("etp",), expert),
         experts=experts,
-        num_stages=len(ranks(state.get_pipeline_model_parallel_group())),
+        num_stages=len(get_process_group_ranks(state.get_pipeline_model_parallel_group())),
         expert_rank=across.index(rank),
         is_given=False,
     )
@@ -219,34 +213,29 @@ def read_partition(value: torch.Tensor, owner: torch.nn.Module) -> PartitionAttr
     return PartitionAttributes(next(cuts, None))
 
 
-def resolve_layout(
-    name: str,
-    value: torch.Tensor,
-    owner: torch.nn.Module,
-    num_dims: int,
-    is_expert: bool,
-    mesh: MegatronMesh,
-    rank: int,
-    *,
-    is_gated: bool,
-    packed: TensorLayout | None = None,
+def _resolve_layout(
+    part: _Part, mesh: MegatronMesh, rank: int, *, is_gated: bool, packed: TensorLayout | None
 ) -> TensorLayout:
-    """Return the layout of a tensor over tp, etp and ep.
-
-    Args:
-        name: the name in the whole model.
-        value: the tensor, with its attributes.
-        owner: the module with the tensor.
-        num_dims: number of dims; one more than the tensor's own if its experts are a separate dim.
-        is_expert: whether it belongs to one or several experts.
-        mesh: the meshes of the rank.
-        rank: this rank.
-        is_gated: whether linear_fc1 is a gate and an up projection.
-        packed: the layout of a tensor of several projections, from `layout_of_packed`.
-    """
+    """Return the layout of a tensor over tp, etp and ep; `packed` is that from `layout_of_packed`."""
+    name, value, is_expert, num_dims = part.name, part.value, part.is_expert, part.local.ndim
     at = Subject(name, rank)
-    _check_marks(at, value, mesh, is_expert=is_expert)
-    marked = read_partition(value, owner)
+    # `allreduce` is False on parameters whose gradients are one expert rank's own.
+    mark, ways = getattr(value, "allreduce", None), mesh.lengths["ep"]
+    if mark is False and (not is_expert or ways == 1):
+        raise at.layout(
+            "its attributes place it on one of several expert ranks",
+            "allreduce=False" + ("" if is_expert else ", and a name that is not an expert's") + f", ep={ways}",
+            "an expert's name, and a mesh with the axis ep",
+            _GIVE_MESH,
+        )
+    if is_expert and ways > 1 and mark is not False and value.requires_grad:
+        raise at.layout(
+            "its attributes do not place it on one of several expert ranks",
+            f"allreduce={mark}, ep={ways}",
+            "allreduce=False, as Megatron marks experts over several ranks",
+            "give the mesh of the run; without ep, where every rank holds all experts",
+        )
+    marked = read_partition(value, part.owner)
     layout = packed or layout_of(name, is_gated=is_gated)
     if layout is None:
         has_no_dim = getattr(value, "partition_dim", -1) < 0
@@ -259,14 +248,10 @@ def resolve_layout(
                 "a name that xrank's table has, or a rule of layouts=",
                 "give layouts= with this tensor's rule, on the axes tp, etp and ep",
             )
-        return _plain(num_dims, *((marked.dim, marked.stride) if marked is not None else (None, 1)))
+        return plain_layout(num_dims) if marked is None else plain_layout(num_dims, marked.dim, marked.stride)
     if len(layout.dims) != num_dims:
-        raise at.layout(
-            "it does not have the dims of Megatron's tensor of this name",
-            f"shape {list(value.shape)}",
-            str(layout),
-            _GIVE_RULE,
-        )
+        problem = "it does not have the dims of Megatron's tensor of this name"
+        raise at.layout(problem, f"shape {list(value.shape)}", str(layout), _GIVE_RULE)
     axis = "etp" if is_expert else "tp"
     dims = [dim for dim, axes in enumerate(layout.cut_axes) if axis in axes]
     wanted = dims[0] if dims else None
@@ -285,34 +270,6 @@ def resolve_layout(
             f"set the attributes that Megatron's layers set, or {_GIVE_RULE}",
         )
     return layout
-
-
-def _check_marks(at: Subject, value: torch.Tensor, mesh: MegatronMesh, *, is_expert: bool) -> None:
-    """Check `allreduce`, which is False on parameters whose gradients are one expert rank's own."""
-    mark, ways = getattr(value, "allreduce", None), mesh.lengths["ep"]
-    if mark is False and (not is_expert or ways == 1):
-        raise at.layout(
-            "its attributes place it on one of several expert ranks",
-            "allreduce=False" + ("" if is_expert else ", and a name that is not an expert's") + f", ep={ways}",
-            "an expert's name, and a mesh with the axis ep",
-            _GIVE_MESH,
-        )
-    if is_expert and ways > 1 and mark is not False and value.requires_grad:
-        raise at.layout(
-            "its attributes do not place it on one of several expert ranks",
-            f"allreduce={mark}, ep={ways}",
-            "allreduce=False, as Megatron marks experts over several ranks",
-            "give the mesh of the run; without ep, where every rank holds all experts",
-        )
-
-
-@lru_cache(maxsize=64)
-def _plain(num_dims: int, cut: int | None, stride: int) -> TensorLayout:
-    """Return the layout with one cut along one dim of `stride` pieces end to end."""
-    dims = [f"d{dim}" for dim in range(num_dims)]
-    if cut is not None:
-        dims[cut] = f"{stride} n/tp" if stride > 1 else f"{dims[cut]}/tp"
-    return TensorLayout.parse(f"[{', '.join(dims)}]")
 
 
 CONFIG_SIZES = {
@@ -363,7 +320,9 @@ def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: Megat
 def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, *, is_whole: bool) -> int:
     """Return the number of the chunk's first layer in the whole model, from the layer_number of its layers."""
     stages = {name: found for name in names if (found := LAYER.fullmatch(name))}
-    other = next((name for name in names if ".layers." in name and name not in stages and not _is_counted(name)), None)
+    # Every stage numbers the layers of multi-token prediction and of a tower as the whole model does.
+    odd = (name for name in names if ".layers." in name and name not in stages and not in_vision_tower(name))
+    other = next((name for name in odd if not name.startswith("mtp.") and ".mtp." not in name), None)
     problem = "which layer of the whole model this is, is not known"
     if other is not None and not is_whole:
         raise Subject(other, rank).layout(
@@ -373,11 +332,9 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
             "export the part that has a decoder of its own, as model.language_model",
         )
     modules = {int(found[1]): name[: found.end(1)] for name, found in stages.items()}
-    layer_numbers = {
-        number: getattr(chunk.get_submodule(modules[number]), "layer_number", None) for number in sorted(modules)
-    }
+    layers = [(n, getattr(chunk.get_submodule(modules[n]), "layer_number", None)) for n in sorted(modules)]
     # Transformer layers are counted from 1 over all stages (megatron/core/transformer/transformer_layer.py).
-    firsts = {layer - 1 - number if type(layer) is int else None for number, layer in layer_numbers.items()}
+    firsts = {layer - 1 - number if type(layer) is int else None for number, layer in layers}
     # Layers that disagree about the first one give -1, which is refused below.
     first = firsts.pop() if len(firsts) == 1 else (0 if not firsts else -1)
     if first is None and is_whole:
@@ -385,16 +342,11 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
     if first is None or first < 0:
         raise Subject(modules[min(modules)], rank).layout(
             problem,
-            f"layer_number {', '.join(map(str, layer_numbers.values()))}",
+            f"layer_number {', '.join(str(layer) for _, layer in layers)}",
             "rising by 1, counted from 1 over all stages",
             "set layer_number on each module of decoder.layers, as Megatron's TransformerLayer does",
         )
     return first
-
-
-def _is_counted(name: str) -> bool:
-    """Return whether every stage numbers a layer as the whole model does: multi-token prediction's, a tower's."""
-    return name.startswith("mtp.") or ".mtp." in name or in_vision_tower(name)
 
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -462,17 +414,9 @@ def megatron_tensors(
     for name, part in parts.items():
         given = found.records.get(name)
         if given is None:
-            layout = resolve_layout(
-                name,
-                part.value,
-                part.owner,
-                part.local.ndim,
-                part.is_expert,
-                mesh,
-                rank,
-                is_gated=gating.get(stack_of(name), False),
-                packed=layout_of_packed(name, local_shapes, mesh.lengths["tp"]),
-            )
+            packed = layout_of_packed(name, local_shapes, mesh.lengths["tp"])
+            is_gated = gating.get(stack_of(name), False)
+            layout = _resolve_layout(part, mesh, rank, is_gated=is_gated, packed=packed)
             # One rank's part does not show the shape of a whole that is cut.
             given = TensorRecord(str(layout), shape=None if any(layout.cut_axes) else tuple(part.local.shape))
             own = _mesh_of(layout, part, mesh)
@@ -491,10 +435,8 @@ def megatron_tensors(
 
 def _unwrap(chunk: Any) -> Any:
     """Return the module inside wrappers without parameters, such as DistributedDataParallel and Float16Module."""
-    children = getattr(chunk, "_modules", {})
-    while list(children) == ["module"] and not chunk._parameters:
-        chunk = children["module"]
-        children = chunk._modules
+    while list(getattr(chunk, "_modules", {})) == ["module"] and not chunk._parameters:
+        chunk = chunk._modules["module"]
     return chunk
 
 
@@ -576,11 +518,9 @@ def _find_gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], 
 def _is_gated(parts: Mapping[str, _Part], answers: set[bool], rank: int) -> bool:
     """Return whether linear_fc1 is gate and up in a stack of layers, for which a config may have answers."""
     # Each source gives an answer, and all must be the same: halves that are taken for one matrix would be cut wrongly.
-    answers = set(answers)
     weights = {name: part for name, part in parts.items() if is_projection(name)}
     strides = {cut.stride for part in weights.values() if (cut := read_partition(part.value, part.owner)) is not None}
-    if 2 in strides:
-        answers.add(True)
+    answers = answers | {True} if 2 in strides else set(answers)
     for name, rows, columns in projections({name: tuple(part.local.shape) for name, part in parts.items()}):
         if rows not in (columns, 2 * columns):
             raise Subject(name, rank).layout(
@@ -622,5 +562,4 @@ def _sharing(record: MeshRecord, layout: TensorLayout, part: _Part, rank: int) -
     apart = {axis for axis in ("pp", "ep") if axis in names and axis not in used and (axis == "pp" or part.is_expert)}
     if len(apart) == len(names):
         return DeviceMesh((1,), ("tp",), (rank,))
-    at = mesh.coordinate(rank)
-    return mesh.submesh(**{axis: at[axis] for axis in apart})
+    return mesh.submesh(**{axis: mesh.coordinate(rank)[axis] for axis in apart})
