@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -117,20 +117,17 @@ def row_slice(shape: tuple[int, ...], dim: int, start: int, length: int) -> tupl
     if 0 in local:
         return ()
     strides = row_major(shape)
-    loops = tuple((n, xs, ys) for n, xs, ys in zip(local, row_major(local), strides, strict=True))
+    loops = tuple(zip(local, row_major(local), strides, strict=True))
     return (canonical(Nest(0, start * strides[dim], loops)),)
 
 
 def pieces_of(
     name: str, held: Sequence[HeldTensor], shape: tuple[int, ...], nests: Sequence[Sequence[Nest]]
 ) -> StoredShard:
-    """Return the table of all pieces. Nests of local addresses become nests of the records' addresses.
+    """Return the table of all pieces of a tensor with that global shape.
 
-    Args:
-        name: the tensor's name.
-        held: the ranks' parts.
-        shape: global shape.
-        nests: for each part, the map from its local row-major addresses to global ones.
+    `nests` map, for each part, its local row-major addresses to global ones; they become nests of the records'
+    addresses.
     """
     rows = [
         (h, nest)
@@ -138,14 +135,9 @@ def pieces_of(
         for local in local_nests
         for nest in _from_storage(name, h, local)
     ]
-    return StoredShard(
-        name,
-        held[0].dtype,
-        tuple(shape),
-        int_array(h.rank for h, _ in rows),
-        int_array(h.record for h, _ in rows),
-        NestTable.from_nests([nest for _, nest in rows]),
-    )
+    ranks, records = int_array(h.rank for h, _ in rows), int_array(h.record for h, _ in rows)
+    table = NestTable.from_nests([nest for _, nest in rows])
+    return StoredShard(name, held[0].dtype, tuple(shape), ranks, records, table)
 
 
 def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
@@ -161,12 +153,8 @@ def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
             "write the tensor with .contiguous()",
         )
     # From the storage to the local row-major addresses, at which `local` begins: to intersect them is to compose them.
-    storage = Nest(
-        held.storage_offset,
-        0,
-        tuple((n, stride, row) for n, stride, row in zip(held.shape, held.strides, row_major(held.shape), strict=True)),
-    )
-    return intersect(storage, local)
+    loops = tuple(zip(held.shape, held.strides, row_major(held.shape), strict=True))
+    return intersect(Nest(held.storage_offset, 0, loops), local)
 
 
 class Claim(Struct, frozen=True):
@@ -257,21 +245,16 @@ def _find_in_file(name: str, layouts: LayoutMap) -> Claim | None:
         error.about(next_step="write patterns into the layout file of which only one matches each name")
         raise
     if rule is not None and companion_rule is not None:
-        raise Subject(name).layout(
-            "two rules of the layout file match", f"{rule!r} and {companion_rule!r}", "one", "keep one of them"
-        )
+        got = f"{rule!r} and {companion_rule!r}"
+        raise Subject(name).layout("two rules of the layout file match", got, "one", "keep one of them")
     deciding = rule if rule is not None else companion_rule
     if deciding is None:
         target = layouts.aliases.get(name)  # never an alias itself
         return None if target is None else _find_in_file(target, layouts)
-    if companion_rule is not None:
-        companion = layouts.companions[companion_rule]
-        layout = base_layout(companion, layouts).with_sizes(layouts.sizes)
-    else:
-        companion = None
-        found = layouts[name]
-        assert found is not None
-        layout = found.with_sizes(layouts.sizes)  # as in a state's record
+    companion = None if companion_rule is None else layouts.companions[companion_rule]
+    found = layouts[name] if companion is None else base_layout(companion, layouts)
+    assert found is not None
+    layout = found.with_sizes(layouts.sizes)  # as in a state's record
     mesh = layout.device_mesh or layouts.device_mesh
     if mesh is None:
         step = 'add a table like [mesh] with grid = "dp=2 tp=2" to the layout file'
@@ -344,8 +327,7 @@ def find_local_name(claim: Claim, name: str, rank: int) -> str | None:
 def _table(
     pattern: TensorName, layout: TensorLayout, mesh: DeviceMesh, rank: int, sizes: tuple[tuple[str, int], ...]
 ) -> NameTable | None:
-    known: Mapping[str, int] = dict(sizes)
-    return name_table(pattern, layout, mesh, mesh.coordinate(rank), sizes=known)
+    return name_table(pattern, layout, mesh, mesh.coordinate(rank), sizes=dict(sizes))
 
 
 Claimed: TypeAlias = tuple[HeldTensor, Claim]
@@ -386,25 +368,17 @@ def check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
     holders = {h.rank: h for h, _ in claimed}
     if len(holders) < len(claimed):
         twice = next(h for h, _ in claimed if holders[h.rank] is not h)
-        raise twice.of(name).contradiction(
-            f"rank {twice.rank} holds it under two names",
-            "two parts",
-            "one part on each rank",
-            "check the layout's name with dims",
-        )
+        problem = f"rank {twice.rank} holds it under two names"
+        step = "check the layout's name with dims"
+        raise twice.of(name).contradiction(problem, "two parts", "one part on each rank", step)
     seen: dict[int, Claimed] = {}
     for h, claim in claimed:
         # The first rank of a mesh claims all its ranks; later ranks of the mesh check only their own entry.
         for rank in claim.mesh.ranks if h.rank not in seen else (h.rank,):
             other, others = seen.setdefault(rank, (h, claim))
             if other is not h and (others.mesh, others.layout) != (claim.mesh, claim.layout):
-                raise h.of(name).disagreement(
-                    other.rank,
-                    "layout or mesh",
-                    f"{claim} on {claim.mesh.grid}, {_format_ranks(claim.mesh.ranks)}",
-                    f"{others} on {others.mesh.grid}, {_format_ranks(others.mesh.ranks)}",
-                    h.again_all,
-                )
+                got, want = (f"{c} on {c.mesh.grid}, {_format_ranks(c.mesh.ranks)}" for c in (claim, others))
+                raise h.of(name).disagreement(other.rank, "layout or mesh", got, want, h.again_all)
             if rank not in holders and find_local_name(claim, name, rank) is not None:
                 raise Subject(name, rank).incomplete(
                     f"rank {rank} of its mesh holds no part of it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from math import prod
 from typing import TypeAlias
@@ -51,8 +52,7 @@ _CAUSE = (
 def note_zero_tails(model: StoredModel) -> Iterator[tuple[str, str]]:
     """Yield a note on each file that ends in whole blocks of zeros, where no checksum covers them.
 
-    Args:
-        model: the model; of each file the last block is read, and more only where that is zeros.
+    The last block of each file is read, and more only where that is zeros.
     """
     records = model.records
     bare = records.crc32 == NO_CHECKSUM
@@ -101,7 +101,7 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
     nests = []
     for h, claim in claimed:
         try:
-            part = local_part(claim.layout, claim.mesh, _coordinate(claim, h), shape, sizes=dict(claim.sizes))
+            part = local_part(claim.layout, claim.mesh, claim.mesh.coordinate(h.rank), shape, sizes=dict(claim.sizes))
         except LayoutError as error:
             raise prefix_error(error, name, h) from None
         nests.append(check_part(name, h, claim, part, shape).nests)
@@ -165,7 +165,7 @@ def place_companion(
     for base in _base_shapes(name, claimed, shapes, hints):
         try:
             parts = [
-                companion_part(companion, c.layout, c.mesh, _coordinate(c, h), base, sizes=dict(c.sizes))
+                companion_part(companion, c.layout, c.mesh, c.mesh.coordinate(h.rank), base, sizes=dict(c.sizes))
                 for h, c in claimed
             ]
         except LayoutError as error:
@@ -202,9 +202,9 @@ def _base_shapes(
     blocks = companion.blocks or tuple(companion.factor if i == companion.dim else 1 for i in range(len(first.shape)))
     if len(blocks) != len(first.shape):
         return set()
-    shape = _shape_of_dims(claim.layout.tree, claim)
-    if shape is not None:
-        return {shape}
+    bound = collect_known_names(claim.layout.tree, axis_lengths(claim.mesh, claim.layout.view_mesh), dict(claim.sizes))
+    with suppress(KeyError):  # a name without a number
+        return {tuple(global_size(dim, bound) for dim in claim.layout.tree.dims)}
     if first.global_shape is not None:
         return {tuple(n * block for n, block in zip(first.global_shape, blocks, strict=True))}
     local = {
@@ -218,15 +218,6 @@ def _base_shapes(
         raise prefix_error(error, name, first) from None
 
 
-def _shape_of_dims(tree: LayoutTree, claim: Claim) -> tuple[int, ...] | None:
-    """Return the shape that the dims determine by themselves; None if a name in them has no number."""
-    bound = collect_known_names(tree, axis_lengths(claim.mesh, claim.layout.view_mesh), dict(claim.sizes))
-    try:
-        return tuple(global_size(dim, bound) for dim in tree.dims)
-    except KeyError:
-        return None
-
-
 def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[StoredShard]:
     """Return the pieces of every member of a flat buffer."""
     check_meshes(name, claimed)
@@ -234,12 +225,9 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
     flat = flat_of(claim.layout)
     assert flat is not None
     if claim.pattern is not None:
-        raise Subject(name).layout(
-            "the members of a flat buffer have one name each, but the buffer's name has dims",
-            f"{claim.pattern} = {claim.layout}",
-            "a rule for each buffer",
-            "write one rule per buffer name",
-        )
+        problem = "the members of a flat buffer have one name each, but the buffer's name has dims"
+        got, want = f"{claim.pattern} = {claim.layout}", "a rule for each buffer"
+        raise Subject(name).layout(problem, got, want, "write one rule per buffer name")
     lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
     shapes = {}
     for member in flat.members:
@@ -256,7 +244,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
     parts: list[FlatPart] = []
     for h, c in claimed:
         try:
-            part = flat_part(c.layout, c.mesh, _coordinate(c, h), shapes, sizes=dict(c.sizes))
+            part = flat_part(c.layout, c.mesh, c.mesh.coordinate(h.rank), shapes, sizes=dict(c.sizes))
         except LayoutError as error:
             raise prefix_error(error, name, h) from None
         local = None if part is None else LocalPart((part.size,), (), part.sums)
@@ -275,19 +263,14 @@ def _infer_shape(name: str, claimed: Sequence[Claimed]) -> tuple[int, ...]:
     # One mesh suffices: the others hold replicas, and `check_part` compares their shapes with this one.
     holders = {h.rank: h for h, c in claimed if c.mesh == claim.mesh}
     try:
-        return infer_shape(
-            claim.layout, claim.mesh, {rank: h.shape for rank, h in holders.items()}, sizes=dict(claim.sizes)
-        )
+        shapes = {rank: h.shape for rank, h in holders.items()}
+        return infer_shape(claim.layout, claim.mesh, shapes, sizes=dict(claim.sizes))
     except LayoutError as error:
         part = first if error.rank is None else holders[error.rank]
         if not claim.is_recorded:
             raise prefix_error(error, name, part) from None
         # Where shapes contradict the ranks' own records, changing the command does not help.
         raise part.of(name).make(ContradictionError, error.message, error.got, error.want, part.again_all) from None
-
-
-def _coordinate(claim: Claim, held: HeldTensor) -> Mapping[str, int]:
-    return claim.mesh.coordinate(held.rank)
 
 
 class Placement(Struct, frozen=True):
@@ -411,21 +394,25 @@ def _place(
     if claimed and (len(claimed) < len(held) or len({claim.is_recorded for _, claim in claimed}) > 1):
         recording = [(h, claim) for h, claim in claimed if claim.is_recorded]
         without = [h for h in held if h.layout is None]
-        raise (
-            without[0]
-            .of(name)
-            .contradiction(
-                "some ranks recorded a layout and some did not",
-                f"no layout on {ranks_text(h.rank for h in without)}",
-                f"{recording[0][1]}, as on {ranks_text(h.rank for h, _ in recording)}",
-                "let all ranks write their states in the same way",
-            )
+        subject = without[0].of(name)
+        raise subject.contradiction(
+            "some ranks recorded a layout and some did not",
+            f"no layout on {ranks_text(h.rank for h in without)}",
+            f"{recording[0][1]}, as on {ranks_text(h.rank for h, _ in recording)}",
+            "let all ranks write their states in the same way",
         )
     if claimed:
         first, claim = claimed[0]
         _check_equal(name, "global shape", {h.rank: h.global_shape for h, _ in claimed}, held)
-        if not claim.is_recorded:
-            _check_mesh_of_file(name, claimed, world_size)
+        mesh, ranks = claim.mesh, [h.rank for h, _ in claimed]
+        outside = [rank for rank in ranks if rank not in mesh.ranks]
+        if not claim.is_recorded and (outside or max(mesh.ranks) >= world_size):
+            raise Subject(name, outside[0] if outside else None).layout(
+                f"the layout file's mesh is not that of the {world_size} ranks that wrote a state",
+                f"{mesh.grid}, {ranks_text(mesh.ranks)}",
+                f"a mesh with {ranks_text(ranks)}, of {world_size}",
+                "correct the mesh of the layout file",
+            )
         if claim.companion is not None:
             return [place_companion(name, claimed, shapes, hints)], None
         if flat_of(claim.layout) is not None:
@@ -435,46 +422,27 @@ def _place(
         return [place_claimed(name, claimed, known)], None
     if world_size == 1:
         return [pieces_of(name, held, held[0].shape, [whole(held[0].shape)])], None
-    shape = _find_base_shape(name, hints)
+    # The base model's shape of the tensor, or of the one that it is tied to.
+    target = hints.layouts.aliases.get(name) if hints.layouts is not None else None
+    if target is None and hints.tied_to is not None:
+        target = hints.tied_to(name)
+    shape = hints.shapes.get(name) or hints.shapes.get(target or name)
     if shape is not None:
         shard, assumption = _place_by_base_shape(name, held, shape)
         return [shard], assumption
     dims = ", ".join(("d0/tp", *(f"d{dim}" for dim in range(1, len(held[0].shape))))[: len(held[0].shape)])
-    raise (
-        held[0]
-        .of(name)
-        .layout(
-            f"no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
-            f"plain tensors of shape {_shapes_text(held)}",
-            f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
-            either(
-                "write DTensors, or their layouts beside them",
-                f"give {option('layouts', metavar='FILE')} with lines such as [mesh], "
-                f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]"',
-                f"give {option('base_model', metavar='DIR')}",
-            ),
-        )
+    subject = held[0].of(name)
+    raise subject.layout(
+        f"no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
+        f"plain tensors of shape {_shapes_text(held)}",
+        f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
+        either(
+            "write DTensors, or their layouts beside them",
+            f"give {option('layouts', metavar='FILE')} with lines such as [mesh], "
+            f'grid = "tp={world_size}", [tensors], "{name}" = "[{dims}]"',
+            f"give {option('base_model', metavar='DIR')}",
+        ),
     )
-
-
-def _find_base_shape(name: str, hints: Hints) -> tuple[int, ...] | None:
-    """Return the base model's shape of a tensor, or of the one that it is tied to."""
-    target = hints.layouts.aliases.get(name) if hints.layouts is not None else None
-    if target is None and hints.tied_to is not None:
-        target = hints.tied_to(name)
-    return hints.shapes.get(name) or hints.shapes.get(target or name)
-
-
-def _check_mesh_of_file(name: str, claimed: Sequence[Claimed], world_size: int) -> None:
-    mesh, ranks = claimed[0][1].mesh, [h.rank for h, _ in claimed]
-    outside = [rank for rank in ranks if rank not in mesh.ranks]
-    if outside or max(mesh.ranks) >= world_size:
-        raise Subject(name, outside[0] if outside else None).layout(
-            f"the layout file's mesh is not that of the {world_size} ranks that wrote a state",
-            f"{mesh.grid}, {ranks_text(mesh.ranks)}",
-            f"a mesh with {ranks_text(ranks)}, of {world_size}",
-            "correct the mesh of the layout file",
-        )
 
 
 def _shapes_text(held: Sequence[HeldTensor]) -> str:
@@ -508,13 +476,10 @@ def _place_by_base_shape(
             # Ranks that FSDP2 and tensor parallelism cut along one dim have the same shapes in another order.
             how = f"cut along dim {dim} over {ranks} in rank order; where two axes of the mesh cut it, only a layout "
             return pieces_of(name, held, shape, nests), how + "file gives their order"
-    raise (
-        held[0]
-        .of(name)
-        .layout(
-            "no layout is recorded, and more than one cut, or none, fits the base model's shape",
-            f"shapes {_shapes_text(held)} on {ranks}",
-            f"parts of {list(shape)}, whole or cut along one dim",
-            f"give {option('layouts', metavar='FILE')} with this tensor's layout",
-        )
+    subject = held[0].of(name)
+    raise subject.layout(
+        "no layout is recorded, and more than one cut, or none, fits the base model's shape",
+        f"shapes {_shapes_text(held)} on {ranks}",
+        f"parts of {list(shape)}, whole or cut along one dim",
+        f"give {option('layouts', metavar='FILE')} with this tensor's layout",
     )

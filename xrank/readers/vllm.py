@@ -119,13 +119,14 @@ def read_sizes(config: Mapping[str, Any], tp_size: int, folder: str) -> Sizes:
     width = config.get("head_dim")
     if not width and type(hidden) is int and type(heads) is int and heads > 0 and hidden % heads == 0:
         width = hidden // heads
-    vocabulary = config.get("vocab_size")
-    found = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width or None}
-    for key, size in {**found, "vocab_size": vocabulary}.items():
+    found: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width or None}
+    found["vocab_size"] = config.get("vocab_size")
+    for key, size in found.items():
         if type(size) is not int or size < 1:
             problem = f"config.json gives no {key}, which determines how parameters were cut"
             raise Origin(folder).layout(problem, repr(size), f"a number for {key}", f"{_FIX}, then {AGAIN}")
-    sizes = Sizes(heads, kv_heads, width, vocabulary, tp_size)
+    num_heads, num_kv_heads, head_dim, vocabulary = found.values()
+    sizes = Sizes(num_heads, num_kv_heads, head_dim, vocabulary, tp_size)
     shared = sizes.num_kv_heads % tp_size and tp_size % sizes.num_kv_heads
     if sizes.num_heads % tp_size or shared:
         raise Origin(folder).incomplete(

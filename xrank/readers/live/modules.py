@@ -19,7 +19,6 @@ from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_map import base_layout, inline_base
 from xrank.layout.local_part import names_of_dim
-from xrank.layout.notation import Flat
 from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import TensorName, name_table
 from xrank.ranks.memory import check_dense
@@ -138,8 +137,13 @@ class _Places:
         if pattern is not None:
             pattern = pattern.with_sizes(layouts.sizes)
             _check_name(name, pattern, sized, mesh, self.rank)
-        if (flat := flat_of(sized)) is not None:
-            _check_members(flat)
+        # A flat buffer's layout gives the members' shapes, which the buffer itself does not contain.
+        for member in flat.members if (flat := flat_of(sized)) is not None else ():
+            unknown = [size for dim in member.dims for size in names_of_dim(dim)]
+            if unknown:
+                what = f"the shape of {member.name}, a member of the buffer, is unknown"
+                step = f"set layouts.sizes[{unknown[0]!r}]"
+                raise LayoutError(what, got=f"no number for {unknown[0]!r}", next_step=step)
         # The global size of a sharded dim is the sum over the ranks' parts, which may be unequal: one rank does not
         # know it. Nor does a padded part determine the whole shape.
         shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
@@ -183,24 +187,13 @@ def _check_name(name: str, pattern: TensorName, layout: TensorLayout, mesh: Devi
     table.global_name(name)
 
 
-def _check_members(flat: Flat) -> None:
-    """Check that a flat buffer's layout gives the members' shapes, which the buffer itself does not contain."""
-    for member in flat.members:
-        unknown = [size for dim in member.dims for size in names_of_dim(dim)]
-        if unknown:
-            what = f"the shape of {member.name}, a member of the buffer, is unknown"
-            step = f"set layouts.sizes[{unknown[0]!r}]"
-            raise LayoutError(what, got=f"no number for {unknown[0]!r}", next_step=step)
-
-
 def _check_tensor(name: str, tensor: object) -> torch.Tensor:
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         kind, want = type(tensor), "a plain tensor, a Parameter or a DTensor"
-        raise UsageError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}", tensor=name, got=kind.__qualname__, want=want
-        )
+        what = f"{name} is a {kind.__module__}.{kind.__qualname__}"
+        raise UsageError(what, tensor=name, got=kind.__qualname__, want=want)
     assert isinstance(tensor, torch.Tensor)
     check_dense(tensor, name, name=name)
     by_torch_name(str(tensor.dtype).removeprefix("torch."))
@@ -346,9 +339,8 @@ def read_flat_module(module: Any, world_size: int) -> FlatModule | None:
     for buffer in found.buffers:
         members = ", ".join(f"{plain[name]} {list(shape)}" for name, shape in buffer.members)
         pad = f", pad {buffer.local.numel() * count}" if buffer.sizes is None else ""
-        cut = (
-            "" if count == 1 else "/shard" if buffer.sizes is None else f"/shard{{{','.join(map(str, buffer.sizes))}}}"
-        )
+        sizes = "" if buffer.sizes is None else f"{{{','.join(map(str, buffer.sizes))}}}"
+        cut = "" if count == 1 else f"/shard{sizes}"
         # The buffer's own name is shown where it has no other: with its first parameter it is found in the module.
         name = f"flat parameters from {plain[buffer.members[0][0]]}"
         layouts[name] = f"flat({members}{pad}){cut}"
@@ -359,11 +351,8 @@ def read_flat_module(module: Any, world_size: int) -> FlatModule | None:
 def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers in place, tied ones under each name; no hook of a state dict runs."""
     for prefix, child in module.named_modules(remove_duplicate=False):
-        kept = {
-            name: tensor for name, tensor in child._buffers.items() if name not in child._non_persistent_buffers_set
-        }
-        for name, tensor in {**child._parameters, **kept}.items():
-            if tensor is not None:
+        for name, tensor in {**child._parameters, **child._buffers}.items():
+            if tensor is not None and name not in child._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
@@ -509,8 +498,7 @@ class LocalModel(Struct, frozen=True, eq=False):
     def find_global_shapes(self, *, has_layouts: bool) -> dict[str, tuple[int, ...] | None]:
         """Return the global shape of each tensor; None where this rank does not know it.
 
-        Args:
-            has_layouts: whether layouts located the tensors, so that plain ones may be parts.
+        If layouts located the tensors, plain ones may be parts.
         """
         found: dict[str, tuple[int, ...] | None] = {}
         for name, tensor in self.tensors.items():
@@ -627,12 +615,9 @@ def _check_zero3(model: Any) -> None:
     """Refuse parameters that ZeRO-3 has partitioned: they have no elements left, and only an attribute records that."""
     import torch
 
-    chunks = model if isinstance(model, list | tuple) else [model]
-    for chunk in chunks:
-        named: Any = (
-            chunk.named_parameters() if isinstance(chunk, torch.nn.Module) else getattr(chunk, "items", tuple)()
-        )
-        for name, tensor in named:
+    for chunk in model if isinstance(model, list | tuple) else [model]:
+        is_module = isinstance(chunk, torch.nn.Module)
+        for name, tensor in chunk.named_parameters() if is_module else getattr(chunk, "items", tuple)():
             # deepspeed/runtime/zero/partition_parameters.py: _convert_to_deepspeed_param
             whole = getattr(tensor, "ds_shape", None)
             if whole is not None and tuple(tensor.shape) != tuple(whole):

@@ -68,8 +68,10 @@ class MegatronDistReader:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         folder = resolve_folder(path, _holds)
         _check_config(os.path.join(folder, _CONFIG))
-        common, common_notes = _read_common(os.path.join(folder, _COMMON))
-        origin = Origin(os.path.join(folder, _COMMON))
+        archive, origin = read_archive(os.path.join(folder, _COMMON)), Origin(os.path.join(folder, _COMMON))
+        common = archive.value
+        if not isinstance(common, dict):
+            raise inert_error(common, origin)
         args = plain_args(common.get("args"), origin)
         step = check_iteration(folder, common.get("iteration"), origin.path)
         sizes = None if args is None else parallel_sizes(args, origin)
@@ -93,7 +95,11 @@ class MegatronDistReader:
             args=args,
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
-            notes=(*common_notes, *_notes(folder, metadata, tensors, pieces, args), *hash_notes),
+            notes=(
+                *note_foreign_names({origin.path: archive.foreign}),
+                *_notes(folder, metadata, tensors, pieces, args),
+                *hash_notes,
+            ),
             hashes=hashes,
             details=_details(folder, metadata, tensors, args, sizes),
         )
@@ -103,10 +109,8 @@ def _holds(path: str) -> bool:
     """Return whether a folder is such a checkpoint, possibly with a missing file."""
     if read_backend(path) == _BACKEND:
         return True
-    shards = (_METADATA, "__0_0.distcp")
-    return places.is_present(os.path.join(path, _COMMON)) and any(
-        places.is_present(os.path.join(path, name)) for name in shards
-    )
+    common, *shards = (places.is_present(os.path.join(path, name)) for name in (_COMMON, _METADATA, "__0_0.distcp"))
+    return common and any(shards)
 
 
 def _check_config(path: str) -> None:
@@ -118,26 +122,12 @@ def _check_config(path: str) -> None:
         raise origin.corrupt("is not JSON", quote(str(error)), "a JSON object") from None
     if not isinstance(content, dict) or "sharded_backend" not in content:
         raise origin.corrupt("does not name the checkpoint's format", want='an object with "sharded_backend"')
-    found = (
-        content["sharded_backend"],
-        content.get("sharded_backend_version", 1),
-        content.get("common_backend", "torch"),
-    )
+    version, common = content.get("sharded_backend_version", 1), content.get("common_backend", "torch")
+    found = (content["sharded_backend"], version, common)
     if found != (_BACKEND, 1, "torch"):
-        raise origin.usage(
-            "names a Megatron format that is not supported",
-            quote(str(found)),
-            f"{_BACKEND}, version 1, with {_COMMON}",
-            f"save with --ckpt-format {_BACKEND}",
-        )
-
-
-def _read_common(path: str) -> tuple[Mapping[str, object], list[tuple[str, str]]]:
-    """Return the content of the file, and notes on it."""
-    archive = read_archive(path)
-    if not isinstance(archive.value, dict):
-        raise inert_error(archive.value, Origin(path))
-    return archive.value, note_foreign_names({path: archive.foreign})
+        problem = "names a Megatron format that is not supported"
+        want = f"{_BACKEND}, version 1, with {_COMMON}"
+        raise origin.usage(problem, quote(str(found)), want, f"save with --ckpt-format {_BACKEND}")
 
 
 def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, ...], list[tuple[str, str]]]:
@@ -154,12 +144,9 @@ def _read_hashes(folder: str, read: Sequence[str]) -> tuple[tuple[RecordedHash, 
         got = f"{type(error).__name__}: {quote(str(error))}"
         raise origin.corrupt("is not a list of hashes", got, "algorithm, and files with hashes") from None
     if algorithm != "sha256":
-        raise origin.usage(
-            "lists hashes of an algorithm that is not supported",
-            quote(str(algorithm)),
-            "sha256",
-            "use a version of xrank that knows it, or save the checkpoint with sha256",
-        )
+        step = "use a version of xrank that knows it, or save the checkpoint with sha256"
+        problem = "lists hashes of an algorithm that is not supported"
+        raise origin.usage(problem, quote(str(algorithm)), "sha256", step)
     for name, digest in digests.items():
         if "/" in name or "\0" in name or name in ("", ".", ".."):
             raise outside_error(path, name, "list of hashes")
@@ -245,11 +232,7 @@ def _layer_error(name: str, got: str, count: int, path: str) -> ContradictionErr
 
 
 def _notes(
-    folder: str,
-    metadata: DcpMetadata,
-    tensors: Mapping[str, DcpTensor],
-    pieces: DcpPieces,
-    args: Mapping[str, Any] | None,
+    folder: str, metadata: DcpMetadata, tensors: Mapping[str, DcpTensor], pieces: DcpPieces, args: object
 ) -> tuple[tuple[str, str], ...]:
     notes = file_notes(folder, metadata, find_other_files(folder, metadata)[0])
     left = len(metadata.tensors) - len(tensors)
@@ -282,18 +265,16 @@ def _details(
     true = "how many are no padding is not recorded" if vocab_size is None else f"{vocab_size} true"
     num_rows = next((t.shape[0] for n, t in tensors.items() if n.endswith("word_embeddings.weight") and t.shape), None)
     left = [tensor for name, tensor in metadata.tensors.items() if _LEFT_OUT.fullmatch(name)]
+    size = size_text(sum(int(tensor.nbytes.sum()) for tensor in left))
+    experts = re.compile(r".*experts\..*(?:local_experts\.\d+\..*|weight\d+|bias\d+)")
     return {
         "iteration": own,
         "iterations": siblings if own in siblings else [own],
         "parallel": None if sizes is None else str(sizes),
         "layers": _form(tensors, _LAYER, "decoder.layers."),
-        "experts": _form(
-            tensors, re.compile(r".*experts\..*(?:local_experts\.\d+\..*|weight\d+|bias\d+)"), ".experts."
-        ),
+        "experts": _form(tensors, experts, ".experts."),
         "vocabulary": None if num_rows is None else f"{num_rows} rows stored, {true}",
-        "optimizer": f"{plural(len(left), 'tensor')} left out, {size_text(sum(int(t.nbytes.sum()) for t in left))}"
-        if left
-        else None,
+        "optimizer": f"{plural(len(left), 'tensor')} left out, {size}" if left else None,
     }
 
 

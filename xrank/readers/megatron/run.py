@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 from msgspec import Struct
@@ -64,8 +65,6 @@ def _plain(value: object, depth: int) -> Any:
             return [_plain(part, depth + 1) for part in value]
         case dict() if depth < _MAX_DEPTH:
             return {str(key): _plain(part, depth + 1) for key, part in value.items()}
-        case InertRecord(args=None):
-            return f"{value.module}.{value.name}"
         case InertRecord(args=(bool() | int() | str() as member,)):
             return f"{value.module}.{value.name}({member!r})"
         case InertRecord():
@@ -85,10 +84,9 @@ def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
                 return number
         return 1
 
-    tensor = size("tensor_model_parallel_size")
     world = args.get("world_size")
     return ParallelSizes(
-        tensor=tensor,
+        tensor=size("tensor_model_parallel_size"),
         pipeline=size("pipeline_model_parallel_size"),
         virtual=size("virtual_pipeline_model_parallel_size"),
         expert=size("expert_model_parallel_size"),
@@ -102,16 +100,11 @@ def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
 def check_agreement(first: Mapping[str, Any], first_file: str, args: Mapping[str, Any], file: str) -> None:
     """Check that two ranks' arguments are those of one run."""
     for key in sorted({*first, *args}):
-        if _OWN.fullmatch(key):
-            continue
         ours, theirs = (values.get(key, "<missing>") for values in (args, first))
         # repr compares types, too, and makes NaN equal NaN.
-        if repr(ours) != repr(theirs):
-            raise Origin(file).contradiction(
-                f"belongs to another run than {first_file}: args.{quote(key)[1:-1]} differs",
-                ascii(ours)[:200],
-                f"{ascii(theirs)[:200]}, as in {first_file}",
-            )
+        if not _OWN.fullmatch(key) and repr(ours) != repr(theirs):
+            problem = f"belongs to another run than {first_file}: args.{quote(key)[1:-1]} differs"
+            raise Origin(file).contradiction(problem, ascii(ours)[:200], f"{ascii(theirs)[:200]}, as in {first_file}")
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -151,12 +144,10 @@ def resolve_folder(path: str, holds: Callable[[str], bool]) -> str:
     name = _read_marker(path)
     folder = os.path.join(path, name)
     if not places.is_folder(folder) or not holds(folder):
-        raise Origin(tracker).incomplete(
-            f"names {name}, which contains no checkpoint of this kind",
-            ", ".join(sibling_iterations(path)[-5:]) or "no iter_* folder",
-            name,
-            "copy that folder here, or give the path of the checkpoint's own folder",
-        )
+        problem = f"names {name}, which contains no checkpoint of this kind"
+        got = ", ".join(sibling_iterations(path)[-5:]) or "no iter_* folder"
+        step = "copy that folder here, or give the path of the checkpoint's own folder"
+        raise Origin(tracker).incomplete(problem, got, name, step)
     return folder
 
 
@@ -176,10 +167,8 @@ def _read_marker(path: str) -> str:
 
 def sibling_iterations(path: str) -> list[str]:
     """Return the names of the iterations' folders in a folder, in rising order."""
-    found = (
-        [entry for entry in places.list_names(path) if _ITERATION.fullmatch(entry)] if places.is_folder(path) else []
-    )
-    return sorted(found, key=lambda entry: int(entry[5:]))
+    names = places.list_names(path) if places.is_folder(path) else []
+    return sorted(filter(_ITERATION.fullmatch, names), key=lambda entry: int(entry[5:]))
 
 
 def check_iteration(folder: str, recorded: object, file: str) -> int | None:
@@ -223,24 +212,16 @@ class GridPlace(Struct, frozen=True, order=True):
 
 def list_folders(folder: str) -> list[str]:
     """Return the names of the ranks' folders in a checkpoint."""
-    return sorted(
-        entry
-        for entry in places.list_names(folder)
-        if _FOLDER.fullmatch(entry) and places.is_folder(os.path.join(folder, entry))
-    )
+    names = filter(_FOLDER.fullmatch, places.list_names(folder))
+    return sorted(name for name in names if places.is_folder(os.path.join(folder, name)))
 
 
 def places_of(sizes: ParallelSizes, folder: str) -> tuple[GridPlace, ...]:
     """Return the places for which a run writes files."""
     if sizes.tensor * sizes.pipeline * sizes.expert > _MAX_RANKS:
-        raise Origin(folder).usage(
-            "its args record more than a million ranks",
-            str(sizes),
-            next_step="copy the folder again from where it was written",
-        )
-    pairs: Iterable[tuple[int, int]] = (
-        (tensor, expert) for tensor in range(sizes.tensor) for expert in range(sizes.expert)
-    )
+        step = "copy the folder again from where it was written"
+        raise Origin(folder).usage("its args record more than a million ranks", str(sizes), next_step=step)
+    pairs: Iterable[tuple[int, int]] = product(range(sizes.tensor), range(sizes.expert))
     if sizes.expert > 1 and sizes.expert_tensor != sizes.tensor:
         if sizes.tensor % sizes.expert_tensor or sizes.world is None or sizes.world % sizes.pipeline:
             raise Origin(folder).usage(
@@ -261,8 +242,7 @@ def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, 
     """
     # The world size comes from a file, which may be damaged: the loop must end.
     for rank in range(min(stage_size, _MAX_RANKS)):
-        is_first = rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert
-        if is_first:
+        if rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert:
             yield rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert
 
 

@@ -9,10 +9,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property
 from io import BytesIO
 from math import prod
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 from msgspec import Struct
@@ -50,124 +49,55 @@ _MAX_DIMS = 64
 """numpy's limit."""
 
 
-class ArrayStore(Protocol):
-    """Where the values of arrays lie, by the array's name and the key below it."""
+class ArrayStore:
+    """Where the values of arrays lie: in one OCDBT store, or in a file for each chunk."""
 
-    folder: str
-
-    def find(self, name: str, key: str) -> StoredValue | None:
-        """Return the place of a value; None if there is none."""
-
-    def keys(self, name: str) -> Iterator[str]:
-        """Yield the keys below an array's name."""
-
-    def arrays(self) -> Iterator[str]:
-        """Yield the names of all arrays."""
-
-    def rank_of(self, value: StoredValue) -> int:
-        """Return the process that wrote a value; 0 if it is not recorded."""
-
-
-class OcdbtStore:
-    """All arrays in one OCDBT store; the processes' own stores were merged into it."""
-
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, values: Mapping[str, StoredValue]) -> None:
         self.folder = folder
-        self._values = read_ocdbt(folder)
+        self._values, self._keys = values, sorted(values)
 
     def find(self, name: str, key: str) -> StoredValue | None:
-        """Return the place of a value; None if there is none."""
+        """Return the place of the value at a key below an array's name; None if there is none."""
         return self._values.get(f"{name}/{key}")
 
-    @cached_property
-    def _keys(self) -> Sequence[str]:
-        return sorted(self._values)
-
     def keys(self, name: str) -> Iterator[str]:
         """Yield the keys below an array's name."""
-        return _below(self._keys, name)
+        start = f"{name}/"
+        for at in range(bisect_left(self._keys, start), len(self._keys)):
+            if not self._keys[at].startswith(start):
+                return
+            yield self._keys[at][len(start) :]
 
     def arrays(self) -> Iterator[str]:
         """Yield the names of all arrays."""
-        return _arrays(self._keys)
+        for key in self._keys:
+            name, _, last = key.rpartition("/")
+            if name and last in ARRAY_FILES.values():
+                yield name
 
     def rank_of(self, value: StoredValue) -> int:
-        """Return the process that wrote a value; 0 if it is not recorded."""
+        """Return the process that wrote a value; 0 if it is not recorded, as outside of OCDBT."""
         found = _RANK.match(value.file)
         return 0 if found is None else int(found[1])
-
-
-class FolderStore:
-    """A folder for each array, and in it a file for each chunk."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    @cached_property
-    def _sizes(self) -> Mapping[str, int]:
-        """Path in the folder -> bytes, of all files; links to nothing and pipes have none."""
-        found = {}
-        for place, _, names in places.walk(self.folder, followlinks=True):
-            for name in names:
-                path = os.path.join(place, name)
-                if places.exists(path):
-                    found[os.path.relpath(path, self.folder)] = places.nbytes_of(path)
-        return found
-
-    def find(self, name: str, key: str) -> StoredValue | None:
-        """Return the place of a value; None if there is none."""
-        file = f"{name}/{key}"
-        nbytes = self._sizes.get(file)
-        return None if nbytes is None else StoredValue(file, 0, nbytes)
-
-    @cached_property
-    def _keys(self) -> Sequence[str]:
-        return sorted(self._sizes)
-
-    def keys(self, name: str) -> Iterator[str]:
-        """Yield the keys below an array's name."""
-        return _below(self._keys, name)
-
-    def arrays(self) -> Iterator[str]:
-        """Yield the names of all arrays."""
-        return _arrays(self._keys)
-
-    def rank_of(self, value: StoredValue) -> int:
-        """Return 0: files of chunks do not record their process."""
-        return 0
-
-
-def _below(keys: Sequence[str], name: str) -> Iterator[str]:
-    """Yield the rest of each key that begins with a name; keys are sorted."""
-    start = f"{name}/"
-    for at in range(bisect_left(keys, start), len(keys)):
-        if not keys[at].startswith(start):
-            return
-        yield keys[at][len(start) :]
-
-
-def _arrays(keys: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the arrays whose metadata lies among the keys."""
-    for key in keys:
-        name, _, last = key.rpartition("/")
-        if name and last in ARRAY_FILES.values():
-            yield name
 
 
 def open_store(folder: str) -> ArrayStore:
     """Return the store in a tree's folder."""
     names = places.list_names(folder)
     if MANIFEST in names:
-        return OcdbtStore(folder)
+        return ArrayStore(folder, read_ocdbt(folder))
     parts = sorted(name for name in names if name.startswith("ocdbt.process_"))
     if parts:
-        raise Origin(os.path.join(folder, MANIFEST)).incomplete(
-            "is missing: the processes' parts were not merged, or not all was copied",
-            ", ".join(parts[:5]),
-            f"{MANIFEST}, which Orbax writes last",
-            COPY_WHOLE,
-        )
-    return FolderStore(folder)
+        problem = "is missing: the processes' parts were not merged, or not all was copied"
+        want = f"{MANIFEST}, which Orbax writes last"
+        raise Origin(os.path.join(folder, MANIFEST)).incomplete(problem, ", ".join(parts[:5]), want, COPY_WHOLE)
+    found = {}
+    for place, _, files in places.walk(folder, followlinks=True):
+        for path in (os.path.join(place, name) for name in files):
+            if places.exists(path):  # links to nothing and pipes have no bytes
+                key = os.path.relpath(path, folder)
+                found[key] = StoredValue(key, 0, places.nbytes_of(path))
+    return ArrayStore(folder, found)
 
 
 def read_array(store: ArrayStore, name: str) -> ZarrArray | None:
@@ -185,20 +115,17 @@ def read_array(store: ArrayStore, name: str) -> ZarrArray | None:
             with open_regular(path) as file:
                 text = file.read(value.offset, value.nbytes)
         array = parse_array(name, text, origin, is_zarr3=is_zarr3)
-        _check_extent(name, array, origin)
+        # Also where a dim is 0.
+        most = max(prod(max(n, 1) for n in shape) for shape in (array.shape, array.grid_shape, array.chunk_shape))
+        if len(array.shape) > _MAX_DIMS or most > _MAX_ARRAY_NBYTES // dtypes.dtype(array.dtype).nbytes:
+            shape, grid_shape = (quote(str(list(sizes)))[1:-1] for sizes in (array.shape, array.grid_shape))
+            raise origin.corrupt(
+                f"the metadata of {quote(name)} claims an array that cannot be",
+                f"shape {shape} in chunks of {grid_shape}",
+                f"at most {_MAX_DIMS} dims and {_MAX_ARRAY_NBYTES:,} bytes",
+            )
         return array
     return None
-
-
-def _check_extent(name: str, array: ZarrArray, origin: Origin) -> None:
-    """Check that the numbers of an array's elements and of a chunk's are possible, also where a dim is 0."""
-    most = max(prod(max(n, 1) for n in shape) for shape in (array.shape, array.grid_shape, array.chunk_shape))
-    if len(array.shape) > _MAX_DIMS or most > _MAX_ARRAY_NBYTES // dtypes.dtype(array.dtype).nbytes:
-        raise origin.corrupt(
-            f"the metadata of {quote(name)} claims an array that cannot be",
-            f"shape {quote(str(list(array.shape)))[1:-1]} in chunks of {quote(str(list(array.grid_shape)))[1:-1]}",
-            f"at most {_MAX_DIMS} dims and {_MAX_ARRAY_NBYTES:,} bytes",
-        )
 
 
 COPY_WHOLE = f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step"
@@ -492,9 +419,7 @@ class ChosenTree(Struct, frozen=True):
 def choose_tree(path: str, part: str | None) -> ChosenTree:
     """Return the tree to read: the folder itself, or the only item of a step that may be the model.
 
-    Args:
-        path: a folder that `explain_mismatch` accepts.
-        part: keys that the caller chose, joined by dots; with several items, the first is an item's name.
+    `part` are keys that the caller chose, joined by dots; with several items, the first is an item's name.
     """
     folder = places.absolute(path)
     if _is_tree(path):
@@ -509,12 +434,9 @@ def choose_tree(path: str, part: str | None) -> ChosenTree:
             part = part.removeprefix(max(names, key=len)).removeprefix(".") or None
             names = [max(names, key=len)]
     if len(names) != 1:
-        raise Origin(path).usage(
-            f"{len(names) or 'none'} of its items may be the model",
-            list_text(items, 12),
-            "one",
-            f"choose one: {' or '.join(option('part', name) for name in [*items][:12])}",
-        )
+        next_step = f"choose one: {' or '.join(option('part', name) for name in [*items][:12])}"
+        problem = f"{len(names) or 'none'} of its items may be the model"
+        raise Origin(path).usage(problem, list_text(items, 12), "one", next_step)
     others = tuple(name for name in items if name != names[0])
     return ChosenTree(items[names[0]], part, find_step(folder, _STEP_NAME, levels=1), others)
 
@@ -540,40 +462,32 @@ def _is_tree(path: str) -> bool:
 
 def find_world_size(folder: str) -> int | None:
     """Return the number of processes that wrote a tree; None if their names show none."""
-    found = [_PROCESS.fullmatch(name) for name in places.list_names(folder)]
     own = os.path.join(folder, "array_metadatas")
-    if places.is_folder(own):
-        found += [_PROCESS.fullmatch(name) for name in places.list_names(own)]
-    return max((int(match[1]) + 1 for match in found if match is not None), default=None)
+    names = [*places.list_names(folder), *(places.list_names(own) if places.is_folder(own) else ())]
+    return max((int(match[1]) + 1 for match in map(_PROCESS.fullmatch, names) if match is not None), default=None)
 
 
 def read_leaves(folder: str) -> Sequence[TreeLeaf]:
     """Return the leaves of a tree, without empty ones."""
     path = os.path.join(folder, TREE)
     if not places.is_present(path):
-        raise Origin(path).incomplete(
-            "is missing: the checkpoint was not copied whole, or Orbax has not finished it",
-            f"{len(places.list_names(folder))} other files and folders",
-            TREE,
-            f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
-        )
+        problem = "is missing: the checkpoint was not copied whole, or Orbax has not finished it"
+        got = f"{len(places.list_names(folder))} other files and folders"
+        raise Origin(path).incomplete(problem, got, TREE, COPY_WHOLE)
     origin = Origin(path)
-    tree = Entry.parse(
-        read_small(path, _MAX_NBYTES), lambda fault: origin.corrupt("is not the metadata of a tree of Orbax", fault)
-    )
-    leaves = [_read_leaf(entry) for _, entry in tree["tree_metadata"].items()]
-    found = [leaf for leaf in leaves if leaf is not None]
+    problem = "is not the metadata of a tree of Orbax"
+    tree = Entry.parse(read_small(path, _MAX_NBYTES), lambda fault: origin.corrupt(problem, fault))
+    found = []
+    for entry in dict(tree["tree_metadata"].items()).values():
+        keys = tuple(_read_key(part["key"], part["key_type"].value) for part in entry["key_metadata"].entries())
+        kind = entry["value_metadata"]["value_type"].text()
+        if kind not in _EMPTY:
+            found.append(TreeLeaf(keys, is_array=kind != "string"))
     names = [leaf.name for leaf in found]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise origin.corrupt(f"names the array {quote(twice)} twice", quote(twice), "each name once")
     return found
-
-
-def _read_leaf(entry: Entry) -> TreeLeaf | None:
-    keys = tuple(_read_key(part["key"], part["key_type"].value) for part in entry["key_metadata"].entries())
-    kind = entry["value_metadata"]["value_type"].text()
-    return None if kind in _EMPTY else TreeLeaf(keys, is_array=kind != "string")
 
 
 def _read_key(key: Entry, kind: object) -> str | int:
@@ -591,19 +505,10 @@ _MAX_INLINE_NBYTES = 256 << 20
 _STEP_NBYTES = 1 << 20
 
 
-class OrbaxPieces(Struct, frozen=True, eq=False):
-    """The chosen arrays in the form of a `StoredModel`."""
-
-    files: tuple[SourceFile, ...]
-    records: RecordTable
-    shards: tuple[StoredShard, ...]
-
-
-def locate(store: ArrayStore, chosen: Sequence[ChosenArray]) -> OrbaxPieces:
-    """Return where the chunks of arrays lie.
-
-    It reads no data but the indices of shards and the chunks that reach over an array's edge.
-    """
+def _locate(
+    store: ArrayStore, chosen: Sequence[ChosenArray]
+) -> tuple[tuple[SourceFile, ...], RecordTable, tuple[StoredShard, ...]]:
+    """Return where the chunks of arrays lie; read only indices of shards, and chunks over an array's edge."""
     if any(one.array.is_compressed for one in chosen):
         import_zstandard()
     records = _Records(store.folder)
@@ -617,7 +522,7 @@ def locate(store: ArrayStore, chosen: Sequence[ChosenArray]) -> OrbaxPieces:
             ranks = int_array(chunk.rank for chunk in chunks)
             nests = _nests(one.array, chunks)
             shards.append(StoredShard(one.name, one.array.dtype, one.array.shape, ranks, numbers, nests))
-    return OrbaxPieces(tuple(records.files), records.table(), tuple(shards))
+    return tuple(records.files), records.table(), tuple(shards)
 
 
 class _Records:
@@ -700,9 +605,8 @@ def _nests(array: ZarrArray, chunks: Sequence[Chunk]) -> NestTable:
     known: dict[tuple[int, ...], tuple[tuple[int, int, int], ...]] = {}
     rows = []
     for chunk in chunks:
-        sizes = tuple(
-            min(size, n - low) for size, n, low in zip(array.chunk_shape, array.shape, chunk.start, strict=True)
-        )
+        ends = zip(array.chunk_shape, array.shape, chunk.start, strict=True)
+        sizes = tuple(min(size, n - low) for size, n, low in ends)
         # Once per kind of chunk: those inside of the grid are alike.
         if sizes not in known:
             known[sizes] = canonical(Nest(0, 0, tuple(zip(sizes, inner, strides, strict=True)))).loops
@@ -737,19 +641,22 @@ class OrbaxReader:
             lambda name: saved.arrays[name].nbytes,
         )
         part = select_model(tree, chosen.part)
-        arrays = [ChosenArray(name, key, saved.arrays[key]) for name, key in _strip_variables(part.tensors).items()]
-        pieces = locate(store, arrays)
+        keys = dict(part.tensors)
+        while keys and all(name.startswith(_VARIABLES) for name in keys):
+            keys = {name.removeprefix(_VARIABLES): key for name, key in keys.items()}
+        arrays = [ChosenArray(name, key, saved.arrays[key]) for name, key in keys.items()]
+        files, records, shards = _locate(store, arrays)
         kept_nbytes = sum(one.array.nbytes for one in arrays)
         return StoredModel(
             format=self.name,
             path=path,
-            files=pieces.files,
-            records=pieces.records,
-            shards=pieces.shards,
+            files=files,
+            records=records,
+            shards=shards,
             world_size=find_world_size(chosen.folder),
             part=hints.part,
             step=chosen.step,
-            nbytes=int(pieces.records.stored_nbytes.sum()) + sum(map(len, pieces.records.inline.values())),
+            nbytes=int(records.stored_nbytes.sum()) + sum(map(len, records.inline.values())),
             skipped_nbytes=sum(array.nbytes for array in saved.arrays.values()) - kept_nbytes,
             notes=tuple(_notes(part, chosen)),
             details={**part_details(part), "chunks": _describe_grids(arrays)},
@@ -790,14 +697,6 @@ def _read_tree(folder: str, store: ArrayStore) -> _SavedArrays:
         {leaf.name: leaf.keys for leaf in leaves},
         [leaf.name for leaf in leaves if found[leaf.name] is None],
     )
-
-
-def _strip_variables(tensors: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> name in the store, without the key of Flax's parameters if all names begin with it."""
-    found = dict(tensors)
-    while found and all(name.startswith(_VARIABLES) for name in found):
-        found = {name.removeprefix(_VARIABLES): flat for name, flat in found.items()}
-    return found
 
 
 def _notes(part: ChosenPart, chosen: ChosenTree) -> list[tuple[str, str]]:
