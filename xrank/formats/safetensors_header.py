@@ -73,17 +73,13 @@ def read_header(path: str, *, start: int = 0) -> SafetensorsHeader:
         origin = file.origin
         refuse_pointer(file)
         if file.nbytes < start + _LENGTH_NBYTES:
-            raise origin.corrupt(
-                "is too short for a safetensors file",
-                got=f"{file.nbytes} bytes",
-                want=f"at least {start + _LENGTH_NBYTES}",
-            )
+            want = f"at least {start + _LENGTH_NBYTES}"
+            raise origin.corrupt("is too short for a safetensors file", f"{file.nbytes} bytes", want)
         nbytes = int.from_bytes(file.read(start, _LENGTH_NBYTES), "little")
         limit = min(MAX_HEADER_NBYTES, file.nbytes - start - _LENGTH_NBYTES)
         if nbytes > limit:
-            raise origin.corrupt(
-                "the safetensors header's length is wrong", got=f"{nbytes} bytes", want=f"at most {limit} bytes"
-            )
+            want = f"at most {limit} bytes"
+            raise origin.corrupt("the safetensors header's length is wrong", f"{nbytes} bytes", want)
         data_start = start + _LENGTH_NBYTES + nbytes
         raw = file.read(data_start - nbytes, nbytes)
         tensors, metadata = _parse(raw, file.nbytes - data_start, origin)
@@ -106,11 +102,10 @@ def build_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *
     if metadata:
         table[_METADATA] = dict(sorted(metadata.items()))
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
-        table[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": _count_values(tensor),
-            "data_offsets": (tensor.start, tensor.end),
-        }
+        shape, num_packed = tensor.shape, dtype(tensor.dtype).num_packed
+        if num_packed > 1:  # the last dim is the packed one (safetensors/torch.py: _tobytes)
+            shape = (*shape[:-1], shape[-1] * num_packed)
+        table[tensor.name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": (tensor.start, tensor.end)}
     try:
         text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -132,12 +127,6 @@ def build_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *
     return len(padded).to_bytes(_LENGTH_NBYTES, "little") + padded
 
 
-def _count_values(tensor: HeaderTensor) -> tuple[int, ...]:
-    """Return a tensor's shape in a header; the last dim is the packed one (safetensors/torch.py: _tobytes)."""
-    num_packed = dtype(tensor.dtype).num_packed
-    return tensor.shape if num_packed == 1 else (*tensor.shape[:-1], tensor.shape[-1] * num_packed)
-
-
 def _check_tensors(tensors: Sequence[HeaderTensor]) -> None:
     """Raise an error for tensors that `read_header` would refuse."""
     names: set[str] = set()
@@ -156,11 +145,9 @@ def _check_tensors(tensors: Sequence[HeaderTensor]) -> None:
         elif _nbytes(tensor.shape, width, tensor.end) != tensor.end - tensor.start:
             fault = f"its bytes {tensor.start} to {tensor.end} do not fit its shape"
         if fault is not None:
-            raise UsageError(
-                f"no header can list {quote(tensor.name)}: {fault}",
-                tensor=tensor.name,
-                next_step="give the tensor another name or size",
-            )
+            problem = f"no header can list {quote(tensor.name)}: {fault}"
+            step = "give the tensor another name or size"
+            raise UsageError(problem, tensor=tensor.name, next_step=step)
         names.add(tensor.name)
         offset = tensor.end
 
@@ -180,9 +167,8 @@ def _nbytes(shape: Sequence[int], width: int, limit: int) -> int:
 
 def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTensor, ...], dict[str, str]]:
     if not raw.startswith(b"{") or not raw.rstrip(b" ").endswith(b"}"):
-        raise origin.corrupt(
-            "the safetensors header is not a JSON object padded with blanks", got=quote(raw[:20]), want="{...}"
-        )
+        problem = "the safetensors header is not a JSON object padded with blanks"
+        raise origin.corrupt(problem, quote(raw[:20]), "{...}")
     try:
         entries = _decode(raw, msgspec.Raw)
         stated = bytes(entries.pop(_METADATA, b"null"))
@@ -201,18 +187,12 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
     offset = 0
     for tensor in tensors:
         if tensor.start != offset:
-            raise origin.corrupt(
-                f"tensor {quote(tensor.name)} leaves a hole or overlaps the one before it",
-                got=f"starts at byte {tensor.start}",
-                want=f"byte {offset}",
-            )
+            problem = f"tensor {quote(tensor.name)} leaves a hole or overlaps the one before it"
+            raise origin.corrupt(problem, f"starts at byte {tensor.start}", f"byte {offset}")
         offset = tensor.end
     if offset != data_nbytes:
-        raise origin.corrupt(
-            "has another length than its safetensors header requires",
-            got=f"{data_nbytes} bytes of data",
-            want=f"{offset} bytes",
-        )
+        problem = "has another length than its safetensors header requires"
+        raise origin.corrupt(problem, f"{data_nbytes} bytes of data", f"{offset} bytes")
     return tuple(tensors), metadata
 
 
@@ -246,29 +226,21 @@ def _tensor(name: str, raw: msgspec.Raw, data_nbytes: int, origin: Origin) -> He
         ):
             pass
         case _:
-            problem, got = (
-                f"tensor {quote(name)} is not described as dtype, shape and data_offsets",
-                quote(text[:80].tobytes()),
-            )
-            raise origin.corrupt(problem, got, "these three, of a text and of counts")
-    if dtype_name in _OTHER_DTYPES:
-        error = unsupported(dtype_name)
+            problem = f"tensor {quote(name)} is not described as dtype, shape and data_offsets"
+            raise origin.corrupt(problem, quote(text[:80].tobytes()), "these three, of a text and of counts")
+    if dtype_name not in DTYPES and dtype_name not in _OTHER_DTYPES:
+        raise origin.corrupt(f"tensor {quote(name)} has an unknown element type", got=quote(dtype_name))
+    num_packed = 1 if dtype_name in _OTHER_DTYPES else dtype(dtype_name).num_packed
+    is_odd = num_packed > 1 and (not shape or shape[-1] % num_packed > 0)
+    if dtype_name in _OTHER_DTYPES or is_odd:
+        error = unsupported(f"{dtype_name} of shape {shape}" if is_odd else dtype_name)
         error.about(origin.locate(f"tensor {quote(name)}"), tensor=name, file=origin.path)
         raise error
-    if dtype_name not in DTYPES:
-        raise origin.corrupt(f"tensor {quote(name)} has an unknown element type", got=quote(dtype_name))
-    num_packed = dtype(dtype_name).num_packed
     if num_packed > 1:
-        if not shape or shape[-1] % num_packed:
-            error = unsupported(f"{dtype_name} of shape {shape}")
-            error.about(origin.locate(f"tensor {quote(name)}"), tensor=name, file=origin.path)
-            raise error
         shape = [*shape[:-1], shape[-1] // num_packed]
     nbytes = _nbytes(shape, dtype(dtype_name).nbytes, data_nbytes)
     if not start <= end <= data_nbytes or nbytes != end - start:
-        raise origin.corrupt(
-            f"tensor {quote(name)} does not have the size of its shape, or ends outside the file",
-            got=f"bytes {start} to {end} of {data_nbytes}",
-            want=f"{dtype_name} of shape {quote(tuple(shape))}",
-        )
+        problem = f"tensor {quote(name)} does not have the size of its shape, or ends outside the file"
+        got = f"bytes {start} to {end} of {data_nbytes}"
+        raise origin.corrupt(problem, got, f"{dtype_name} of shape {quote(tuple(shape))}")
     return HeaderTensor(name, dtype_name, tuple(shape), start, end)

@@ -117,9 +117,8 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
                 raise fail(f"{file.nbytes:,} bytes")
             bundle = Entry.parse(file.read(0, file.nbytes), fail)
     except IncompleteError as error:
-        raise UsageError(
-            f"the signature {path} cannot be read: {error.message}", file=path, next_step="give the signature's file"
-        ) from None
+        problem = f"the signature {path} cannot be read: {error.message}"
+        raise UsageError(problem, file=path, next_step="give the signature's file") from None
     hint = bundle["verificationMaterial"]["publicKey"]["hint"].text()
     envelope = bundle["dsseEnvelope"]
     payload = _decode(envelope["payload"])
@@ -129,9 +128,8 @@ def read_signed_statement(path: str, key: EllipticCurvePublicKey) -> dict[str, A
         if entry.value != want:
             entry.refuse(want)
     if hint != _hint_of(key):
-        raise _signature_error(
-            path, f"a signature by the key {ascii(hint[:16])[1:-1]}", f"one by the key {_hint_of(key)[:16]}"
-        )
+        got = f"a signature by the key {ascii(hint[:16])[1:-1]}"
+        raise _signature_error(path, got, f"one by the key {_hint_of(key)[:16]}")
     try:
         key.verify(signed, _encode(payload), ECDSA(_hash_of(key)))
     except InvalidSignature:

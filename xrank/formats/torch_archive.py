@@ -65,11 +65,8 @@ class ItemBytes(Struct, frozen=True):
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read exactly these bytes, or raise CorruptError."""
         if offset + nbytes > self.nbytes:
-            raise self.file.origin.corrupt(
-                "the archive ends early",
-                got=f"{self.nbytes} bytes",
-                want=f"at least {quote(offset + nbytes)} bytes",
-            )
+            want = f"at least {quote(offset + nbytes)} bytes"
+            raise self.file.origin.corrupt("the archive ends early", f"{self.nbytes} bytes", want)
         in_tail = offset - (self.nbytes - len(self.tail))
         if in_tail >= 0:
             return self.tail[in_tail : in_tail + nbytes]
@@ -81,9 +78,8 @@ def open_item(file: RegularFile, start: int = 0, nbytes: int | None = None) -> I
     if nbytes is None:
         nbytes = file.nbytes - start
     if start < 0 or nbytes < 0 or start + nbytes > file.nbytes:
-        raise file.origin.corrupt(
-            "the item lies outside the file", got=f"{file.nbytes} bytes", want=f"bytes {start} to {start + nbytes}"
-        )
+        want = f"bytes {start} to {start + nbytes}"
+        raise file.origin.corrupt("the item lies outside the file", f"{file.nbytes} bytes", want)
     tail_nbytes = min(nbytes, _TAIL_NBYTES)
     return ItemBytes(file, start, nbytes, file.read(start + nbytes - tail_nbytes, tail_nbytes))
 
@@ -113,11 +109,8 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     free = 0
     for k, entry in enumerate(entries):
         if entry.header != free:
-            raise origin.corrupt(
-                f"zip member {quote(entry.name)} does not start where the one before it ends",
-                got=f"byte {entry.header}",
-                want=f"byte {free}",
-            )
+            problem = f"zip member {quote(entry.name)} does not start where the one before it ends"
+            raise origin.corrupt(problem, f"byte {entry.header}", f"byte {free}")
         payload = _payload(item, entry)
         free = payload + entry.nbytes
         if entry.flags & _HAS_DESCRIPTOR:
@@ -126,10 +119,8 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
             descriptor = _DESCRIPTORS.get(next_header - free)
             want = (b"PK\7\x08", entry.crc32, entry.nbytes, entry.nbytes)
             if descriptor is None or descriptor.unpack(item.read(free, descriptor.size)) != want:
-                raise origin.corrupt(
-                    f"zip member {quote(entry.name)} is not followed by its size and checksum",
-                    got=f"{entry.nbytes} bytes at byte {payload}",
-                )
+                problem = f"zip member {quote(entry.name)} is not followed by its size and checksum"
+                raise origin.corrupt(problem, f"{entry.nbytes} bytes at byte {payload}")
             free = next_header
         members.append(ZipMember(entry.name, payload, entry.nbytes, entry.crc32))
     if free != offset:
@@ -170,32 +161,25 @@ def _directory(item: ItemBytes) -> tuple[int, int, int]:
             break
         at -= 1
     if at < 0:
-        raise origin.corrupt(
-            "no zip directory at its end: cut short, or not a torch.save archive", got=f"{item.nbytes} bytes"
-        )
+        problem = "no zip directory at its end: cut short, or not a torch.save archive"
+        raise origin.corrupt(problem, f"{item.nbytes} bytes")
     _, disk, directory_disk, here, count, nbytes, offset, _ = _END.unpack_from(item.tail, at)
     end = tail_start + at
     locator = end - _LOCATOR64.size
     if locator >= 0 and item.read(locator, 4) == b"PK\6\7":
         _, locator_disk, end64, disks = _LOCATOR64.unpack(item.read(locator, _LOCATOR64.size))
-        signature, size, _, _, disk64, directory_disk64, here64, count64, nbytes64, offset64 = _END64.unpack(
-            item.read(end64, _END64.size)
-        )
+        signature, size, _, _, *long = _END64.unpack(item.read(end64, _END64.size))
         # 4.4.1.4: fields of the short record that are all ones are in the long record; the others must be equal.
         short = (disk, directory_disk, here, count, nbytes, offset)
         ones = (0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
-        long = (disk64, directory_disk64, here64, count64, nbytes64, offset64)
         agree = all(s in (full, o) for s, full, o in zip(short, long, ones, strict=True))
         if signature != b"PK\6\6" or end64 + 12 + size != locator or locator_disk or disks > 1 or not agree:
             raise origin.corrupt("the zip64 end record is damaged")
         disk, directory_disk, here, count, nbytes, offset = long
         end = end64
     if disk or directory_disk or here != count or offset + nbytes != end:
-        raise origin.corrupt(
-            "the zip directory is not at the place in the end record",
-            got=f"{count} members in {nbytes} bytes from byte {offset}",
-            want=f"up to byte {end}",
-        )
+        got = f"{count} members in {nbytes} bytes from byte {offset}"
+        raise origin.corrupt("the zip directory is not at the place in the end record", got, f"up to byte {end}")
     return offset, nbytes, count
 
 
@@ -229,18 +213,13 @@ def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, in
     if disk not in (0, 0xFFFF):
         raise origin.corrupt(f"zip member {quote(name)} is on another disk", got=str(disk), want="0")
     if "/code/__torch__" in f"/{name}":
-        raise origin.usage(
-            "is a TorchScript archive, a program with its weights (torch.jit.save)",
-            got=quote(name),
-            want="a state dict, as torch.save writes it",
-            next_step="save torch.jit.load(file).state_dict() with torch.save, then gather that",
-        )
+        problem = "is a TorchScript archive, a program with its weights (torch.jit.save)"
+        step = "save torch.jit.load(file).state_dict() with torch.save, then gather that"
+        raise origin.usage(problem, quote(name), "a state dict, as torch.save writes it", step)
     if method != 0 or packed != nbytes or flags & _ENCRYPTED:
-        raise origin.corrupt(
-            f"zip member {quote(name)} is compressed or encrypted",
-            got=f"method {method}, {packed} bytes for {nbytes}, flags {flags:#x}",
-            want="a stored member, as torch.save writes",
-        )
+        problem = f"zip member {quote(name)} is compressed or encrypted"
+        got = f"method {method}, {packed} bytes for {nbytes}, flags {flags:#x}"
+        raise origin.corrupt(problem, got, "a stored member, as torch.save writes")
     return _Entry(name, raw_name, flags, crc32, nbytes, header), end
 
 
@@ -266,11 +245,8 @@ def _payload(item: ItemBytes, entry: _Entry) -> int:
         raise item.file.origin.corrupt(f"zip member {quote(entry.name)}: its local header is damaged")
     payload = entry.header + _LOCAL.size + name_nbytes + extra_nbytes
     if payload + entry.nbytes > item.nbytes:
-        raise item.file.origin.corrupt(
-            f"zip member {quote(entry.name)} ends outside the archive",
-            got=f"{item.nbytes} bytes",
-            want=f"{payload + entry.nbytes} bytes",
-        )
+        problem = f"zip member {quote(entry.name)} ends outside the archive"
+        raise item.file.origin.corrupt(problem, f"{item.nbytes} bytes", f"{payload + entry.nbytes} bytes")
     return payload
 
 
@@ -534,11 +510,8 @@ class TensorRebuilder(Struct, frozen=True):
         if record is None:
             raise self.origin.corrupt(f"the record data/{quote(key)[1:-1]} is missing")
         if count * itemsize != record.nbytes:
-            raise self.origin.corrupt(
-                f"the record data/{quote(key)[1:-1]} does not have the size its storage claims",
-                got=f"{record.nbytes} bytes",
-                want=f"{count} elements of {itemsize} bytes",
-            )
+            problem = f"the record data/{quote(key)[1:-1]} does not have the size its storage claims"
+            raise self.origin.corrupt(problem, f"{record.nbytes} bytes", f"{count} elements of {itemsize} bytes")
         return _Storage("torch.storage", kind.name, (), key=key, dtype=name)
 
     def _element_type(self, name: str) -> str:
@@ -587,10 +560,9 @@ class TensorRebuilder(Struct, frozen=True):
             raise self.origin.unsafe("a tensor asks for backward hooks", got=type(hooks).__name__)
         if metadata:
             # torch/_utils.py: get_tensor_metadata: lazy conjugation and negation, or a backend's own bits.
-            raise self.origin.usage(
-                "a tensor is stored with its conjugation or negation still to be done",
-                next_step="call .resolve_conj() and .resolve_neg() before saving",
-            )
+            step = "call .resolve_conj() and .resolve_neg() before saving"
+            problem = "a tensor is stored with its conjugation or negation still to be done"
+            raise self.origin.usage(problem, next_step=step)
         match offset, shape, strides:
             case int(), tuple(), tuple() if len(shape) == len(strides) <= _MAX_DIMENSIONS and all(
                 type(part) is int and 0 <= part <= _MAX_EXTENT for part in (offset, *shape, *strides)
@@ -598,32 +570,21 @@ class TensorRebuilder(Struct, frozen=True):
                 pass
             case _:
                 raise self.origin.corrupt("a tensor's offset, shape or strides are not counts")
-        self._check_view(key, dtype_name, offset, shape, strides)
-        return ArchivedTensor(key, dtype_name, shape, strides, offset)
-
-    def _check_view(
-        self, key: str, dtype_name: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> None:
         capacity = self.records[key].nbytes // dtype(dtype_name).nbytes
         extent = 1 if math.prod(shape) else 0
-        if extent:
-            for stride, count in sorted(zip(strides, shape, strict=True)):
-                if count == 1:
-                    continue
-                # Each dimension must step over all smaller ones, or elements share bytes (as after expand()).
-                if stride < extent:
-                    raise self.origin.usage(
-                        "a tensor's elements share or interleave their storage",
-                        got=f"shape {quote(shape)}, strides {quote(strides)}",
-                        next_step="call .contiguous() or .clone() before saving",
-                    )
-                extent += (count - 1) * stride
+        for stride, count in sorted(zip(strides, shape, strict=True)) if extent else ():
+            if count == 1:
+                continue
+            # Each dimension must step over all smaller ones, or elements share bytes (as after expand()).
+            if stride < extent:
+                got = f"shape {quote(shape)}, strides {quote(strides)}"
+                step = "call .contiguous() or .clone() before saving"
+                raise self.origin.usage("a tensor's elements share or interleave their storage", got, next_step=step)
+            extent += (count - 1) * stride
         if offset + extent > capacity:
-            raise self.origin.corrupt(
-                f"a tensor reaches past its storage data/{quote(key)[1:-1]}",
-                got=f"{capacity} elements",
-                want=f"{offset + extent} elements",
-            )
+            problem = f"a tensor reaches past its storage data/{quote(key)[1:-1]}"
+            raise self.origin.corrupt(problem, f"{capacity} elements", f"{offset + extent} elements")
+        return ArchivedTensor(key, dtype_name, shape, strides, offset)
 
 
 def build_size(args: tuple[object, ...]) -> object:
@@ -703,20 +664,16 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
     except CorruptError:
         if file.read(start, min(len(_BEFORE_ZIPS), file.nbytes - start)) != _BEFORE_ZIPS:
             raise
-        raise file.origin.usage(
-            "was written by torch before 1.6, or in its old format",
-            got="a bare pickle",
-            want="a zip",
-            next_step="load it with torch and save it again",
-        ) from None
+        problem = "was written by torch before 1.6, or in its old format"
+        step = "load it with torch and save it again"
+        raise file.origin.usage(problem, "a bare pickle", "a zip", step) from None
     origin = file.origin
     member = members.get("data.pkl")
     if member is None:
         raise origin.corrupt("the archive holds no data.pkl: torch.save did not write it")
     if member.nbytes > MAX_PICKLE_NBYTES:
-        raise origin.corrupt(
-            "data.pkl is too large", got=f"{member.nbytes} bytes", want=f"at most {MAX_PICKLE_NBYTES} bytes"
-        )
+        want = f"at most {MAX_PICKLE_NBYTES} bytes"
+        raise origin.corrupt("data.pkl is too large", f"{member.nbytes} bytes", want)
     # torch writes zeros for all checksums or for none; the CRC of an empty member is always 0.
     has_checksums = any(member.crc32 for member in members.values())
     _check_byteorder(item, members.get("byteorder"), has_checksums)
@@ -727,22 +684,11 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
         if name.startswith("data/")
     }
     tensors = TensorRebuilder(records, origin)
-    pickled = read_pickle(
-        data,
-        origin,
-        builders={**PLAIN_BUILDERS, **tensors.builders()},
-        load_global=load_global,
-        load_persistent=tensors.load_storage,
-    )
-    return TorchArchive(
-        origin.path,
-        file.status,
-        MappingProxyType(records),
-        pickled.value,
-        stem,
-        has_checksums,
-        MappingProxyType(dict(pickled.foreign)),
-    )
+    builders = {**PLAIN_BUILDERS, **tensors.builders()}
+    load_storage = tensors.load_storage
+    pickled = read_pickle(data, origin, builders=builders, load_global=load_global, load_persistent=load_storage)
+    value, foreign = pickled.value, MappingProxyType(dict(pickled.foreign))
+    return TorchArchive(origin.path, file.status, MappingProxyType(records), value, stem, has_checksums, foreign)
 
 
 def _strip_folder(item: ItemBytes, members: tuple[ZipMember, ...]) -> tuple[str, dict[str, ZipMember]]:
@@ -750,9 +696,8 @@ def _strip_folder(item: ItemBytes, members: tuple[ZipMember, ...]) -> tuple[str,
     prefix = members[0].name.partition("/")[0] + "/" if members else ""
     for member in members:
         if not member.name.startswith(prefix):
-            raise item.file.origin.corrupt(
-                "the archive has members outside its folder", got=quote(member.name), want=quote(prefix)
-            )
+            problem = "the archive has members outside its folder"
+            raise item.file.origin.corrupt(problem, quote(member.name), quote(prefix))
     return prefix[:-1], {member.name[len(prefix) :]: member for member in members}
 
 
@@ -760,9 +705,8 @@ def _read_member(item: ItemBytes, member: ZipMember, has_checksums: bool) -> byt
     data = item.read(member.offset, member.nbytes)
     crc32 = isal_zlib.crc32(data)
     if has_checksums and crc32 != member.crc32:
-        raise item.file.origin.corrupt(
-            f"{quote(member.name)} fails its checksum", got=f"CRC {crc32:08x}", want=f"CRC {member.crc32:08x}"
-        )
+        problem = f"{quote(member.name)} fails its checksum"
+        raise item.file.origin.corrupt(problem, f"CRC {crc32:08x}", f"CRC {member.crc32:08x}")
     return data
 
 
@@ -771,8 +715,7 @@ def _check_byteorder(item: ItemBytes, member: ZipMember | None, has_checksums: b
         return
     order = _read_member(item, member, has_checksums) if member.nbytes <= 16 else b""
     if order == b"big":
-        raise item.file.origin.usage(
-            "was written on a big-endian machine", got="big", want="little", next_step="save it on a little-endian one"
-        )
+        step = "save it on a little-endian one"
+        raise item.file.origin.usage("was written on a big-endian machine", "big", "little", step)
     if order != b"little":
         raise item.file.origin.corrupt("its byte order is damaged", got=quote(order), want="little")

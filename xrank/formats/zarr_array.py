@@ -156,18 +156,16 @@ def parse_array(name: str, text: bytes, origin: Origin, *, is_zarr3: bool) -> Za
     if not len(array.shape) == len(array.grid_shape) == len(array.chunk_shape):
         shapes = f"{list(array.shape)}, chunks {list(array.grid_shape)} in parts of {list(array.chunk_shape)}"
         raise origin.corrupt(f"the metadata of {quote(name)} has a wrong shape", got=quote(shapes)[1:-1])
-    if any(n < 1 for n in (*array.grid_shape, *array.chunk_shape)) or any(
-        n % size for n, size in zip(array.grid_shape, array.chunk_shape, strict=True)
-    ):
-        raise origin.corrupt(
-            f"the metadata of {quote(name)} has wrong chunks",
-            got=f"chunks {list(array.grid_shape)} in parts of {list(array.chunk_shape)}",
-        )
+    sizes = list(zip(array.grid_shape, array.chunk_shape, strict=True))
+    if any(n < 1 or size < 1 or n % size for n, size in sizes):
+        got = f"chunks {list(array.grid_shape)} in parts of {list(array.chunk_shape)}"
+        raise origin.corrupt(f"the metadata of {quote(name)} has wrong chunks", got)
     return array
 
 
 def _parse_v2(name: str, value: Entry, origin: Origin) -> ZarrArray:
-    _check_format(value, 2)
+    if value["zarr_format"].count() != 2:
+        value["zarr_format"].refuse("2")
     compressor, dtype = value.get("compressor"), value["dtype"].text()
     order = value.get("order")
     found = re.fullmatch(r"[<|]([fiucb])(\d{1,2})", dtype, re.ASCII)
@@ -188,7 +186,8 @@ def _parse_v2(name: str, value: Entry, origin: Origin) -> ZarrArray:
 
 
 def _parse_v3(name: str, value: Entry, origin: Origin) -> ZarrArray:
-    _check_format(value, 3)
+    if value["zarr_format"].count() != 3:
+        value["zarr_format"].refuse("3")
     if value["node_type"].value != "array":
         value["node_type"].refuse("array")
     grid, keys, codecs = value["chunk_grid"], value["chunk_key_encoding"], value["codecs"].entries()
@@ -223,11 +222,6 @@ def _parse_v3(name: str, value: Entry, origin: Origin) -> ZarrArray:
         "c" if is_default else "",
         _separator(None if configuration is None else configuration.get("separator"), "/" if is_default else "."),
     )
-
-
-def _check_format(value: Entry, number: int) -> None:
-    if value["zarr_format"].count() != number:
-        value["zarr_format"].refuse(str(number))
 
 
 def _names(codecs: Sequence[Entry]) -> list[str]:
@@ -305,7 +299,15 @@ def read_ocdbt(folder: str) -> dict[str, StoredValue]:
         CorruptError, UnsafeError: a file is damaged, or a path leads out of the folder.
         UsageError: tensorstore is not installed.
     """
-    tensorstore = _import_tensorstore()
+    try:
+        import tensorstore
+    except ImportError:
+        raise UsageError(
+            "the checkpoint is Orbax's in OCDBT, and tensorstore is not installed",
+            got="no module tensorstore",
+            want="the packages of the extra xrank[orbax]",
+            next_step='install them: pip install "xrank[orbax]"',
+        ) from None
     path = os.path.join(folder, MANIFEST)
     with open_regular(path) as file:
         content = _read(file, 0, file.nbytes)
@@ -319,19 +321,6 @@ def read_ocdbt(folder: str) -> dict[str, StoredValue]:
         for key, value in _walk(tensorstore, folder, path, root, b"", 0):
             found[key.decode("utf-8", "surrogateescape")] = value
     return found
-
-
-def _import_tensorstore() -> Any:
-    try:
-        import tensorstore
-    except ImportError:
-        raise UsageError(
-            "the checkpoint is Orbax's in OCDBT, and tensorstore is not installed",
-            got="no module tensorstore",
-            want="the packages of the extra xrank[orbax]",
-            next_step='install them: pip install "xrank[orbax]"',
-        ) from None
-    return tensorstore
 
 
 def _walk(

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from xrank.errors import UsageError, either, option
 from xrank.formats.pickles import is_extra_state
-from xrank.layout.stored_model import StoredModel
+from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.storage.regular_file import Origin, quote
 from xrank.words import list_text, plural, size_text
 
@@ -133,13 +133,9 @@ def plain_names(
     taken: dict[str, str] = {}
     for name, bare in plain.items():
         if (other := taken.setdefault(bare, name)) != name:
-            raise UsageError(
-                f"{bare}: two tensors would have this name without the parts that wrappers added",
-                tensor=bare,
-                got=f"{other} and {name}",
-                want="one",
-                next_step="leave one of them out",
-            )
+            problem = f"{bare}: two tensors would have this name without the parts that wrappers added"
+            step = "leave one of them out"
+            raise UsageError(problem, tensor=bare, got=f"{other} and {name}", want="one", next_step=step)
     return plain
 
 
@@ -156,16 +152,29 @@ def _strip_attribute(plain: dict[str, str]) -> dict[str, str]:
 
 def rename_tensors(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
     """Return a model under its own names, with a note about the change."""
-    if not plain:
-        return stored
+    return _with_names(stored, plain, (), name_notes(plain)) if plain else stored
+
+
+def _with_names(
+    stored: StoredModel, plain: Mapping[str, str], dropped: Collection[str], notes: Sequence[tuple[str, str]]
+) -> StoredModel:
+    """Return a model under other names, without some tensors, and with further notes."""
+
+    def name(old: str) -> str:
+        return plain.get(old, old)
+
+    def rename(shards: Sequence[StoredShard]) -> tuple[StoredShard, ...]:
+        return tuple(replace(shard, name=name(shard.name)) for shard in shards if shard.name not in dropped)
+
+    ties = {old: to for old, to in stored.aliases.items() if old not in dropped and to not in dropped}
     return replace(
         stored,
-        shards=tuple(replace(shard, name=plain[shard.name]) for shard in stored.shards),
-        absent=tuple(plain[name] for name in stored.absent),
-        roundings=tuple(replace(shard, name=plain[shard.name]) for shard in stored.roundings),
-        aliases={plain[name]: plain[target] for name, target in stored.aliases.items()},
-        layouts={plain.get(name, name): stated for name, stated in stored.layouts.items()},
-        notes=(*stored.notes, *name_notes(plain)),
+        shards=rename(stored.shards),
+        absent=tuple(name(old) for old in stored.absent if old not in dropped),
+        roundings=rename(stored.roundings),
+        aliases={name(old): name(to) for old, to in ties.items()},
+        layouts={name(old): stated for old, stated in stored.layouts.items() if old not in dropped},
+        notes=(*stored.notes, *notes),
     )
 
 
@@ -187,22 +196,13 @@ def drop_states(stored: StoredModel) -> StoredModel:
     scalars = {shard.name for shard in stored.shards if not shard.shape}
     extra = {name for name in names if is_extra_state(name)}
     counters = {name for name in scalars if name.rpartition(".")[2] == _AVERAGED and _is_counter(name, names)}
-    dropped = extra | counters
-    if not dropped:
-        return stored
-    notes = [("extra-state", f"{plural(len(extra), 'extra state')} of modules left out: {list_text(sorted(extra), 3)}")]
-    notes = notes if extra else []
+    notes = []
+    if extra:
+        text = f"{plural(len(extra), 'extra state')} of modules left out: {list_text(sorted(extra), 3)}"
+        notes.append(("extra-state", text))
     if counters:
         notes.append(("left-out", f"counters of averaged models were left out: {list_text(sorted(counters), 3)}"))
-    return replace(
-        stored,
-        shards=tuple(shard for shard in stored.shards if shard.name not in dropped),
-        absent=tuple(name for name in stored.absent if name not in dropped),
-        roundings=tuple(shard for shard in stored.roundings if shard.name not in dropped),
-        aliases={name: to for name, to in stored.aliases.items() if name not in dropped and to not in dropped},
-        layouts={name: stated for name, stated in stored.layouts.items() if name not in dropped},
-        notes=(*stored.notes, *notes),
-    )
+    return _with_names(stored, {}, extra | counters, notes) if notes else stored
 
 
 def _is_counter(name: str, names: Sequence[str]) -> bool:
@@ -308,13 +308,9 @@ class _Branch(Struct, frozen=True, eq=False):
 def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
     """Return the model's tensors, named without the keys that lead to them.
 
-    The search starts at the top, or at the wanted part, and leaves out branches of optimizers and trainers. If a branch
-    leads to the model, it follows that branch and leaves out the others. Without a branch to follow, the remaining
-    tensors are the model.
-
-    Args:
-        tree: what was saved.
-        wanted: the keys that lead to a part, joined by dots; None: the only part that may be the model.
+    The search starts at the top, or at the wanted part (its keys, joined by dots), and leaves out branches of
+    optimizers and trainers. If a branch leads to the model, it follows that branch and leaves out the others. Without a
+    branch to follow, the remaining tensors are the model.
     """
     paths = {name: tree.paths.get(name, (name,)) for name in (*tree.shapes, *tree.values)}
     of_optimizers = names_of_optimizers(paths)
@@ -332,21 +328,17 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ChosenPart:
         chosen = frozenset(kept if followed is None else [followed])
         parts += [_summarise(tree, each.keys, each.tensors) for each in inner if each.tensors and each not in chosen]
         is_model = followed is None or followed.key in MODELS or followed.is_state_dict()
-        here = followed or _Branch(
-            here.keys,
-            [name for branch in kept for name in branch.tensors],
-            [name for branch in rest for name in branch.values],
-            paths,
-        )
+        tensors = [name for branch in kept for name in branch.tensors]
+        here = followed or _Branch(here.keys, tensors, [name for branch in rest for name in branch.values], paths)
     own = [name for name in here.tensors if name not in of_optimizers]
     if not own:
         raise _missing_model_error(tree, [branch.key for branch in top.split() if branch.tensors])
     if states := [name for name in here.tensors if name in of_optimizers]:
         parts.append(_summarise(tree, (*here.keys, "state"), states))
-    tensors = here.strip_keys(own)
+    named = here.strip_keys(own)
     values = here.strip_keys(name for name in here.values if name not in of_optimizers)
-    model = _summarise(tree, here.keys, list(tensors.values()), is_model=True)
-    return ChosenPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))
+    model = _summarise(tree, here.keys, list(named.values()), is_model=True)
+    return ChosenPart(MappingProxyType(named), here.keys, (model, *parts), MappingProxyType(values))
 
 
 def part_details(part: ChosenPart) -> dict[str, Any]:
@@ -398,12 +390,8 @@ def _candidates(tree: SavedTree, branches: Iterable[_Branch], of_optimizers: Col
     A list of tensors beside a model, as exponential moving averages are kept, gives them no names and is not one.
     """
     kept = [branch for branch in branches if branch.tensors and not _is_optimizer(branch, of_optimizers)]
-    named = [branch for branch in kept if not _is_list(branch)]
+    named = [one for one in kept if one.key in MODELS or any(type(one.paths[n][-1]) is not int for n in one.tensors)]
     return named if any(branch.is_nested() and _has_matrix(tree, branch.tensors) for branch in named) else kept
-
-
-def _is_list(branch: _Branch) -> bool:
-    return branch.key not in MODELS and all(type(branch.paths[name][-1]) is int for name in branch.tensors)
 
 
 def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
@@ -430,16 +418,18 @@ def _choose_branch(
         if len(models) + len(others) > 1:
             raise _several_models_error(tree, [*models, *others])
         return models[0]
-    loose = _Branch(
-        here.keys, [name for branch in kept if branch not in nested for name in branch.tensors], (), here.paths
-    )
+    tensors = [name for branch in kept if branch not in nested for name in branch.tensors]
+    loose = _Branch(here.keys, tensors, (), here.paths)
     copies = _list_copies([*others, *([loose] if others and _has_matrix(tree, loose.tensors) else [])])
     if copies:
         raise _several_models_error(tree, copies)
     # A scalar beside a state dict is a loss, a seed or a counter.
     if len(nested) != 1 or any(tree.shapes[name] for name in loose.tensors):
         return None
-    return nested[0] if _is_wrapper(nested[0]) or _leads_to_one(tree, nested[0], of_optimizers) else None
+    # A wrapper leads to a model and more: by its name, or because both a model and an optimizer follow.
+    inner = {each.key for each in nested[0].split() if each.is_nested()}
+    is_wrapper = nested[0].key in WRAPPERS or (not inner.isdisjoint(MODELS) and not inner.isdisjoint(OPTIMIZERS))
+    return nested[0] if is_wrapper or _leads_to_one(tree, nested[0], of_optimizers) else None
 
 
 def _leads_to_one(tree: SavedTree, branch: _Branch, of_optimizers: Collection[str]) -> bool:
@@ -468,39 +458,28 @@ def _list_copies(branches: Sequence[_Branch]) -> list[_Branch]:
     return [branches[index] for index in sorted(copies)]
 
 
-def _is_wrapper(branch: _Branch) -> bool:
-    """Return whether a key leads to a model and more: by its name, or because both a model and an optimizer follow."""
-    inner = {each.key for each in branch.split() if each.is_nested()}
-    return branch.key in WRAPPERS or (not inner.isdisjoint(MODELS) and not inner.isdisjoint(OPTIMIZERS))
-
-
 def _missing_model_error(tree: SavedTree, children: Iterable[str]) -> UsageError:
     pickled = [f"{name}, pickled whole" for name in tree.pickled if name in MODELS]
-    return Origin(tree.path).usage(
-        "this checkpoint contains no model",
-        list_text([*pickled, *sorted(quote(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
-        "tensors that belong to no optimizer and no trainer",
-        "load and save it with torch's default planner, without flatten_state_dict=False"
-        if pickled
-        else "give the path to which the model was saved",
-    )
+    step = "give the path to which the model was saved"
+    if pickled:
+        step = "load and save it with torch's default planner, without flatten_state_dict=False"
+    got = list_text([*pickled, *sorted(quote(key)[1:-1] for key in children)], 10, empty="no tensor at all")
+    want = "tensors that belong to no optimizer and no trainer"
+    return Origin(tree.path).usage("this checkpoint contains no model", got, want, step)
 
 
 def _several_models_error(tree: SavedTree, parts: Sequence[_Branch]) -> UsageError:
     named = [part for part in parts if part.keys]
+    names = ((quote(part.name)[1:-1] or "tensors beside them", len(part.tensors)) for part in parts)
     return Origin(tree.path).usage(
         "more than one part of this checkpoint may be the model",
-        list_text((f"{_quote_name(part)} ({plural(len(part.tensors), 'tensor')})" for part in parts), _MAX_SHOWN),
+        list_text((f"{name} ({plural(count, 'tensor')})" for name, count in names), _MAX_SHOWN),
         "one",
         either(
             f"choose one: {' or '.join(option('part', part.name) for part in named[:_MAX_SHOWN])}",
             "save the model's part in a checkpoint of its own",
         ),
     )
-
-
-def _quote_name(part: _Branch) -> str:
-    return quote(part.name)[1:-1] or "tensors beside them"
 
 
 def _summarise(tree: SavedTree, keys: tuple[str, ...], names: Sequence[str], *, is_model: bool = False) -> TopPart:
