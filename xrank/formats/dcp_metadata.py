@@ -208,7 +208,10 @@ class _RunFinder:
             if length:
                 at += length
                 continue
-            run = self._find_run(at) if data[at] in b"hj" else None
+            run = None
+            if data[at] in b"hj":
+                chunk = _CHUNK.match(data, at)
+                run = self._take_entries(_ENTRY.match(data, at)) if chunk is None else self._take_chunks(chunk)
             if run is None:
                 at += OPCODE_LENGTHS[data[at]] or measure_opcode(data, at, self._origin)
                 continue
@@ -217,13 +220,6 @@ class _RunFinder:
             parts += [data[last:at], bytes([RUN])]
             at = last = run.stop
         return b"".join([*parts, data[last:]]), runs
-
-    def _find_run(self, at: int) -> _Run | None:
-        found = _CHUNK.match(self._data, at)
-        if found is not None:
-            return self._take_chunks(found)
-        found = _ENTRY.match(self._data, at)
-        return None if found is None else self._take_entries(found)
 
     def _take_chunks(self, found: re.Match[bytes] | None) -> _Run | None:
         run, num_memos = None, 0
@@ -391,16 +387,14 @@ class _MetadataReader(PickleReader):
     def take_run(self, operands: tuple[object, ...]) -> object:
         """Return a run, after the check that its classes and fields are what they should be."""
         run = self._runs.pop()
-        form = tuple(
-            (one.module, one.name) if isinstance(one, InertRecord) and one.args is None else one for one in operands[:9]
-        )
-        if form != (_ENTRY_FORM if run.is_entries else _CHUNK_FORM) or not all(
-            type(one) is str for one in operands[9:]
+        form, texts = list(operands[:9]), operands[9:]
+        form = [(one.module, one.name) if isinstance(one, InertRecord) and one.args is None else one for one in form]
+        if tuple(form) != (_ENTRY_FORM if run.is_entries else _CHUNK_FORM) or any(
+            type(one) is not str for one in texts
         ):
             raise WrongRunError
-        run.own = (
-            {raw: str(text) for raw, text in zip(run.gets[9:], operands[9:], strict=True)} if run.is_entries else {}
-        )
+        if run.is_entries:
+            run.own = {raw: str(text) for raw, text in zip(run.gets[9:], texts, strict=True)}
         self.num_open_runs += run.is_entries
         return run
 
@@ -507,12 +501,9 @@ class _MetadataReader(PickleReader):
         if not isinstance(name, str) or not isinstance(path, str):
             raise self.origin.corrupt("an entry of storage lacks its name or its file")
         if place.get("transform_descriptors"):
-            raise self.origin.usage(
-                f"{quote(name)[1:-1]} was stored through a transform",
-                got=quote(str(place["transform_descriptors"])),
-                want="plain bytes",
-                next_step="save the checkpoint again without extensions",
-            )
+            problem = f"{quote(name)[1:-1]} was stored through a transform"
+            got = quote(str(place["transform_descriptors"]))
+            raise self.origin.usage(problem, got, "plain bytes", "save the checkpoint again without extensions")
         first, size = self.counts((place.get("offset"), place.get("length")), name)
         file = self.files.setdefault(path, len(self.files))
         if offset is None:
@@ -535,9 +526,8 @@ class _MetadataReader(PickleReader):
             self._take_entry(index, info)
         if self.num_open_runs or (self._stored is not None and stored is not self._stored):
             raise self.origin.corrupt("entries of storage are in a wrong place")
-        nbytes = sum(item[2] for item in self.byte_items.values()) + sum(
-            sum(table.places[2::3]) for table in self.pieces.values()
-        )
+        nbytes = sum(sum(table.places[2::3]) for table in self.pieces.values())
+        nbytes += sum(item[2] for item in self.byte_items.values())
         ends = self.ends()
         tensors = {}
         for name, item in listed.items():
@@ -567,9 +557,7 @@ class _MetadataReader(PickleReader):
         )
 
     def corrupt(self, name: str, problem: str, *, got: str | None = None, want: str | None = None) -> XrankError:
-        error = self.origin.corrupt(f"{quote(name)[1:-1]} {problem}", got=got, want=want)
-        error.about(tensor=name)
-        return error
+        return self.origin.corrupt(f"{quote(name)[1:-1]} {problem}", got, want, tensor=name)
 
     def state(self, value: object, kind: str) -> dict[str, object]:
         """Return the fields of an instance of that class."""
@@ -629,14 +617,11 @@ class _MetadataReader(PickleReader):
         listed = {tuple(row) for row in offsets.tolist()}
         there = {tuple(row) for row in stored.tolist()}
         lost, odd = sorted(listed - there), sorted(there - listed)
-        return self.corrupt(
-            name,
-            f"has a piece at {list(lost[0])} that is stored nowhere"
-            if lost
-            else "is stored in other pieces than listed",
-            got=f"{len(stored)} pieces stored" + (f", one at {list(odd[0])}" if odd else ""),
-            want=f"the {len(offsets)} that are listed",
-        )
+        problem = "is stored in other pieces than listed"
+        if lost:
+            problem = f"has a piece at {list(lost[0])} that is stored nowhere"
+        got = f"{len(stored)} pieces stored" + (f", one at {list(odd[0])}" if odd else "")
+        return self.corrupt(name, problem, got=got, want=f"the {len(offsets)} that are listed")
 
     def dtype(self, name: str, properties: object) -> str:
         # torch/distributed/checkpoint/metadata.py: TensorProperties.__getstate__
@@ -646,20 +631,16 @@ class _MetadataReader(PickleReader):
                 pass
             case _:
                 raise self.corrupt(name, "has no element type")
-        strided = isinstance(layout, InertRecord) and layout.args == ("torch.strided",)
-        if not strided:
-            raise self.origin.usage(
-                f"{quote(name)[1:-1]} is not a dense tensor",
-                want="torch.strided",
-                next_step="save it as a dense tensor",
-            )
+        if not isinstance(layout, InertRecord) or layout.args != ("torch.strided",):
+            problem = f"{quote(name)[1:-1]} is not a dense tensor"
+            raise self.origin.usage(problem, None, "torch.strided", "save it as a dense tensor")
         return dtype
 
     def paths(self, recorded: object, listed: Mapping[object, object]) -> Mapping[str, tuple[str | int, ...]] | None:
         # default_planner.py records the result of _flatten_state_dict.py: flatten_state_dict; other planners their own.
-        if not isinstance(recorded, dict) or 2 * sum(type(path) is tuple for path in recorded.values()) <= len(
-            recorded
-        ):
+        if not isinstance(recorded, dict):
+            return None
+        if 2 * sum(type(path) is tuple for path in recorded.values()) <= len(recorded):
             return None
         found: dict[str, tuple[str | int, ...]] = {}
         for name, path in recorded.items():

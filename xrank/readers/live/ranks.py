@@ -55,12 +55,10 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
     known_meshes: dict[MeshRecord, DeviceMesh] = {}  # ranks share meshes, which are large
     for rank, one, record in zip(ranks, parsed, records, strict=True):
         if record.rank != rank or record.world_size < world_size:
+            got, want = f"rank {record.rank} of {record.world_size}", f"rank {rank} of {world_size}"
+            step = "give all ranks the same process group"
             raise ContradictionError(
-                f"rank {rank} describes itself as rank {record.rank} of {record.world_size}",
-                rank=rank,
-                got=f"rank {record.rank} of {record.world_size}",
-                want=f"rank {rank} of {world_size}",
-                next_step="give all ranks the same process group",
+                f"rank {rank} describes itself as {got}", rank=rank, got=got, want=want, next_step=step
             )
         first = len(rank_of)
         rank_of += [rank] * len(one["views"])
@@ -78,11 +76,8 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
     placement = place_all({name: _replicate(parts) for name, parts in held.items()}, Hints(), world_size=len(parsed))
     # The tied tensors of flat buffers have the pieces of their targets, under their own names.
     by_name = {shard.name: shard for shard in placement.shards}
-    tied = [
-        replace(by_name[target], name=name)
-        for name, target in flat_ties.items()
-        if target in by_name and name not in by_name
-    ]
+    ties = [(name, target) for name, target in flat_ties.items() if target in by_name and name not in by_name]
+    tied = [replace(by_name[target], name=name) for name, target in ties]
     sizes = [sum(one["views"]) for one in parsed]
     files = tuple(SourceFile(memory_of(r), size, inode=r, mtime_ns=0) for r, size in zip(ranks, sizes, strict=True))
     count = len(rank_of)
@@ -95,10 +90,7 @@ def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = Non
             records=RecordTable(file, np.zeros(count, np.int64), int_array(nbytes), np.full(count, NO_CHECKSUM)),
             shards=(*placement.shards, *tied),
             absent=placement.absent,
-            aliases={
-                **_aliases([one["tensors"] for one in parsed], by_name),
-                **flat_ties,
-            },
+            aliases=_aliases([one["tensors"] for one in parsed], by_name) | flat_ties,
             world_size=len(parsed),
             nbytes=sum(nbytes),
         ),
