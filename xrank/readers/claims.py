@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -62,11 +62,10 @@ class HeldTensor(Struct, frozen=True):
         """Return the tensor, rank and file that errors about this part name."""
         return Subject(name, self.rank, self.file)
 
-    @classmethod
-    def from_record(cls, known: TensorRecord, meshes: Sequence[DeviceMesh], **place: Any) -> HeldTensor:
-        """Return a rank's part of a tensor, from its record and its attributes up to `storage_offset` (`place`)."""
-        return cls(
-            **place,
+    def as_recorded(self, known: TensorRecord, meshes: Sequence[DeviceMesh]) -> HeldTensor:
+        """Return the part with the layout that its rank recorded."""
+        return replace(
+            self,
             layout=known.layout,
             mesh=None if known.mesh is None else meshes[known.mesh],
             view=None if known.view is None else meshes[known.view],

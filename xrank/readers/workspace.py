@@ -76,18 +76,13 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
     beyond = [state for state in states if state.rank >= world_size]
     if beyond:
         stale = beyond[0]
-        raise Origin(stale.archive.path, stale.rank).contradiction(
-            f"belongs to rank {stale.rank}, but the run has {world_size} ranks",
-            f"{_ranks(beyond)}: {run_text(stale)}",
-            run_text(ours[0]),
-            f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}",
-        )
+        step = f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}"
+        problem = f"belongs to rank {stale.rank}, but the run has {world_size} ranks"
+        got = f"{_ranks(beyond)}: {run_text(stale)}"
+        raise Origin(stale.archive.path, stale.rank).contradiction(problem, got, run_text(ours[0]), step)
     foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
-    missing = [
-        (before + 1, after - 1)
-        for before, after in pairwise([-1, *(state.rank for state in ours), world_size])
-        if after - before > 1
-    ]
+    edges = pairwise([-1, *(state.rank for state in ours), world_size])
+    missing = [(before + 1, after - 1) for before, after in edges if after - before > 1]
     if not missing:
         return
     # Formatted from the gaps alone, because a damaged record may claim any number of ranks.
@@ -139,23 +134,15 @@ class WorkspaceReader:
         held: dict[str, list[HeldTensor]] = {}
         for state in states:
             index, meshes = records.add_archive(state.archive), _meshes(state)
+            known = {} if state.record is None else state.record.tensors
             for key in state.archive.records:
                 index(key)
             for name, tensor in state.weights.items():
-                part = HeldTensor.from_record(
-                    TensorRecord() if state.record is None else state.record.tensors.get(name, TensorRecord()),
-                    meshes,
-                    rank=state.rank,
-                    file=state.archive.path,
-                    record=index(tensor.key),
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    strides=tensor.strides,
-                    storage_offset=tensor.storage_offset,
-                )
-                held.setdefault(name, []).append(part)
+                record = index(tensor.key)
+                part = HeldTensor.from_archive(tensor, rank=state.rank, file=state.archive.path, record=record)
+                held.setdefault(name, []).append(part.as_recorded(known.get(name, TensorRecord()), meshes))
         placement = place_all(held, hints, world_size=len(states))
-        record = states[0].record
+        first = states[0].record
         return StoredModel(
             format="workspace",
             path=path,
@@ -164,8 +151,8 @@ class WorkspaceReader:
             shards=placement.shards,
             absent=placement.absent,
             world_size=len(states),
-            step=None if record is None else record.step,
-            run_id=None if record is None else record.run_id,
+            step=None if first is None else first.step,
+            run_id=None if first is None else first.run_id,
             config=_common_config(states) if hints.needs_config else None,
             nbytes=records.nbytes,
             notes=_notes(states, placement, records),

@@ -132,17 +132,8 @@ def make_held_tensor(
     rank: int, record: int, dtype: str, shape: tuple[int, ...], known: TensorRecord, meshes: Sequence[DeviceMesh]
 ) -> HeldTensor:
     """Return a rank's part of a tensor, with the meshes of the rank's record."""
-    return HeldTensor.from_record(
-        known,
-        meshes,
-        rank=rank,
-        file=memory_of(rank),
-        record=record,
-        dtype=by_torch_name(dtype).name,
-        shape=shape,
-        strides=row_major(shape),
-        storage_offset=0,
-    )
+    own = HeldTensor(rank, memory_of(rank), record, by_torch_name(dtype).name, shape, row_major(shape), 0)
+    return own.as_recorded(known, meshes)
 
 
 def _replicate(tensors: list[HeldTensor]) -> list[HeldTensor]:
