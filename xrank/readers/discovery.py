@@ -439,18 +439,20 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         found = [(place, fitting) for place, fitting in found if place not in begun]
     if len(found) > 1:
         paths = " or ".join(place for place, _ in found[:10])
-        next_step = "give the path of one of them"
-        # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
-        if places.is_file(os.path.join(path, "model_index.json")):
-            next_step = f"gather each component by itself: give {paths} as the path"
-        elif all(_STAGE.search(os.path.relpath(place, path)) for place, _ in found):
-            next_step = (
-                "if each is a stage of one model, gather each by itself, put the outputs into one folder as "
-                f"model-00001-of-{len(found):05d}.safetensors and so on, and gather that folder; if each is a whole "
-                "model, give the path of one of them"
-            )
-        got = list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10)
-        raise UsageError(f"{path} holds several sources", file=path, got=got, want="one", next_step=next_step)
+        raise UsageError(
+            f"{path} holds several sources",
+            file=path,
+            got=list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10),
+            want="one",
+            # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
+            next_step=f"gather each component by itself: give {paths} as the path"
+            if places.is_file(os.path.join(path, "model_index.json"))
+            else "if each is a stage of one model, gather each by itself, put the outputs into one folder as "
+            f"model-00001-of-{len(found):05d}.safetensors and so on, and gather that folder; if each is a whole model, "
+            "give the path of one of them"
+            if all(_STAGE.search(os.path.relpath(place, path)) for place, _ in found)
+            else "give the path of one of them",
+        )
     if not found:
         return None
     doubt = "passed over" if found[0][0] not in begun else "read all the same"
