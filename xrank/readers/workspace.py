@@ -76,10 +76,10 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
     beyond = [state for state in states if state.rank >= world_size]
     if beyond:
         stale = beyond[0]
-        step = f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}"
+        next_step = f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}"
         problem = f"belongs to rank {stale.rank}, but the run has {world_size} ranks"
         got = f"{_ranks(beyond)}: {run_text(stale)}"
-        raise Origin(stale.archive.path, stale.rank).contradiction(problem, got, run_text(ours[0]), step)
+        raise Origin(stale.archive.path, stale.rank).contradiction(problem, got, run_text(ours[0]), next_step)
     foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
     edges = pairwise([-1, *(state.rank for state in ours), world_size])
     missing = [(before + 1, after - 1) for before, after in edges if after - before > 1]
