@@ -32,7 +32,7 @@ from xrank.layout.stored_model import StoredModel
 from xrank.ranks.loans import MemoryOffer, PeerSource, share_offers
 from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_text, path_text, value_text
-from xrank.readers.live.modules import local_model
+from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.recipes.decision import FolderPlan, plan_export
 from xrank.recipes.found_source import OwnConfig, choose_config, read_own_config
