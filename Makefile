@@ -10,8 +10,10 @@ run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1
 # Each of the many programs that tests start would otherwise compile xrank anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One worker per core; each has up to 8 ranks of its own. Where -m is given twice, the last counts.
-PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# One worker more than there are cores, as some tests wait; each has up to 8 ranks of its own. Where -m is given twice,
+# the last counts.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help demo test test-all soak faults oracle corpus lint house package matrix docs bench clean
 
