@@ -185,10 +185,13 @@ def _open_checked(file: SourceFile) -> int:
 
 def make_change_error(file: SourceFile) -> ContradictionError:
     """Return the error for a file or an object that is not the one whose metadata was read."""
-    what, want = f"{file.path} changed while it was being read", f"{file.nbytes:,} bytes, as when its metadata was read"
-    got = "another size, time of change or inode" if file.in_store is None else "another size or version"
-    next_step = f"let the ranks finish writing, then {AGAIN}"
-    return ContradictionError(what, file=file.path, got=got, want=want, next_step=next_step)
+    return ContradictionError(
+        f"{file.path} changed while it was being read",
+        file=file.path,
+        got="another size, time of change or inode" if file.in_store is None else "another size or version",
+        want=f"{file.nbytes:,} bytes, as when its metadata was read",
+        next_step=f"let the ranks finish writing, then {AGAIN}",
+    )
 
 
 class FileTarget:

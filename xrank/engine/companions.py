@@ -134,9 +134,12 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     """
     # The cache writes / as --, so a name with -- would stand for two models.
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
-        next_step = "give the path of a model folder, or a name as on the Hugging Face Hub"
-        what, want = f"{identifier!r}: is neither a folder nor a model's name", "organization/name"
-        raise UsageError(what, got=identifier, want=want, next_step=next_step)
+        raise UsageError(
+            f"{identifier!r}: is neither a folder nor a model's name",
+            got=identifier,
+            want="organization/name",
+            next_step="give the path of a model folder, or a name as on the Hugging Face Hub",
+        )
     # huggingface_hub/file_download.py: repo_folder_name, _get_pointer_path
     place = os.path.join(cache, "models--" + identifier.replace("/", "--"))
     reference = os.path.join(place, "refs", "main")
@@ -150,9 +153,13 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
         next_step = "change its owner or mode, or download the model again with hf download"
         raise UsageError(f"{reference}: {error.strerror}", file=reference, next_step=next_step) from error
     if not _REVISION.fullmatch(revision) or len(revision) > 255:
-        what, got, want = f"{reference}: does not name a snapshot", repr(revision), "a commit's hash"
-        next_step = "download the model again with hf download"
-        raise UnsafeError(what, file=reference, got=got, want=want, next_step=next_step)
+        raise UnsafeError(
+            f"{reference}: does not name a snapshot",
+            file=reference,
+            got=repr(revision),
+            want="a commit's hash",
+            next_step="download the model again with hf download",
+        )
     snapshot = os.path.join(place, "snapshots", revision)
     if not places.is_folder(snapshot):
         raise _make_cache_error(identifier, snapshot)
@@ -205,6 +212,9 @@ def _is_file(path: str) -> bool:
 
 
 def _make_cache_error(identifier: str, place: str) -> UsageError:
-    what, got = f"{identifier}: is not in the local Hugging Face cache: no {place}", "nothing there"
-    next_step = f"run `hf download {identifier}` where there is a network, or give a folder; xrank downloads nothing"
-    return UsageError(what, file=place, got=got, next_step=next_step)
+    return UsageError(
+        f"{identifier}: is not in the local Hugging Face cache: no {place}",
+        file=place,
+        got="nothing there",
+        next_step=f"run `hf download {identifier}` where there is a network, or give a folder; xrank downloads nothing",
+    )

@@ -123,10 +123,14 @@ def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
     """Return the error for a finite value that the requested cast would make infinite."""
     name, dtype = plan.output.name, plan.output.dtype
     keep = f"give {option('keep_fp32')} this tensor's name"
-    next_step = either(f"use {option('dtype', 'bf16')}", f"use {option('dtype', 'keep')}", keep)
-    got, want = f"{value:g} in {plan.source_dtype} on rank {rank}", f"a value that is finite in {dtype}"
-    what = f"{name}: {value:g} does not fit {dtype}"
-    return UsageError(what, tensor=name, rank=rank, got=got, want=want, next_step=next_step)
+    return UsageError(
+        f"{name}: {value:g} does not fit {dtype}",
+        tensor=name,
+        rank=rank,
+        got=f"{value:g} in {plan.source_dtype} on rank {rank}",
+        want=f"a value that is finite in {dtype}",
+        next_step=either(f"use {option('dtype', 'bf16')}", f"use {option('dtype', 'keep')}", keep),
+    )
 
 
 def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -> XrankError:

@@ -88,9 +88,12 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
     with open_regular(path) as file:
         status = file.status
         if status.st_size != output.nbytes:
-            what, got = f"{path} has another size than it was given", f"{status.st_size:,} bytes"
-            next_step = "let nothing write to the file meanwhile, and copy it again from where it was written"
-            raise CorruptError(what, file=path, got=got, next_step=next_step)
+            raise CorruptError(
+                f"{path} has another size than it was given",
+                file=path,
+                got=f"{status.st_size:,} bytes",
+                next_step="let nothing write to the file meanwhile, and copy it again from where it was written",
+            )
         header = file.read(0, len(output.header))
         fragments = tuple((at, file.read(at, len(data))) for at, data in output.fragments)
         # For the places alone, which do not depend on the checksums.

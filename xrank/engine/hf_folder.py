@@ -64,8 +64,12 @@ def lay_out(
         next_step = either(f"change {option('include')} or {option('exclude')}", f"let {option('transform')} keep one")
         raise UsageError("no tensor is left to write", next_step=next_step)
     if max_shard_nbytes < 1:
-        what, got = f"{option('max_shard_size')} must be 1 byte or more", str(max_shard_nbytes)
-        raise UsageError(what, got=got, want=option("max_shard_size", "5GB"), next_step="give a larger size")
+        raise UsageError(
+            f"{option('max_shard_size')} must be 1 byte or more",
+            got=str(max_shard_nbytes),
+            want=option("max_shard_size", "5GB"),
+            next_step="give a larger size",
+        )
     seen: set[str] = set()
     for tensor in everything:
         if tensor.name in seen:

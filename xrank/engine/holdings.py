@@ -236,9 +236,13 @@ def find_problem(one: Holdings) -> LayoutError | None:
         return one.problem
     if one.rule is None and not one.shares:
         dims = ", ".join(f"d{i}" for i in range(len(one.shape)))
-        next_step = f'add a rule, such as "{one.name}" = "[{dims}]" for a tensor that every rank holds whole'
-        what, got = f"{one.name}: no rule says how it is cut", f"shape {list(one.shape)}"
-        return LayoutError(what, tensor=one.name, got=got, want="a rule for every tensor", next_step=next_step)
+        return LayoutError(
+            f"{one.name}: no rule says how it is cut",
+            tensor=one.name,
+            got=f"shape {list(one.shape)}",
+            want="a rule for every tensor",
+            next_step=f'add a rule, such as "{one.name}" = "[{dims}]" for a tensor that every rank holds whole',
+        )
     misfit = one.misfit
     if misfit is None:
         return None

@@ -211,9 +211,14 @@ def _check_part(output: OutputTensor, copies: Copies, wanted: NestTable) -> None
     fault = _part_fault(Pieces(copies.rank, copies.nests), Pieces(wanted.x, wanted), output.num_elements)
     if fault is not None:
         where = range_text(output.shape, fault.address, fault.address)
-        what = f"{output.name}: a part of shape {list(output.shape)} is not covered exactly once"
-        got, next_step = f"{fault.kind} at {where}", "report both layouts: this is a fault of xrank"
-        raise ContradictionError(what, tensor=output.name, index_range=where, got=got, want=_ONCE, next_step=next_step)
+        raise ContradictionError(
+            f"{output.name}: a part of shape {list(output.shape)} is not covered exactly once",
+            tensor=output.name,
+            index_range=where,
+            got=f"{fault.kind} at {where}",
+            want=_ONCE,
+            next_step="report both layouts: this is a fault of xrank",
+        )
 
 
 def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:

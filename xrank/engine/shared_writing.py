@@ -203,10 +203,14 @@ def _await_sight(
     while (found := look()) is None:
         failures()
         if monotonic() > end:
-            what, got = f"rank {rank} does not see {path}, which rank 0 made", "nothing there"
-            want = f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place"
-            next_step = f"choose an {option('out')} on a file system that all ranks share, then {AGAIN}"
-            raise UsageError(what, rank=rank, file=path, got=got, want=want, next_step=next_step)
+            raise UsageError(
+                f"rank {rank} does not see {path}, which rank 0 made",
+                rank=rank,
+                file=path,
+                got="nothing there",
+                want=f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place",
+                next_step=f"choose an {option('out')} on a file system that all ranks share, then {AGAIN}",
+            )
         sleep(_PAUSE_SECONDS)
     return found
 

@@ -340,9 +340,13 @@ class ObjectSource:
         assert opened is not None
         store, name = opened
         if start + nbytes > file.nbytes:
-            what, want = f"{file.path} ends before byte {start + nbytes:,}", f"at least {start + nbytes:,} bytes"
-            got, next_step = f"{file.nbytes:,} bytes", "copy the object again from where it was written"
-            raise CorruptError(what, file=file.path, got=got, want=want, next_step=next_step)
+            raise CorruptError(
+                f"{file.path} ends before byte {start + nbytes:,}",
+                file=file.path,
+                got=f"{file.nbytes:,} bytes",
+                want=f"at least {start + nbytes:,} bytes",
+                next_step="copy the object again from where it was written",
+            )
         return store.read(name, start, nbytes, file.in_store, into=into, stop=self._stop)
 
     def _load(self, key: tuple[int, int], block: _Block) -> None:

@@ -52,8 +52,13 @@ def probe_outputs(
     except Exception as error:
         problem = f"transform does not describe its outputs for {name}: called with a tensor on the meta device, "
         problem += "which has a shape and a dtype and no values, it raised"
-        got, want = f"{type(error).__name__}: {error}"[:300], "the outputs for a tensor with values, without values"
-        raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP) from error
+        raise UsageError(
+            problem,
+            tensor=name,
+            got=f"{type(error).__name__}: {error}"[:300],
+            want="the outputs for a tensor with values, without values",
+            next_step=_NEXT_STEP,
+        ) from error
     checked = _check_outputs(name, made, is_probe=True)
     outputs = tuple(OutputTensor(*_kind(name, key, value)) for key, value in checked.items())
     # A tensor changed in place is not the one that the ranks hold.
@@ -122,9 +127,13 @@ def apply_transform(
     found = {key: _kind(name, key, value) for key, value in _check_outputs(name, made).items()}
     for key in (*told, *found):
         if told.get(key) != found.get(key):
-            problem = f"transform of {name} makes another {key} than it said"
-            got, want = _text(found.get(key)), f"{_text(told.get(key))}, as of a tensor on the meta device"
-            raise UsageError(problem, tensor=name, got=got, want=want, next_step=_NEXT_STEP)
+            raise UsageError(
+                f"transform of {name} makes another {key} than it said",
+                tensor=name,
+                got=_text(found.get(key)),
+                want=f"{_text(told.get(key))}, as of a tensor on the meta device",
+                next_step=_NEXT_STEP,
+            )
     return [made[output.name] for output in outputs]
 
 

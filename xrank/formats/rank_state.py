@@ -130,8 +130,12 @@ class RankRecord(Struct, frozen=True):
             if isinstance(error, UsageError):
                 raise
             fault = f"{place}: {getattr(error.__cause__, 'got', None) or error}"
-            problem, step = f"{file}: its xrank record is malformed: {fault}", "let the rank write its state again"
-            raise CorruptError(problem, file=file, got=fault, next_step=step) from None
+            raise CorruptError(
+                f"{file}: its xrank record is malformed: {fault}",
+                file=file,
+                got=fault,
+                next_step="let the rank write its state again",
+            ) from None
 
 
 def _find_fault(record: RankRecord) -> str | None:

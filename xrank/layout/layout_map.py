@@ -133,8 +133,12 @@ def read_layout_file(file: str) -> LayoutFile:
         got = f"{error.reason} at byte {error.start}"
         raise LayoutError(f"the layout file {file} is not text", file=file, got=got, want="UTF-8") from error
     except ValueError as error:
-        what, next_step = f"the layout file {file} is not TOML: {error}", f"correct the file, then {AGAIN}"
-        raise LayoutError(what, file=file, want="TOML", next_step=next_step) from error
+        raise LayoutError(
+            f"the layout file {file} is not TOML: {error}",
+            file=file,
+            want="TOML",
+            next_step=f"correct the file, then {AGAIN}",
+        ) from error
     return parse_tables(tables, file)
 
 
@@ -237,8 +241,9 @@ def write_text(text: str, file: str) -> None:
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
-        what, got = "a name in the LayoutMap cannot be written as UTF-8", ascii(error.object[error.start])
-        raise LayoutError(what, file=file, got=got) from error
+        raise LayoutError(
+            "a name in the LayoutMap cannot be written as UTF-8", file=file, got=ascii(error.object[error.start])
+        ) from error
     try:
         write_whole(content, file)  # an incomplete layout file would be read as one with fewer rules
     except OSError as error:
@@ -651,8 +656,9 @@ def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
             raise LayoutError(f"{companion} {problem}", got=f"{given} dims", want=f"{num_dims} dims")
         return companion.blocks
     if companion.dim >= num_dims:
-        got, want = str(companion.dim), f"0 to {num_dims - 1}"
-        raise LayoutError(f"{companion} packs a dim that the tensor lacks", got=got, want=want)
+        raise LayoutError(
+            f"{companion} packs a dim that the tensor lacks", got=str(companion.dim), want=f"0 to {num_dims - 1}"
+        )
     return tuple(companion.factor if i == companion.dim else 1 for i in range(num_dims))
 
 
@@ -727,8 +733,12 @@ def divide_nest(nest: Nest, global_size: int, block: int, at: PlacedDim) -> Nest
             companion, layout, i = at
             what = f"{companion}: dim {i}, {render_dim(layout.dims[i])}: {number} is not a multiple of {block}, so "
             what += "ranks would share a block"
-            got, next_step = f"{number}, {name} of a rank's part", f'cut at multiples only, as "/=axis%{block}" does'
-            raise LayoutError(what, got=got, want=f"a multiple of {block}", next_step=next_step)
+            raise LayoutError(
+                what,
+                got=f"{number}, {name} of a rank's part",
+                want=f"a multiple of {block}",
+                next_step=f'cut at multiples only, as "/=axis%{block}" does',
+            )
     inner = (last_run // block, 1, 1)
     return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))
 

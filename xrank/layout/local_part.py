@@ -162,10 +162,12 @@ def global_size(node: Node, sizes: Mapping[str, int]) -> int:
 
 def unknown_size_error(of: str, name: str, *, has_shape: bool = True) -> LayoutError:
     """Return the error that a name's size is unknown, and does not follow from a shape if there is one."""
-    what, want = f"the size {name!r} of {of} is not known", f"the number that {name!r} stands for"
-    got = f"no size {name!r}" + (f", and no dim that leaves {name!r} alone to be found" if has_shape else "")
-    next_step = f"give it in sizes={{{name!r}: ...}}, or in the [sizes] table of a layout file"
-    return LayoutError(what, got=got, want=want, next_step=next_step)
+    return LayoutError(
+        f"the size {name!r} of {of} is not known",
+        got=f"no size {name!r}" + (f", and no dim that leaves {name!r} alone to be found" if has_shape else ""),
+        want=f"the number that {name!r} stands for",
+        next_step=f"give it in sizes={{{name!r}: ...}}, or in the [sizes] table of a layout file",
+    )
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -198,8 +198,11 @@ class DeviceMesh:
     def check_place(self, axis: str, place: int, length: int) -> None:
         """Refuse a place that an axis of the mesh or of its view, which is that long, does not have."""
         if not 0 <= place < length:
-            what, want = f"the mesh {self.grid!r} has no place {place} along {axis!r}", f"0 to {length - 1}"
-            raise LayoutError(what, got=f"{axis}={place}", want=want)
+            raise LayoutError(
+                f"the mesh {self.grid!r} has no place {place} along {axis!r}",
+                got=f"{axis}={place}",
+                want=f"0 to {length - 1}",
+            )
 
     def check_axes(self, axes: Iterable[str]) -> None:
         """Refuse names that are not axes of the mesh, or that occur twice."""
@@ -221,8 +224,11 @@ def _check_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tuple[
     try:
         lengths, names = tuple(shape), tuple(axis_names)
     except TypeError:
-        got, want = f"shape={shape!r}, axis_names={axis_names!r}", "shape=(2, 4), axis_names=('batch', 'model')"
-        raise LayoutError("Shape and axis_names are not sequences", got=got, want=want) from None
+        raise LayoutError(
+            "Shape and axis_names are not sequences",
+            got=f"shape={shape!r}, axis_names={axis_names!r}",
+            want="shape=(2, 4), axis_names=('batch', 'model')",
+        ) from None
 
     def refusal(problem: str, got: str | None = None, want: str | None = None) -> LayoutError:
         return LayoutError(f"{problem}. Received: shape={lengths}, axis_names={names}", got=got, want=want)

@@ -47,8 +47,11 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
         raise LayoutError(f"the layout {text} is cut twice by {twice!r}", got=text, want="each axis once")
     twice = _find_repeated([*others, *cutting])
     if twice is not None:
-        what, want = f"the axis {twice!r} has two roles in the layout {text}", 'each axis in a cut, "where" or "sum"'
-        raise LayoutError(what, got=text, want=want)
+        raise LayoutError(
+            f"the axis {twice!r} has two roles in the layout {text}",
+            got=text,
+            want='each axis in a cut, "where" or "sum"',
+        )
     sizes = {name for dim in dims for name in size_names_of(dim)}
     both = sorted(sizes & {*cutting, *others, *(lengths or ())})
     if both:
@@ -120,9 +123,12 @@ class TensorLayout:
         entries = tuple(axes)
         for entry in entries:
             if entry is not None and not is_name(entry):
-                what, want = f"Invalid axis names for Layout. Got {entries!r}", f"per dim None or one axis: {NAME_RULE}"
-                next_step = "use TensorLayout.parse for a layout's text, such as a dim cut by several axes"
-                raise LayoutError(what, got=repr(entry), want=want, next_step=next_step)
+                raise LayoutError(
+                    f"Invalid axis names for Layout. Got {entries!r}",
+                    got=repr(entry),
+                    want=f"per dim None or one axis: {NAME_RULE}",
+                    next_step="use TensorLayout.parse for a layout's text, such as a dim cut by several axes",
+                )
         taken = [entry for entry in entries if entry is not None]
         names = free_size_names(len(entries), (*taken, *(device_mesh.axis_names if device_mesh else ())))
         dims = tuple(

@@ -187,8 +187,12 @@ def name_table(
         total *= global_size(dim, bound)
         # Before compiling: the table has an entry for each index, and a mistyped size could fill the memory.
         if total > MAX_NAMES:
-            what, next_step = f"the name {name} stands for too many tensors", f"correct the sizes of the dims in {name}"
-            raise LayoutError(what, got=f"{total:,} or more", want=f"at most {MAX_NAMES:,}", next_step=next_step)
+            raise LayoutError(
+                f"the name {name} stands for too many tensors",
+                got=f"{total:,} or more",
+                want=f"at most {MAX_NAMES:,}",
+                next_step=f"correct the sizes of the dims in {name}",
+            )
         axes = axes_of(dim)
         own = tuple(place for place in places if place[0] in axes)
         parts.append(compile_dim(dim, tuple((size, bound[size]) for size in names), own))

@@ -73,9 +73,14 @@ def check_state_owner(path: str, rank: int, *, may_be_link: bool = False) -> Non
     is_foreign = _is_shared(folder) and status.st_uid not in (user_id(), folder.st_uid)
     is_right = stat.S_ISREG(status.st_mode) or (may_be_link and stat.S_ISLNK(status.st_mode))
     if is_foreign or not is_right:
-        got, want = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}", f"a file of user {user_id()}, or nothing"
-        what = f"{path}: is not a state that rank {rank} of this user has written"
-        raise UsageError(what, rank=rank, file=path, got=got, want=want, next_step=_OWN_PATH)
+        raise UsageError(
+            f"{path}: is not a state that rank {rank} of this user has written",
+            rank=rank,
+            file=path,
+            got=f"{stat.filemode(status.st_mode)}, owner {status.st_uid}",
+            want=f"a file of user {user_id()}, or nothing",
+            next_step=_OWN_PATH,
+        )
 
 
 def check_one_owner(directory: str, names: Iterable[str]) -> None:

@@ -97,8 +97,11 @@ def read_attributes(value: object, where: str) -> tuple[dict[str, Any], list[str
     stored.pop("__orig_class__", None)
     for name in stored:
         if not _is_free_name(name):
-            what, want = f"{where} has the attribute {name!r}", "text without leading and trailing double underscores"
-            raise UsageError(what, want=want, next_step="send its value beside this one, under another name")
+            raise UsageError(
+                f"{where} has the attribute {name!r}",
+                want="text without leading and trailing double underscores",
+                next_step="send its value beside this one, under another name",
+            )
     for name, slot in _slots(kind).items():
         # Not getattr: a slot may be hidden by a property, and an unset one would call __getattr__.
         with suppress(AttributeError):
@@ -359,9 +362,11 @@ class _Packer:
         """Return the tree of an OrderedDict, Counter or defaultdict, given the tree of its items."""
         factory = getattr(value, "default_factory", None)
         if factory is not None and factory not in _FACTORIES.values():
-            what, got = f"{where} is a defaultdict whose default_factory cannot be sent", repr(factory)[:100]
             raise UsageError(
-                what, got=got, want=", ".join(_FACTORIES), next_step="convert it by dict(...), or give it one of these"
+                f"{where} is a defaultdict whose default_factory cannot be sent",
+                got=repr(factory)[:100],
+                want=", ".join(_FACTORIES),
+                next_step="convert it by dict(...), or give it one of these",
             )
         # A module's state dict has an attribute of its own, _metadata.
         attributes = self._pack_attributes(getattr(value, "__dict__", {}), where)

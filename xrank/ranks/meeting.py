@@ -260,8 +260,12 @@ class Meeting:
     def make_silence_error(self) -> RankTimeoutError:
         """Return the error that the first rank does not answer."""
         first = self.ranks[0]
-        what, next_step = f"rank {first} did not answer at {CALL}", f"look at rank {first}'s own error first"
-        return RankTimeoutError(what, rank=first, waiting_for=(first,), next_step=next_step)
+        return RankTimeoutError(
+            f"rank {first} did not answer at {CALL}",
+            rank=first,
+            waiting_for=(first,),
+            next_step=f"look at rank {first}'s own error first",
+        )
 
     def make_timeout_error(self, absent: Sequence[int]) -> RankTimeoutError:
         """Return the error that names the ranks that did not come."""

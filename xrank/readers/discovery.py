@@ -272,8 +272,13 @@ def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatE
         files or any(places.is_link(os.path.join(folder, name)) for name in folders)
         for folder, folders, files in places.walk(path)
     ):
-        problem, step = f"{path} contains no file", "check the path"
-        return UnknownFormatError(problem, file=path, got="an empty folder", want="a checkpoint", next_step=step)
+        return UnknownFormatError(
+            f"{path} contains no file",
+            file=path,
+            got="an empty folder",
+            want="a checkpoint",
+            next_step="check the path",
+        )
     entries = [path]
     for folder in (path, *folders_below):
         with suppress(NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed

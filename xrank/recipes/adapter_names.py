@@ -441,9 +441,14 @@ def parse_adapter_config(
         if bool(tensors) == bool(config.values.get(key)) or not names.pairs:
             continue
         if is_completed and key == "trainable_token_indices":
-            problem = f"{path}: says not which tokens' rows {tensors[0]} replaces"
-            got, want = f"no {key}", f"the {key} of the training"
-            raise UsageError(problem, tensor=tensors[0], file=path, got=got, want=want, next_step=_WHOLE)
+            raise UsageError(
+                f"{path}: says not which tokens' rows {tensors[0]} replaces",
+                tensor=tensors[0],
+                file=path,
+                got=f"no {key}",
+                want=f"the {key} of the training",
+                next_step=_WHOLE,
+            )
         tensor = tensors[0] if tensors else names.pairs[0].a
         want = f"{'a value' if tensors else 'none'}, as there are {len(tensors)} tensors {kind}"
         problem = f"{path} and the adapter's tensors disagree about {key}"

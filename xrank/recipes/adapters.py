@@ -163,9 +163,13 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
         raise UsageError(f"{name}: {problem}", tensor=name, got=got, want="a float weight", next_step=step)
     for half in (shards[pair.a], shards[pair.b]):
         if len(half.shape) != 2 or len(weight.shape) != 2 or not dtypes.dtype(half.dtype).is_float:
-            got, want = f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}", "float matrices"
-            problem = f"{half.name}: an adapter of this kind is not merged"
-            raise UsageError(problem, tensor=half.name, got=got, want=want, next_step=_MERGE_WITH_PEFT)
+            raise UsageError(
+                f"{half.name}: an adapter of this kind is not merged",
+                tensor=half.name,
+                got=f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}",
+                want="float matrices",
+                next_step=_MERGE_WITH_PEFT,
+            )
     return weight
 
 

@@ -592,10 +592,14 @@ def prove_config(
     # Fewer layers are what a lost stage of a pipeline leaves, too. Then another config.json would hide the loss.
     are_few = place.text.startswith("layers under") and length < min(claim.numbers)
     stages = "bring the files of the other layers, such as another pipeline stage's, or take an earlier checkpoint"
-    got, want = f"{length} {place.text}", f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}"
-    step = f"{stages}; if the model has {length}, {_advise(found, base)}" if are_few else _advise(found, base)
-    problem = f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}"
-    raise ContradictionError(problem, tensor=place.tensor, file=found.config_path, got=got, want=want, next_step=step)
+    raise ContradictionError(
+        f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}",
+        tensor=place.tensor,
+        file=found.config_path,
+        got=f"{length} {place.text}",
+        want=f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}",
+        next_step=f"{stages}; if the model has {length}, {_advise(found, base)}" if are_few else _advise(found, base),
+    )
 
 
 def _judge_holes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None, found: FoundSource) -> _Notes:

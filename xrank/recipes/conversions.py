@@ -671,9 +671,13 @@ def _convert_group(
         at = next((i for i, (a, b) in enumerate(zip(pieces[0], pieces[-1], strict=True)) if a != b), 0)
         numbers = [each[at] for each in pieces]
         if numbers != [str(index) for index in range(len(names))]:  # transformers would close the gap
-            got = f"{len(names)} tensors with the numbers {numbers[0]} to {numbers[-1]}"
-            problem, step = f"{names[-1]}: of such tensors some are missing", "check that the checkpoint is whole"
-            raise LayoutError(problem, tensor=names[-1], got=got, want="each number once, from 0", next_step=step)
+            raise LayoutError(
+                f"{names[-1]}: of such tensors some are missing",
+                tensor=names[-1],
+                got=f"{len(names)} tensors with the numbers {numbers[0]} to {numbers[-1]}",
+                want="each number once, from 0",
+                next_step="check that the checkpoint is whole",
+            )
     shapes = tuple((p, tuple(shards[name].shape for name in names)) for p, names in group.inputs.items())
     # As transformers finds the module's tensors (core_model_loading.py: Split, Transpose).
     wanted = {to: module_shapes.get(group.name.replace(side.targets[0], to)) for to in side.targets}

@@ -152,9 +152,14 @@ def select(
     for shard in source.shards:
         name = shard.name
         if _UNPRINTABLE.search(name) or (".." in name and ".." in re.split(r"[/\\]", name)):
-            got, step = "control characters or a way up to another folder", "find out who wrote this state"
-            problem, want = f"a tensor's name is not one: {name!r}", "printable text"
-            raise UnsafeError(problem, tensor=name, file=source.path, got=got, want=want, next_step=step)
+            raise UnsafeError(
+                f"a tensor's name is not one: {name!r}",
+                tensor=name,
+                file=source.path,
+                got="control characters or a way up to another folder",
+                want="printable text",
+                next_step="find out who wrote this state",
+            )
     held = [shard.name for shard in source.shards]
     names = list(dict.fromkeys([*held, *source.absent, *(base.tensors if base else ())]))
     for option_name in ("include", "exclude", "keep_fp32"):
@@ -167,10 +172,15 @@ def select(
     left_out = {name for name in names if options.leaves_out(name)}
     missing = [name for name in source.absent if name not in left_out]
     if missing:
-        step = either("let the ranks write it", "correct the name's dims", f"leave it out with {option('exclude')}")
-        got, problem = f"nothing of {list_text(missing, 4)}", f"{missing[0]}: no rank holds it, and the source names it"
         raise IncompleteError(
-            problem, tensor=missing[0], file=source.path, got=got, want="a part on some rank", next_step=step
+            f"{missing[0]}: no rank holds it, and the source names it",
+            tensor=missing[0],
+            file=source.path,
+            got=f"nothing of {list_text(missing, 4)}",
+            want="a part on some rank",
+            next_step=either(
+                "let the ranks write it", "correct the name's dims", f"leave it out with {option('exclude')}"
+            ),
         )
     kept = [shard for shard in source.shards if shard.name not in left_out]
     excluded = [name for name in names if name in left_out]
@@ -594,10 +604,12 @@ def _plan_output(
     max_nbytes, outputs, transforms = options.max_shard_nbytes, selection.outputs, None
     if adapted is not None:
         if transform is not None:
-            problem = "a transform of a model with an adapter is not possible"
-            step = "give what module.merge_and_unload() returns, or leave transform= out"
-            got, want = "transform=, and tensors of an adapter", "a model without an adapter, or no transform"
-            raise UsageError(problem, got=got, want=want, next_step=step)
+            raise UsageError(
+                "a transform of a model with an adapter is not possible",
+                got="transform=, and tensors of an adapter",
+                want="a model without an adapter, or no transform",
+                next_step="give what module.merge_and_unload() returns, or leave transform= out",
+            )
         check_ties(adapted.updates or (), adapted.trained, selection.tied)
         # The adapter is merged into the model's files, or has a file of its own.
         own_outputs = [output for output in outputs if output.name in adapted.own]

@@ -148,8 +148,11 @@ def _json(what: str, make: Callable[[], str]) -> str:
     try:
         return make()
     except (TypeError, ValueError, RecursionError) as error:
-        got, step = str(error)[:200], "leave only objects, lists, texts, numbers, true, false and null in it"
-        raise UsageError(f"{what} cannot be written as JSON", got=got, next_step=step) from error
+        raise UsageError(
+            f"{what} cannot be written as JSON",
+            got=str(error)[:200],
+            next_step="leave only objects, lists, texts, numbers, true, false and null in it",
+        ) from error
 
 
 def _find_model(module: Any) -> Any:

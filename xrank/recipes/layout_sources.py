@@ -166,9 +166,12 @@ def _file_layout(
         return TensorLayout.from_tree(tree)
     if len(set(shard.rank.tolist())) < 2:
         return TensorLayout.parse("[" + ", ".join(free_size_names(len(shard.shape), mesh.axis_names)) + "]")
-    problem = f"{shard.name}: its ranks recorded no layout that a file can say"
-    got, step = f"{len(set(shard.rank.tolist()))} parts", "write the layout file by hand"
-    raise LayoutError(problem, tensor=shard.name, got=got, next_step=step)
+    raise LayoutError(
+        f"{shard.name}: its ranks recorded no layout that a file can say",
+        tensor=shard.name,
+        got=f"{len(set(shard.rank.tolist()))} parts",
+        next_step="write the layout file by hand",
+    )
 
 
 def _rules(texts: Mapping[str, TensorLayout | Companion]) -> dict[str, TensorLayout | Companion]:
@@ -250,8 +253,11 @@ def filter_tensors(found: Survey, pattern: str | None) -> Survey:
     try:
         expression = compile_pattern(pattern)
     except ValueError as error:
-        problem, step = f"{option('tensor')} must be a regular expression: {error}", "escape what is meant as it stands"
-        raise UsageError(problem, got=repr(pattern), next_step=step) from None
+        raise UsageError(
+            f"{option('tensor')} must be a regular expression: {error}",
+            got=repr(pattern),
+            next_step="escape what is meant as it stands",
+        ) from None
     tensors = tuple(one for one in found.tensors if expression.fullmatch(one.name))
     if not tensors:
         first = f"name one, such as {found.tensors[0].name!r}" if found.tensors else f"leave {option('tensor')} out"

@@ -71,10 +71,13 @@ def copy_part(
     available = available_memory_nbytes() if room_nbytes is None else None
     if room_nbytes is not None and nbytes > room_nbytes:
         room = max(room_nbytes, 0)
-        problem = f"{takes}, and {option('max_memory')} leaves {size_text(room)} beside the buffers"
-        got, want = f"{nbytes:,} bytes of tensors on rank {rank}", f"at most {room:,} bytes"
-        step = f"give a larger {option('max_memory')}, or leave {without} out, which copies nothing"
-        raise UsageError(problem, rank=rank, got=got, want=want, next_step=step)
+        raise UsageError(
+            f"{takes}, and {option('max_memory')} leaves {size_text(room)} beside the buffers",
+            rank=rank,
+            got=f"{nbytes:,} bytes of tensors on rank {rank}",
+            want=f"at most {room:,} bytes",
+            next_step=f"give a larger {option('max_memory')}, or leave {without} out, which copies nothing",
+        )
     if available is not None and nbytes > available // num_here:
         problem = f"{takes}, and the host has {size_text(available)} of memory left for {num_here} rank(s)"
         step = f"leave {without} out, which copies nothing; {option('max_memory')} lifts this check"

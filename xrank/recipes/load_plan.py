@@ -159,9 +159,13 @@ class _Fitting(Struct, frozen=True):
         ours, theirs = dtypes.dtype(wanted.dtype), dtypes.dtype(shard.dtype)
         got = f"{wanted.dtype} in the module"
         if wanted.dtype != shard.dtype and not (ours.is_float and theirs.is_float):
-            problem = f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}"
-            want, step = f"{shard.dtype}, or a float type on both sides", "make the module with the source's types"
-            raise UsageError(problem, tensor=wanted.name, got=got, want=want, next_step=step)
+            raise UsageError(
+                f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}",
+                tensor=wanted.name,
+                got=got,
+                want=f"{shard.dtype}, or a float type on both sides",
+                next_step="make the module with the source's types",
+            )
         if wanted.name in self.scales and ours.nbytes < theirs.nbytes:
             problem = f"{wanted.name}: as {wanted.dtype}, this scale of a quantized tensor would give other weights"
             step = "make the module's scales in this type (tensor.float()); a cast of the whole module rounds them, too"
@@ -212,10 +216,14 @@ class _Fitting(Struct, frozen=True):
             base = base_of_shape(claim.companion, self.layouts, wanted.name, shape, self.shapes)
         new = new_parts(wanted.name, claim, shape, base).get(self.rank)
         if new is None:
-            problem = f"{wanted.name}: rank {self.rank} has a part, and its layout says that it has none"
-            got, want = f"a part of shape {list(wanted.shape)}", f"none, by {claim} on {claim.mesh.grid}"
-            step = "correct the layouts"
-            raise LayoutError(problem, tensor=wanted.name, rank=self.rank, got=got, want=want, next_step=step)
+            raise LayoutError(
+                f"{wanted.name}: rank {self.rank} has a part, and its layout says that it has none",
+                tensor=wanted.name,
+                rank=self.rank,
+                got=f"a part of shape {list(wanted.shape)}",
+                want=f"none, by {claim} on {claim.mesh.grid}",
+                next_step="correct the layouts",
+            )
         return new
 
 

@@ -209,15 +209,18 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
     found = {output.name: output for output in outputs}
     missing = [name for name in base.tensors if name not in found and name not in excluded and name not in tied]
     if missing:
-        step = either(
-            "name the right base model",
-            "give a source that has it too",
-            f"leave it out by name with {option('exclude')} if the model works without it, as without a draft head",
-            needs("model_or_state_dict", f"leave {option('base_model')} out"),
+        raise ContradictionError(
+            f"{missing[0]} is in the base model but not in the source{likewise_text(missing[1:])}",
+            tensor=missing[0],
+            got=f"{len(found)} tensors",
+            want=f"the {len(base.tensors)} tensors of {base.path}",
+            next_step=either(
+                "name the right base model",
+                "give a source that has it too",
+                f"leave it out by name with {option('exclude')} if the model works without it, as without a draft head",
+                needs("model_or_state_dict", f"leave {option('base_model')} out"),
+            ),
         )
-        got, want = f"{len(found)} tensors", f"the {len(base.tensors)} tensors of {base.path}"
-        problem = f"{missing[0]} is in the base model but not in the source{likewise_text(missing[1:])}"
-        raise ContradictionError(problem, tensor=missing[0], got=got, want=want, next_step=step)
     surplus = [name for name in found if name not in base.tensors]
     if surplus:
         step = either(
@@ -226,16 +229,23 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
             needs("model_or_state_dict", "leave the tensor out of what is given"),
         )
         first = found[surplus[0]]
-        got, want = f"{first.dtype} {list(first.shape)}", f"only the {len(base.tensors)} names of {base.path}"
-        problem = f"{surplus[0]} is not in the base model{likewise_text(surplus[1:])}"
-        raise ContradictionError(problem, tensor=surplus[0], got=got, want=want, next_step=step)
+        raise ContradictionError(
+            f"{surplus[0]} is not in the base model{likewise_text(surplus[1:])}",
+            tensor=surplus[0],
+            got=f"{first.dtype} {list(first.shape)}",
+            want=f"only the {len(base.tensors)} names of {base.path}",
+            next_step=step,
+        )
     for name, output in found.items():
         shape = base.tensors[name][1]
         if output.shape != shape:
-            got, want = str(list(output.shape)), f"{list(shape)}, as in {base.path}"
-            step = "name the right base model, or correct the layout"
-            problem = f"{name} has another shape than in the base model"
-            raise ContradictionError(problem, tensor=name, got=got, want=want, next_step=step)
+            raise ContradictionError(
+                f"{name} has another shape than in the base model",
+                tensor=name,
+                got=str(list(output.shape)),
+                want=f"{list(shape)}, as in {base.path}",
+                next_step="name the right base model, or correct the layout",
+            )
     return "names and shapes"
 
 

@@ -120,9 +120,12 @@ class GatherOptions:
                     raise _wrong(name, pattern, "a regular expression", want, step=step) from None
         if self.keep_fp32 and self.dtype == "keep":
             keep, dtype = option("keep_fp32"), option("dtype")
-            step = f"choose with {dtype} what others are cast to: base, bf16, fp16 or fp32; or leave {keep} out"
-            problem, got = f"{keep} was given, but nothing is cast", option("keep_fp32", self.keep_fp32[0])
-            raise UsageError(problem, got=got, want=f"{dtype} with it", next_step=step)
+            raise UsageError(
+                f"{keep} was given, but nothing is cast",
+                got=option("keep_fp32", self.keep_fp32[0]),
+                want=f"{dtype} with it",
+                next_step=f"choose with {dtype} what others are cast to: base, bf16, fp16 or fp32; or leave {keep} out",
+            )
         if self.sign is not None:  # a key that cannot sign is refused now, not after the weights are written
             from xrank.formats.signature import read_signing_key
 

@@ -329,9 +329,12 @@ def _check_blocks(found: Match, sizes: Mapping[str, int], groups: Mapping[str, s
         count = sizes.get(str(layers[0].value), 0) if layers and isinstance(layers[0], Size) else 0
         bare = next((layer for layer in range(count) if (layer,) not in blocks), None)
         if bare is not None:
-            got, want = f"layers with one of them: {len(blocks)} of {count}", _describe_whole(found)
-            problem = f"layer {bare}: no file holds any of {' or '.join(rivals)}"
-            raise IncompleteError(problem, got=got, want=want, next_step=BRING_FILES)
+            raise IncompleteError(
+                f"layer {bare}: no file holds any of {' or '.join(rivals)}",
+                got=f"layers with one of them: {len(blocks)} of {count}",
+                want=_describe_whole(found),
+                next_step=BRING_FILES,
+            )
 
 
 def _check_covered(
@@ -420,9 +423,12 @@ def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any]
     sides = list(found.find_sides())
     for side, name in sides:
         if len(shapes[name]) != len(side.dims):
-            problem, got = f"{name} does not fit {side}", f"shape {list(shapes[name])}"
             raise ContradictionError(
-                problem, tensor=name, got=got, want=f"{len(side.dims)} dims", next_step=CHECK_CONFIG
+                f"{name} does not fit {side}",
+                tensor=name,
+                got=f"shape {list(shapes[name])}",
+                want=f"{len(side.dims)} dims",
+                next_step=CHECK_CONFIG,
             )
     solved = solve_lengths(_lengths(found, sides, shapes, given), given)
     if isinstance(solved, Conflict):
@@ -452,9 +458,13 @@ def _lengths(
 def _refusal(conflict: Conflict) -> XrankError:
     at, others = conflict.at, conflict.others
     if conflict.is_quotient:
-        got, want = " and ".join(str(dim) for dim in (at, *others[:2])), f"whole sizes, not {conflict.want}"
-        problem = f"{at.tensor}: no sizes solved its shape with that of {others[0].tensor if others else 'others'}"
-        return IncompleteError(problem, tensor=at.tensor, got=got, want=want, next_step=BRING_FILES)
+        return IncompleteError(
+            f"{at.tensor}: no sizes solved its shape with that of {others[0].tensor if others else 'others'}",
+            tensor=at.tensor,
+            got=" and ".join(str(dim) for dim in (at, *others[:2])),
+            want=f"whole sizes, not {conflict.want}",
+            next_step=BRING_FILES,
+        )
     want = f"{conflict.want}" + (f", as by {' and '.join(map(str, others[:2]))}" if others else " by config.json")
     if at.length > conflict.want and not others:
         problem = f"{at.tensor} is longer than config.json allows"
@@ -499,5 +509,9 @@ def _check_given(
     # In reverse, ignored tensors keep their names and are written too.
     loose = next((name for name in found.ignored if shapes[name]), None) if found.is_reversed else None
     if loose is not None:
-        problem, got = f"{loose}: {found.recipe.name} has no shape for it", f"shape {list(shapes[loose])}"
-        raise LayoutError(problem, tensor=loose, got=got, want="a base model with it")
+        raise LayoutError(
+            f"{loose}: {found.recipe.name} has no shape for it",
+            tensor=loose,
+            got=f"shape {list(shapes[loose])}",
+            want="a base model with it",
+        )

@@ -88,9 +88,12 @@ class Quantization(Struct, frozen=True):
         if self.dtype not in ("fp8", "int8") or not (
             self.blocks in ("tensor", "channel") or (is_pair and all(isinstance(n, int) and n > 0 for n in self.blocks))
         ):
-            want, step = "'fp8' or 'int8', and 'tensor', 'channel' or (rows, columns)", "give one of these"
-            problem = f"there is no quantization to {self.dtype!r} by {self.blocks!r}"
-            raise UsageError(problem, got=f"{self.dtype!r}, {self.blocks!r}", want=want, next_step=step)
+            raise UsageError(
+                f"there is no quantization to {self.dtype!r} by {self.blocks!r}",
+                got=f"{self.dtype!r}, {self.blocks!r}",
+                want="'fp8' or 'int8', and 'tensor', 'channel' or (rows, columns)",
+                next_step="give one of these",
+            )
 
     @property
     def code_dtype(self) -> str:
@@ -283,15 +286,13 @@ def check_quantization(
             text = f"{plural(len(scaled), 'tensor')} with scales, such as {scaled[0]}, and config.json has no "
             text += "quantization_config: the program that loads the model has to know of it"
             return (("quantization-not-declared", text),)
-        got, step = f"{plural(len(scaled), 'tensor')} with scales", _edit_config(found, "with its quantization_config")
-        problem = f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read codes"
         raise ContradictionError(
-            problem,
+            f"{scaled[0]} is quantized, and config.json has no quantization_config: transformers would read codes",
             tensor=scaled[0],
             file=found.config_path,
-            got=got,
+            got=f"{plural(len(scaled), 'tensor')} with scales",
             want="a config.json that declares it",
-            next_step=step,
+            next_step=_edit_config(found, "with its quantization_config"),
         )
     if bare and declared.method in _METHODS and any(len(each.shape) > 1 for each in payloads if each.name in bare):
         told = "save what the modules' state_dict() returns, which includes quant_state; or "

@@ -103,8 +103,11 @@ def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
     for dim in side.all_dims:
         for name in size_names_of(dim):
             if name not in sizes:
-                got, want = f"sizes {sorted(sizes)[:16]}", f"the number that {name!r} stands for"
-                raise LayoutError(f"the size {name!r} of {side} is not known", got=got, want=want)
+                raise LayoutError(
+                    f"the size {name!r} of {side} is not known",
+                    got=f"sizes {sorted(sizes)[:16]}",
+                    want=f"the number that {name!r} stands for",
+                )
     shape = tuple(global_size(dim, sizes) for dim in side.all_dims)
     if 0 in shape:
         raise LayoutError(f"{side} has no element", got=f"shape {shape}", want="sizes of 1 or more")
@@ -256,8 +259,11 @@ def pair(
         # The whole of the target, or its part of the same name.
         end = ends.get("", ends.get(branch.key))
         if end is None:
-            problem, want = f"the target {target} has no part {branch.key!r}", f"a part {branch.key!r}, or none at all"
-            raise LayoutError(problem, got=f"parts {list(ends)}", want=want)
+            raise LayoutError(
+                f"the target {target} has no part {branch.key!r}",
+                got=f"parts {list(ends)}",
+                want=f"a part {branch.key!r}, or none at all",
+            )
         if whole.all_dims == target.all_dims:  # equal sides pair by place: names are not needed
             loops = tuple((a.count, a.stride, b.stride) for a, b in zip(branch.loops, end.loops, strict=True))
         else:

@@ -135,10 +135,14 @@ def check_whole(
     for (number, _), names in matched.used.items():
         flag = matched.recipe.rules[number].when
         if flag is not None and flags.get(flag) is False:
-            want = f"none, because {flag} is false in config.json or the trainer's args"
-            problem = f"{names[0]} belongs to models with {flag}, and this model is not one"
-            got, step = f"{len(names)} such tensors", _CHECK_CONFIG
-            raise ContradictionError(problem, tensor=names[0], file=path, got=got, want=want, next_step=step)
+            raise ContradictionError(
+                f"{names[0]} belongs to models with {flag}, and this model is not one",
+                tensor=names[0],
+                file=path,
+                got=f"{len(names)} such tensors",
+                want=f"none, because {flag} is false in config.json or the trainer's args",
+                next_step=_CHECK_CONFIG,
+            )
     used = [matched.recipe.rules[number] for number, _ in matched.used]
     # No flag of a used rule is false here (refused above), so the known flags cannot undo one that tensors raised.
     begun = {id(rule) for rule in used}
@@ -186,10 +190,14 @@ def _find_groups(
         rivals = [(rival, one) for rival in layers if rival.rpartition(".")[0] == kind for one in layers[rival]]
         for rival, choice in rivals:
             if number is not None and (number in choice) != (rival == group):
-                problem = f"{name} is of the group {group}, which layer {number} lacks by {choice.origin}"
-                got, want = f"{group} in layer {number}", f"{rival} in the {choice.text}"
-                step = f"{_CHECK_CONFIG}, and that all files are of one model"
-                raise ContradictionError(problem, tensor=name, file=path, got=got, want=want, next_step=step)
+                raise ContradictionError(
+                    f"{name} is of the group {group}, which layer {number} lacks by {choice.origin}",
+                    tensor=name,
+                    file=path,
+                    got=f"{group} in layer {number}",
+                    want=f"{rival} in the {choice.text}",
+                    next_step=f"{_CHECK_CONFIG}, and that all files are of one model",
+                )
     return {at: group for at, (group, _) in found.items()}
 
 
@@ -312,9 +320,13 @@ def make_shard(name: str, shape: tuple[int, ...], parts: Iterable[tuple[StoredSh
     whole, *others = made
     for other in others:
         if (other.dtype, other.factor, other.added) != (whole.dtype, whole.factor, whole.added):
-            problem = f"{name}: the tensors that it is made of differ in type"
-            got, want, step = other.dtype, whole.dtype, "cast them in the trainer before they are saved"
-            raise ContradictionError(problem, tensor=name, got=got, want=want, next_step=step)
+            raise ContradictionError(
+                f"{name}: the tensors that it is made of differ in type",
+                tensor=name,
+                got=other.dtype,
+                want=whole.dtype,
+                next_step="cast them in the trainer before they are saved",
+            )
     if not others:
         return whole
     rank, record = (np.concatenate([getattr(part, key) for part in made]) for key in ("rank", "record"))

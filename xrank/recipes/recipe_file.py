@@ -278,9 +278,12 @@ def read_text(path: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        got = f"the byte {content[error.start]:#04x}"
-        problem, step = f"the recipe {path}, line {line} is not UTF-8", "save the recipe as UTF-8"
-        raise LayoutError(problem, file=path, got=got, next_step=step) from error
+        raise LayoutError(
+            f"the recipe {path}, line {line} is not UTF-8",
+            file=path,
+            got=f"the byte {content[error.start]:#04x}",
+            next_step="save the recipe as UTF-8",
+        ) from error
 
 
 def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:

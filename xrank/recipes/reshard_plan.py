@@ -52,9 +52,13 @@ def new_claim(name: str, claims: Claims) -> Claim | None:
     claim = claims.find_in_file(name)
     flat = None if claim is None else flat_of(claim.layout)
     if flat is not None and (flat.multiple is not None or [member.name for member in flat.members] != [name]):
-        problem = f"{name}: the new layout is a flat buffer, which is written only if it holds this tensor alone"
-        want, step = f"the layout of one tensor, or flat({name} [...])", "give the members layouts of their own"
-        raise LayoutError(problem, tensor=name, got=str(claim), want=want, next_step=step)
+        raise LayoutError(
+            f"{name}: the new layout is a flat buffer, which is written only if it holds this tensor alone",
+            tensor=name,
+            got=str(claim),
+            want=f"the layout of one tensor, or flat({name} [...])",
+            next_step="give the members layouts of their own",
+        )
     return claim
 
 

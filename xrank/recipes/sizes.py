@@ -62,10 +62,13 @@ def check_counts(recipe: Recipe, sizes: Mapping[str, int]) -> None:
     for name in {side.name for rule in recipe.rules for side in (*rule.sources, *rule.targets.values())}:
         count = prod(sizes.get(size, 1) for dim in name.dims for size in names_of_dim(dim))
         if count > MAX_NAMES:
-            problem = f"{name} would stand for more tensors than any model has"
-            got, want = clip(str(count), 40), f"at most {MAX_NAMES:,}"
-            step = "check the numbers of layers and experts in config.json, the trainer's args and the names"
-            raise ContradictionError(problem, tensor=str(name), got=got, want=want, next_step=step)
+            raise ContradictionError(
+                f"{name} would stand for more tensors than any model has",
+                tensor=str(name),
+                got=clip(str(count), 40),
+                want=f"at most {MAX_NAMES:,}",
+                next_step="check the numbers of layers and experts in config.json, the trainer's args and the names",
+            )
 
 
 def disagreement(key: str, got: object, origin: str, want: object, other: str, folder: str) -> ContradictionError:
@@ -301,9 +304,14 @@ def _spread_layers(found: Match, config: Mapping[str, Any] | None, args: Mapping
     told, origin = collect_sizes(recipe, config, args).get(dim, (count, ""))
     if told < count:
         last = max(indices, key=lambda name: indices[name])
-        problem, want = f"{last} belongs to a layer beyond the {told} of {origin}", f"{told} layers, as in {origin}"
-        step = "check that config.json is this model's"
-        raise ContradictionError(problem, tensor=last, file=path, got=f"{count} layers", want=want, next_step=step)
+        raise ContradictionError(
+            f"{last} belongs to a layer beyond the {told} of {origin}",
+            tensor=last,
+            file=path,
+            got=f"{count} layers",
+            want=f"{told} layers, as in {origin}",
+            next_step="check that config.json is this model's",
+        )
     spread, numbers = _spread(recipe, told)
     used: dict[tuple[int, int], tuple[str, ...]] = {}
     for (number, form), names in found.used.items():

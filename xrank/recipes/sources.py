@@ -65,10 +65,14 @@ def check_roundings(model: StoredModel) -> StoredModel:
         rounded = replace(plain, shards=(shard,), aliases={}, absent=())
         if compute_digests(plain, outputs) != compute_digests(rounded, outputs):
             file = model.files[int(model.records.file[int(shard.record[0])])].path
-            problem = f"{file}: belongs to another save than the fp32 weights, or to another layer or expert"
-            got, want = f"other values of {shard.name}", f"the fp32 weights, rounded to {shard.dtype}"
-            step = "all files must come from one save of one run; copy them again from where they were saved"
-            raise ContradictionError(problem, tensor=shard.name, file=file, got=got, want=want, next_step=step)
+            raise ContradictionError(
+                f"{file}: belongs to another save than the fp32 weights, or to another layer or expert",
+                tensor=shard.name,
+                file=file,
+                got=f"other values of {shard.name}",
+                want=f"the fp32 weights, rounded to {shard.dtype}",
+                next_step="all files must come from one save of one run; copy them again from where they were saved",
+            )
     return plain
 
 
@@ -131,9 +135,13 @@ def _read(reader: Reader, place: str, hints: Hints, *, is_other: bool = False) -
         config = model.config if hints.config is None else hints.config
         model = remove_wrapper_names(model, make_finder(known, config, hints.is_left_out), known)
     if hints.part != model.part and not is_other:
-        problem = f"{option('part')} was given, but {place} contains one model that is not in parts"
-        want, step = "a checkpoint of several parts, such as model and ema", f"leave {option('part')} out"
-        raise UsageError(problem, file=place, got=option("part", hints.part), want=want, next_step=step)
+        raise UsageError(
+            f"{option('part')} was given, but {place} contains one model that is not in parts",
+            file=place,
+            got=option("part", hints.part),
+            want="a checkpoint of several parts, such as model and ema",
+            next_step=f"leave {option('part')} out",
+        )
     return model
 
 

@@ -214,9 +214,13 @@ def open_companion(path: str) -> Iterator[int]:
         system.close_read(fd)
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if not unchanged or nbytes != before.st_size:
-        got, want = f"{nbytes} bytes read", f"{before.st_size} bytes, unchanged"
-        what, next_step = f"{path}: changed while it was read", f"let nothing write to the source, then {AGAIN}"
-        raise ContradictionError(what, file=path, got=got, want=want, next_step=next_step)
+        raise ContradictionError(
+            f"{path}: changed while it was read",
+            file=path,
+            got=f"{nbytes} bytes read",
+            want=f"{before.st_size} bytes, unchanged",
+            next_step=f"let nothing write to the source, then {AGAIN}",
+        )
 
 
 def copy_file_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:

@@ -138,10 +138,13 @@ def open_descriptor(path: str) -> int:
     store, key = open_store(path)
     status = object_status(path)
     if status.nbytes > _MOST_COPIED_NBYTES:
-        got, want = f"{status.nbytes:,} bytes", f"at most {_MOST_COPIED_NBYTES:,} bytes"
-        next_step = "check the URL; or copy the folder to a disk, and give its path"
-        what = f"{path}: is too large for a file beside weights"
-        raise UsageError(what, file=path, got=got, want=want, next_step=next_step)
+        raise UsageError(
+            f"{path}: is too large for a file beside weights",
+            file=path,
+            got=f"{status.nbytes:,} bytes",
+            want=f"at most {_MOST_COPIED_NBYTES:,} bytes",
+            next_step="check the URL; or copy the folder to a disk, and give its path",
+        )
     with tempfile.TemporaryFile(buffering=0) as file:
         for start in range(0, status.nbytes, _COPY_NBYTES):
             system.write_all(file.fileno(), store.read(key, start, min(_COPY_NBYTES, status.nbytes - start), status))

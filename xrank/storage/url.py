@@ -56,8 +56,9 @@ def clean_path(path: str | os.PathLike[str]) -> str:
         path = text[len("file:") :]
         host, _, below = path[2:].partition("/") if path.startswith("//") else ("", "", path.lstrip("/"))
         if host not in ("", "localhost"):
-            what, next_step = f"{text} is on another machine", "give a path of this machine"
-            raise UsageError(what, file=text, got=host, next_step=next_step)
+            raise UsageError(
+                f"{text} is on another machine", file=text, got=host, next_step="give a path of this machine"
+            )
         return "/" + unquote(below)
     # A query may be a signature; names of objects may contain question marks.
     name, mark, query = rest.partition("?")

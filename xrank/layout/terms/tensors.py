@@ -414,8 +414,11 @@ def from_placements(
         '[d0/~tp, d1]'
     """
     if len(placements) != len(mesh.shape):
-        got, want = f"{len(placements)} placements {list(placements)}", f"{len(mesh.shape)}, for the mesh {mesh.grid!r}"
-        raise LayoutError("the placements are not one for each axis of the mesh", got=got, want=want)
+        raise LayoutError(
+            "the placements are not one for each axis of the mesh",
+            got=f"{len(placements)} placements {list(placements)}",
+            want=f"{len(mesh.shape)}, for the mesh {mesh.grid!r}",
+        )
     cuts: list[list[str]] = [[] for _ in range(ndim)]
     pieces: dict[int, int] = {}
     strided: set[int] = set()
