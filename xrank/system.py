@@ -173,7 +173,7 @@ _LIBRARY = c_library()
 
 
 def c_function(name: str) -> Any:
-    """Return a function of the C library, as ctypes calls it; None if there is none of this name."""
+    """Return a function of the C library, as ctypes calls it; None if the library has no such function."""
     return getattr(_LIBRARY, name, None)
 
 

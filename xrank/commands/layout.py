@@ -213,8 +213,8 @@ _ENGINES = {"vllm": "xrank.integrations.vllm_layout"}
 def record_engine_layout(engine: str, model: str, out: str, *, tp: int = 1, pp: int = 1, ep: bool = False) -> Report:
     """Write the layout file of an engine that would serve a model, and return the report.
 
-    Of the model's folder only config.json and the headers of weights are read. `tp` is the number of tensor parallel
-    ranks, `pp` of pipeline stages; with `ep`, tensor parallel ranks share the experts in place of cutting each.
+    This reads only config.json and the headers of the weights from the model's folder. `tp` is the number of tensor
+    parallel ranks, `pp` of pipeline stages; with `ep`, tensor parallel ranks share experts and cut none.
     """
     started = time.monotonic()
     if engine not in _ENGINES:

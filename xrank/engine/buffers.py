@@ -106,14 +106,20 @@ class FileSource:
                 try:
                     n = system.read_at(fd, into, offset)
                 except OSError as error:  # the error has no path, and the caller would add the target's
-                    what, got = f"{path} cannot be read at byte {offset:,}: {error.strerror}", error.errno or 0
-                    next_step = f"check the disk or the server; then {AGAIN}, which goes on from finished files"
-                    raise XrankError(what, file=path, got=errno.errorcode.get(got), next_step=next_step) from error
+                    raise XrankError(
+                        f"{path} cannot be read at byte {offset:,}: {error.strerror}",
+                        file=path,
+                        got=errno.errorcode.get(error.errno or 0),
+                        next_step=f"check the disk or the server; then {AGAIN}, which goes on from finished files",
+                    ) from error
                 if n == 0:
-                    what, got = f"{path} ends before byte {offset:,}", os.fstat(fd).st_size
-                    want = f"{self._files[file].nbytes:,} bytes, as when it was opened"
-                    next_step = f"nothing may write to the source during a gather; {AGAIN}"
-                    raise CorruptError(what, file=path, got=f"{got:,} bytes", want=want, next_step=next_step)
+                    raise CorruptError(
+                        f"{path} ends before byte {offset:,}",
+                        file=path,
+                        got=f"{os.fstat(fd).st_size:,} bytes",
+                        want=f"{self._files[file].nbytes:,} bytes, as when it was opened",
+                        next_step=f"nothing may write to the source during a gather; {AGAIN}",
+                    )
                 into, offset = into[n:], offset + n
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
@@ -264,10 +270,13 @@ def take_memory(nbytes: int, what: str) -> memoryview:
     try:
         return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
     except (MemoryError, OSError) as error:
-        what, got = f"not enough memory for {what}", str(error) or type(error).__name__
-        next_step = f"give a smaller {option('max_memory')} or fewer {option('workers')}, or free memory; {AGAIN}"
-        want = f"{nbytes:,} bytes"
-        raise NoSpaceError(what, got=got, want=want, next_step=next_step, needed_nbytes=nbytes) from error
+        raise NoSpaceError(
+            f"not enough memory for {what}",
+            got=str(error) or type(error).__name__,
+            want=f"{nbytes:,} bytes",
+            next_step=f"give a smaller {option('max_memory')} or fewer {option('workers')}, or free memory; {AGAIN}",
+            needed_nbytes=nbytes,
+        ) from error
 
 
 with contextlib.suppress(ImportError):  # Windows has no such module, and no request

@@ -85,10 +85,12 @@ class Budget:
         """
         smallest = window_nbytes + 2 * _SMALLEST_STAGING_NBYTES
         if workers < 1 or max_memory_nbytes < smallest:
-            what, got = "the memory budget or the number of workers is too small", f"{max_memory_nbytes:,} bytes"
-            got, want = f"{got}, {workers} workers", f"at least {smallest:,} bytes and one worker"
-            next_step = f"give a larger {option('max_memory')}; 64MB is the default"
-            raise UsageError(what, got=got, want=want, next_step=next_step)
+            raise UsageError(
+                "the memory budget or the number of workers is too small",
+                got=f"{max_memory_nbytes:,} bytes, {workers} workers",
+                want=f"at least {smallest:,} bytes and one worker",
+                next_step=f"give a larger {option('max_memory')}; 64MB is the default",
+            )
         workers = min(workers, max_memory_nbytes // smallest)
         room = (max_memory_nbytes // workers - window_nbytes) // 2
         # Whole pages, as the buffers are maps.
@@ -161,9 +163,15 @@ class MergedTensor:
         with self._lock:
             if self._factors is None:
                 a, b = self.update.a, self.update.b
-                of_a, of_b, kind = read(PreparedTensor(a)), read(PreparedTensor(b)), _kind(self.plan)
-                types, num_rows = (a.source_dtype, b.source_dtype), a.output.shape[0]
-                self._factors = read_factors(of_a, types[0], of_b, types[1], num_rows, self.update.rule, kind=kind)
+                self._factors = read_factors(
+                    read(PreparedTensor(a)),
+                    a.source_dtype,
+                    read(PreparedTensor(b)),
+                    b.source_dtype,
+                    a.output.shape[0],
+                    self.update.rule,
+                    kind=_kind(self.plan),
+                )
             return self._factors
 
 

@@ -158,9 +158,14 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             _gather(tensor.copies, other, start, stop, width, source, ours)
         found.add(start, ours, theirs, mask)
     if not found.count:
-        what, got = f"{name}: changed while it was being read", "copies that differed, and are equal now"
-        want, next_step = "the same values until all of it is read", "let nothing write to the source meanwhile, then "
-        return ContradictionError(what, tensor=name, rank=rank, got=got, want=want, next_step=next_step + AGAIN)
+        return ContradictionError(
+            f"{name}: changed while it was being read",
+            tensor=name,
+            rank=rank,
+            got="copies that differed, and are equal now",
+            want="the same values until all of it is read",
+            next_step=f"let nothing write to the source meanwhile, then {AGAIN}",
+        )
     first = found.first
     copies = tensor.copies
     holding = (i for i in range(len(copies)) if restrict(swap(copies.nests[i]), first, first + 1))

@@ -791,8 +791,11 @@ def base_of_shape(
             if companion_shape(companion, base) == shape:
                 found.add(base)
     if len(found) != 1:
-        what = f"{name}: no single shape of its base follows from {companion}"
-        got = f"{list(shape)}; bases {sorted(map(list, found))[:4]}"
-        want, next_step = "one tensor, or several of one shape", "give the base's rule for these tensors alone"
-        raise LayoutError(what, tensor=name, got=got, want=f"{want}, that it belongs to", next_step=next_step)
+        raise LayoutError(
+            f"{name}: no single shape of its base follows from {companion}",
+            tensor=name,
+            got=f"{list(shape)}; bases {sorted(map(list, found))[:4]}",
+            want="one tensor, or several of one shape, that it belongs to",
+            next_step="give the base's rule for these tensors alone",
+        )
     return found.pop()

@@ -318,13 +318,18 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
         if size % (length * unit):
             text, got = render_dim(split), f"{size} positions over {length} ranks"
             if size % length:
-                what = f"{text}: {size} does not divide by {length}, the length of {split.axis!r}"
-                next_step = f'write "/~{split.axis}" if the last ranks hold less'
-                raise LayoutError(what, got=got, want=f"a multiple of {length}", next_step=next_step)
-            what = f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}"
-            got, want = f"{got}, {size // length} each", f"a multiple of {length * unit}"
-            next_step = f'write "/={split.axis}%{unit}" if some ranks hold a block more than others'
-            raise LayoutError(what, got=got, want=want, next_step=next_step)
+                raise LayoutError(
+                    f"{text}: {size} does not divide by {length}, the length of {split.axis!r}",
+                    got=got,
+                    want=f"a multiple of {length}",
+                    next_step=f'write "/~{split.axis}" if the last ranks hold less',
+                )
+            raise LayoutError(
+                f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}",
+                got=f"{got}, {size // length} each",
+                want=f"a multiple of {length * unit}",
+                next_step=f'write "/={split.axis}%{unit}" if some ranks hold a block more than others',
+            )
         return place * (size // length), (place + 1) * (size // length)
     units = -(-size // unit)
     if split.kind == "/~":

@@ -39,9 +39,12 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
     if lengths is not None:
         unknown = [axis for axis in (*cutting, *others) if axis not in lengths]
         if unknown:
-            what = f"Valid axis names: {list(lengths)}, Got {[*cutting, *others]} in {text}"
-            what, want = f"Invalid axis names for Layout. {what}", f"one of the mesh's axes {list(lengths)}"
-            raise LayoutError(what, got=str(unknown), want=want)
+            raise LayoutError(
+                f"Invalid axis names for Layout. Valid axis names: {list(lengths)}, "
+                f"Got {[*cutting, *others]} in {text}",
+                got=str(unknown),
+                want=f"one of the mesh's axes {list(lengths)}",
+            )
     twice = _find_repeated(cutting) or next(filter(None, map(_cut_twice, dims)), None)
     if twice is not None:
         raise LayoutError(f"the layout {text} is cut twice by {twice!r}", got=text, want="each axis once")

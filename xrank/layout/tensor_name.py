@@ -34,7 +34,7 @@ from xrank.layout.tensor_layout import TensorLayout, check_sound
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """Return a text as a regular expression; ValueError if it is none, nests too deeply, or repeats too often."""
+    """Compile a text; ValueError if it is not a regular expression, nests too deeply, or repeats too often."""
     try:
         return re.compile(text)
     except RecursionError as error:

@@ -159,7 +159,7 @@ class PeerMemory:
             raise UnreadableMemoryError
 
     def _read(self, there: SpanArray | list[tuple[int, int]], here: SpanArray | list[tuple[int, int]]) -> int:
-        """Copy spans of (address, bytes), and return the number of copied bytes, 0 if there are none to copy."""
+        """Copy spans of (address, bytes), and return the number of copied bytes, 0 if the kernel copies nothing."""
         remote, local = np.asarray(there, np.uint64), np.asarray(here, np.uint64)
         count: int = _process_vm_readv(self._pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
         if count < 0 and ctypes.get_errno() == errno.ESRCH:

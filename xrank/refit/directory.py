@@ -88,7 +88,7 @@ class Address:
         self.trainer_path = os.path.join(self.path, _TRAINER)
 
     def read_trainer(self) -> RankRegistration | None:
-        """Return the trainer's registration; None if there is none.
+        """Return the trainer's registration; None if no trainer is registered.
 
         Raises:
             UsageError: another user has written it.
@@ -203,7 +203,7 @@ def _place_error(path: str, got: str) -> UsageError:
 
 
 def _read_own_file(path: str, nbytes: int) -> bytes | None:
-    """Return the first bytes of a file of this user, None if there is none; wait for no writer, and follow no link.
+    """Return the first bytes of a file of this user, None if it is absent; wait for no writer, and follow no link.
 
     Raises:
         UsageError: it is not such a file.

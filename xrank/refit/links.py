@@ -177,7 +177,7 @@ def connect_trainer(
 ) -> TrainerLink:
     """Return a link to a trainer: its ranks answer, and the plan is proven.
 
-    Of replicas, this rank, a `number` among the engine's, reads other ones than the ranks beside it.
+    `number` is this rank's place among the engine's ranks: each of them reads other replicas than its neighbors.
 
     Raises:
         RankFailedError, RankTimeoutError: a trainer rank has ended, or does not answer.

@@ -472,7 +472,7 @@ def _raise_maxima(into: Maxima, box: Box, rows: IntArray, columns: IntArray, val
     # The first index of each run of equal numbers.
     row_starts, column_starts = ([0, *(np.flatnonzero(np.diff(one)) + 1).tolist()] for one in (rows, columns))
     ends = [*column_starts[1:], len(columns)]
-    # Of rows, before those of a block of rows are joined.
+    # The largest values of each row; rows of a block are joined below.
     by_block = [values[:, low:high].abs().amax(dim=1) for low, high in zip(column_starts, ends, strict=True)]
     largest = torch.stack(by_block, dim=1).float().cpu().numpy()
     largest = np.maximum.reduceat(largest, row_starts, axis=0)

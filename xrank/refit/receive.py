@@ -412,7 +412,7 @@ class TakenWeights:
         return _report(copy.step, copy.planned, copy.transfer, copy.moved_nbytes, times)
 
     def _connect(self, deadline: Deadline) -> TrainerLink:
-        """Return the link to the present trainer, and plan if there is none yet."""
+        """Return the link to the present trainer; make one, with its plan, if this rank has none."""
         if self._link is not None and (self._link.is_over or self._link.places != self._target.list_places()):
             self._drop_link()  # the trainer has ended, or the engine has new tensors
         failure: XrankError | None = None

@@ -302,13 +302,13 @@ def make_owned(content: BucketJournal) -> BucketJournal:
 
 
 def read_journal(place: BucketPlace) -> tuple[BucketJournal | None, str] | None:
-    """Return the journal, None in its place if it is damaged, and its version; None if there is none."""
+    """Return the journal, None in its place if it is damaged, and its version; None if the output has no journal."""
     found = _read(place.store, place.journal_key)
     return None if found is None else (_unseal(BucketJournal, found[0]), found[1])
 
 
 def read_record(place: BucketPlace, name: str) -> FileRecord | None:
-    """Return the record of an uploaded file; None if there is none, or a damaged one."""
+    """Return the record of an uploaded file; None if it is absent or damaged."""
     found = _read(place.store, place.record_key(name))
     return None if found is None else _unseal(FileRecord, found[0])
 
@@ -344,7 +344,7 @@ def wait_for_owner(place: BucketPlace, journal: BucketJournal | None, version: s
 
 
 def _read(store: ObjectStore, key: str) -> tuple[bytes, str] | None:
-    """Return an object's bytes and version; None if there is none."""
+    """Return an object's bytes and version; None if it is absent."""
     for _ in range(5):
         try:
             status = store.head(key)

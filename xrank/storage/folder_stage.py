@@ -365,8 +365,13 @@ def _discarded(fd: int, path: str) -> Iterator[None]:
 
 def _check_size(path: str, what: str, found: int, wanted: int) -> None:
     if found != wanted:
-        got, want, next_step = f"{found} bytes", f"{wanted} bytes", "let nothing else write into the folder, then "
-        raise CorruptError(f"{path}: {what}", file=path, got=got, want=want, next_step=next_step + AGAIN)
+        raise CorruptError(
+            f"{path}: {what}",
+            file=path,
+            got=f"{found} bytes",
+            want=f"{wanted} bytes",
+            next_step=f"let nothing else write into the folder, then {AGAIN}",
+        )
 
 
 class PartFiles:

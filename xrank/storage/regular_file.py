@@ -341,7 +341,7 @@ class ObjectFile(RegularFile, frozen=True):
         return self.origin.path, self.status
 
     def bring_end(self, *, is_last: bool) -> Callable[[], object] | None:
-        """Return a read of the object's beginning, or its end, by one request; None if it is kept, or there is none."""
+        """Return a read of the beginning or end in one request; None if that is kept, or the object is empty."""
         place = self.nbytes - 1 if is_last else 0
         if not self.nbytes or _kept.find(self._identity, place, place + 1) is not None:
             return None

@@ -57,7 +57,7 @@ class ArrayStore:
         self._values, self._keys = values, sorted(values)
 
     def find(self, name: str, key: str) -> StoredValue | None:
-        """Return the place of the value at a key below an array's name; None if there is none."""
+        """Return the place of the value at a key below an array's name; None if the array has no such key."""
         return self._values.get(f"{name}/{key}")
 
     def keys(self, name: str) -> Iterator[str]:
