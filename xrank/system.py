@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -241,6 +240,8 @@ def free_nbytes(folder: str) -> int | None:
     """Return the bytes that this user may still write to a folder's file system; None if they are not known."""
     try:
         if not hasattr(os, "statvfs"):
+            import shutil
+
             return shutil.disk_usage(folder).free
         status = os.statvfs(folder)
     except OSError:

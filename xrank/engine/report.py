@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, NoReturn, Self, dataclass_transform
@@ -309,6 +308,8 @@ def align_rows(rows: Sequence[Row]) -> str:
 
 def report_html(report: Report) -> str:
     """Return a report as a table of a notebook, in the notebook's own colours."""
+    from html import escape  # only notebooks need it
+
     style = 'style="text-align: left; vertical-align: top"'
     rows = (f"<tr><th>{escape(label)}</th><td {style}>{escape(text)}</td></tr>" for label, text in report_rows(report))
     return f'<table class="xrank-report" {style}>{"".join(rows)}</table>'

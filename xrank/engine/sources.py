@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -465,6 +464,8 @@ class DecodedSource:
         Threads read the same stacked tensor at the same time. While another decodes the record, this one decodes the
         next of the same tensor.
         """
+        import tempfile  # plain records do not need it
+
         while True:
             with self._changed:
                 if self._done[record]:

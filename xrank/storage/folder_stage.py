@@ -10,12 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -538,13 +537,20 @@ def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:
             if stat.S_ISREG(status.st_mode) and status.st_size == line.nbytes:
                 finished[line.file] = line
     with explain_errors(stage):
-        for entry in list(os.scandir(stage)):
-            # Folders contain companions only, which have no line in the journal and are copied again.
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            elif entry.name not in finished and entry.name != JOURNAL_NAME:
-                os.unlink(entry.path)
+        # Folders contain companions only, which have no line in the journal and are copied again.
+        _empty(stage, {*finished, JOURNAL_NAME})
     return tuple(finished.values())
+
+
+def _empty(folder: str, kept: Collection[str]) -> None:
+    """Remove all of a folder but the files of these names."""
+    import shutil  # most outputs are new
+
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name not in kept:
+            os.unlink(entry.path)
 
 
 def is_own(stage: str) -> bool:
@@ -572,12 +578,9 @@ def clear_folder(place: OutputPlace, path: str) -> None:
             if not os.path.lexists(os.path.join(doomed, JOURNAL_NAME)):
                 with suppress(OSError, XrankError):  # such as on a full disk, where removing must go on
                     write_journal(doomed, "")
-            for entry in list(os.scandir(doomed)):
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                elif entry.name != JOURNAL_NAME:
-                    os.unlink(entry.path)
-            shutil.rmtree(doomed)
+            _empty(doomed, {JOURNAL_NAME})
+            _empty(doomed, ())
+            os.rmdir(doomed)
 
 
 def describe_owner(place: OutputPlace) -> str:

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import stat
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -145,6 +144,8 @@ def open_descriptor(path: str) -> int:
             want=f"at most {_MOST_COPIED_NBYTES:,} bytes",
             next_step="check the URL; or copy the folder to a disk, and give its path",
         )
+    import tempfile  # files on disks do not need it
+
     with tempfile.TemporaryFile(buffering=0) as file:
         for start in range(0, status.nbytes, _COPY_NBYTES):
             system.write_all(file.fileno(), store.read(key, start, min(_COPY_NBYTES, status.nbytes - start), status))

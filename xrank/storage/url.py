@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import unquote
 
 from msgspec import Struct
 
@@ -59,6 +58,8 @@ def clean_path(path: str | os.PathLike[str]) -> str:
             raise UsageError(
                 f"{text} is on another machine", file=text, got=host, next_step="give a path of this machine"
             )
+        from urllib.parse import unquote  # few paths are URLs
+
         return "/" + unquote(below)
     # A query may be a signature; names of objects may contain question marks.
     name, mark, query = rest.partition("?")
