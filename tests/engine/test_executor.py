@@ -433,7 +433,7 @@ def test_a_budget_fits_the_memory_it_is_given():
             assert budget.nbytes == budget.workers * (MIB + 2 * budget.staging_nbytes) <= max_memory
             assert 256 * 1024 <= budget.staging_nbytes <= 2 * MIB
             assert budget.staging_nbytes % 4096 == 0
-    assert Budget.from_memory(64 << 20, 2) == Budget(2, 2 * MIB)
+    assert Budget.from_memory(64 << 20, 2) == Budget(2, 2 * MIB, 64 << 20)
     assert Budget.from_memory(4 * MIB, 16).workers == 2
 
 

@@ -6,12 +6,9 @@ while they are in cache, and writes the window. Memory is the workers' buffers, 
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Literal, cast
 from weakref import WeakValueDictionary
@@ -66,13 +63,12 @@ _OWN_RUN = 4
 """Windows of a store's bytes that a worker makes at once in its own memory: each needs few requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Struct, frozen=True):
     """Number of worker threads, and bytes of each one's staging buffer beside its window; casts need as much again."""
 
     workers: int
     staging_nbytes: int
-    allowed_nbytes: int = dataclass_field(default=0, compare=False)
+    allowed_nbytes: int = 0
     """Memory that the caller allows; buffers may take less."""
     num_windows: int = 1
     """Windows that a worker makes at once in its own memory."""
@@ -126,7 +122,7 @@ class Budget:
         objects.limit(min(rest // 2, _MOST_BLOCKS_NBYTES))
         own = max(smallest, min(rest // 4, ROOM_NBYTES))
         budget = Budget.from_memory(own, workers, window_nbytes=window_nbytes)
-        return dataclasses.replace(budget, num_windows=num_windows)
+        return replace(budget, num_windows=num_windows)
 
     @property
     def nbytes(self) -> int:

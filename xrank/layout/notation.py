@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from xrank.errors import LayoutError
 
@@ -103,9 +101,8 @@ class Where(Struct, frozen=True):
     last: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutTree:
-    """A whole layout: dims and clauses."""
+class LayoutTree(Struct, frozen=True, cache_hash=True):
+    """A whole layout: dims and clauses. Caches look one up for each rank and tensor, so its hash is made once."""
 
     dims: tuple[Node, ...]
     view: str | None = None
@@ -114,18 +111,6 @@ class LayoutTree:
     """The ranks that hold the tensor, with each axis at most once; empty: all ranks."""
     sums: tuple[str, ...] = ()
     """Axes along which the ranks hold addends."""
-    _hash: int = dataclass_field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Caches look up a layout for each rank and tensor, and hashing its tree again would dominate the time.
-        object.__setattr__(self, "_hash", hash((self.dims, self.view, self.where, self.sums)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Hashes of texts differ between processes, so the receiver computes its own.
-        return (LayoutTree, (self.dims, self.view, self.where, self.sums))
 
 
 def render(tree: LayoutTree) -> str:
@@ -238,7 +223,7 @@ def _counts(node: Node) -> tuple[Count, ...]:
 
 def with_sizes(tree: LayoutTree, sizes: Mapping[str, int]) -> LayoutTree:
     """Return the layout with these names replaced by numbers."""
-    return dataclasses.replace(tree, dims=tuple(_with_sizes(dim, sizes) for dim in tree.dims))
+    return replace(tree, dims=tuple(_with_sizes(dim, sizes) for dim in tree.dims))
 
 
 def _with_sizes(node: Node, sizes: Mapping[str, int]) -> Node:

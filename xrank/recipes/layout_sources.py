@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +104,7 @@ def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> State
     A DTensor that an axis does not cut lies on sub-meshes without that axis. On the whole mesh, these are replicas.
     """
     first = stated[0]
-    bare = dataclasses.replace(first.layout.tree, where=(), sums=(), view=None)
+    bare = replace(first.layout.tree, where=(), sums=(), view=None)
     is_whole = not any(first.layout.cut_axes) and first.layout.tree == bare
     if len(stated) == 1 and is_whole and set(first.mesh.ranks) == set(largest.ranks):
         return replace(first, mesh=largest)  # every rank has the whole tensor, whatever the axis names are
@@ -160,7 +159,7 @@ def _file_layout(
     """Return a tensor's layout as a file with that mesh and these views states it."""
     if stated is not None:
         own = stated.layout.view_mesh or stated.mesh
-        tree = dataclasses.replace(stated.layout.tree, view=None if own == mesh else views[own])
+        tree = replace(stated.layout.tree, view=None if own == mesh else views[own])
         if stated.companion is not None:
             return replace(stated.companion, base=tree)
         return TensorLayout.from_tree(tree)
