@@ -109,8 +109,8 @@ def test_the_layouts_are_those_of_the_dtensors(actor: Path, tmp_path: Path) -> N
     }
     file = tmp_path / "l.toml"
     file.write_text(file_text(found))
-    report, error = check_file(str(file), str(actor))
-    assert error is None and report.num_tensors == len(found) == len(expected() | BUFFER)
+    report = check_file(str(file), str(actor))
+    assert report.fault is None and report.num_tensors == len(found) == len(expected() | BUFFER)
     assert not diff_layouts(str(file), str(actor))[1]
 
 

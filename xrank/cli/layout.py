@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import click
@@ -91,9 +90,9 @@ def check(output: Output, file: str, path: str | None, base_model: str | None) -
     """
     from xrank.commands.layout import check_file
 
-    report, error = check_file(file, path, base_model=base_model, started=time.monotonic())
-    if error is not None:
-        output.fail(error, report)
+    report = check_file(file, path, base_model=base_model)
+    if report.fault is not None:
+        output.fail(report.fault, report)
     output.report(report, _check_rows(report))
 
 

@@ -89,9 +89,9 @@ def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: B
 class ComparedPair(Struct, frozen=True, eq=False):
     """The two models under the same names."""
 
-    ours: Compared
+    ours: ComparedSide
     """The side that has the adapter, where one has."""
-    theirs: Compared
+    theirs: ComparedSide
     factors: tuple[StoredShard, ...] = ()
     updates: Mapping[str, LowRank] = field(default_factory=dict)
     """Name -> the update that is added to it before the comparison."""
@@ -101,15 +101,15 @@ class ComparedPair(Struct, frozen=True, eq=False):
 
 def pair_plain(ours: ComparedSide, theirs: ComparedSide, recipe: str | os.PathLike[str] | None) -> ComparedPair:
     """Return both as they are, or under Hugging Face's names where those differ."""
-    models = [side.source.model for side in (ours, theirs)]
-    if ours.shapes.keys() != theirs.shapes.keys() or recipe is not None:
+    models = [ours.model, theirs.model]
+    if ours.shards.keys() != theirs.shards.keys() or recipe is not None:
         # A side under training names gets Hugging Face's; the config of one side serves both.
         sides = [ours.source, theirs.source]
         chosen = [recipe if recipe is not None and _fits(side.model, recipe) else None for side in sides]
         if chosen == [None, None]:
             chosen[0] = recipe  # its error names what does not fit
         models = [_name_model(sides[0], sides[1], chosen[0]), _name_model(sides[1], sides[0], chosen[1])]
-    return ComparedPair(_make_compared(ours, models[0]), _make_compared(theirs, models[1]))
+    return ComparedPair(ours.with_tied(models[0]), theirs.with_tied(models[1]))
 
 
 def _fits(model: StoredModel, recipe: str | os.PathLike[str]) -> bool:
@@ -123,35 +123,27 @@ def _name_model(source: FoundSource, other: FoundSource, recipe: str | os.PathLi
     return decide(known, Request(Purpose.PROOF, recipe=recipe, file_names=names)).source
 
 
-def _make_compared(side: ComparedSide, model: StoredModel) -> Compared:
-    return Compared(side.path, side.with_tied(model), side.manifest, side.source.config)
-
-
 def pair_adapters(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None) -> ComparedPair:
     """Return both with their adapter's tensors apart."""
-    assert ours.names is not None and theirs.names is not None
-    our_model, our_notes = _drop_base(ours, theirs)
-    their_model, their_notes = _drop_base(theirs, ours)
+    assert ours.names is not None
+    (our_side, our_notes), (their_side, their_notes) = _drop_base(ours, theirs), _drop_base(theirs, ours)
     num_saved = len(ours.names.saved)
     notes = [("adapter", f"{num_saved:,} of the tensors compared are an adapter's"), *our_notes, *their_notes]
-    return ComparedPair(
-        Compared(ours.path, our_model, ours.manifest, ours.source.config),
-        Compared(theirs.path, their_model, theirs.manifest, theirs.source.config),
-        proof={"num_adapter_tensors": num_saved},
-        notes=(*notes, *_check_scales(ours, theirs, given)),
-    )
+    notes += _check_scales(ours, theirs, given)
+    return ComparedPair(our_side, their_side, proof={"num_adapter_tensors": num_saved}, notes=tuple(notes))
 
 
-def _drop_base(side: ComparedSide, other: ComparedSide) -> tuple[StoredModel, list[tuple[str, str]]]:
+def _drop_base(side: ComparedSide, other: ComparedSide) -> tuple[ComparedSide, list[tuple[str, str]]]:
     """Return a side with its adapter apart; drop its base tensors that the other side, an adapter alone, lacks."""
     assert side.names is not None and other.names is not None
-    model = side.name_adapter_apart(other)
+    apart = side.name_adapter_apart(other)
     if side.names.is_alone or not other.names.is_alone:
-        return model, []
-    wanted = {shard.name for shard in other.name_adapter_apart(side).shards}.union(side.names.saved.values())
-    kept = tuple(shard for shard in model.shards if shard.name in wanted)
-    text = f"{len(model.shards) - len(kept):,} tensors of {side.path} were not compared: {other.path} has no base model"
-    return replace(model, shards=kept, aliases={}), [("adapter-alone", text)]
+        return apart, []
+    wanted = {*other.name_adapter_apart(side).shards, *side.names.saved.values()}
+    kept = tuple(shard for shard in apart.model.shards if shard.name in wanted)
+    num_dropped = len(apart.model.shards) - len(kept)
+    text = f"{num_dropped:,} tensors of {side.path} were not compared: {other.path} has no base model"
+    return apart.with_model(replace(apart.model, shards=kept, aliases={})), [("adapter-alone", text)]
 
 
 def _check_scales(
@@ -163,8 +155,9 @@ def _check_scales(
         assert side.names is not None
         # A PEFT folder has its own configuration; the given one belongs to an adapter among a checkpoint's tensors.
         is_given = given is not None and side.names.adapter is not None
+        shapes = {name: shard.shape for name, shard in side.shards.items()}
         try:
-            configs.append(find_config(given if is_given else None, side.adapter_place, side.names, side.shapes))
+            configs.append(find_config(given if is_given else None, side.place, side.names, shapes))
         except UsageError as error:
             if is_given:
                 raise
@@ -185,13 +178,13 @@ def _check_scales(
 
 def _merge(side: ComparedSide, other: ComparedSide, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
     """Return a side with its adapter merged, an adapter alone into the base model, in the form of the other side."""
-    model, names = side.source.model, side.names
+    model, names = side.model, side.names
     if base is not None and names is not None and names.is_alone:
-        model, names = complete_adapter(model, base, options.adapter_config, side.adapter_place), None
-    adapted = adapt(model, options, side.adapter_place, {}, names=names)
-    config = next((one for one in (side.source.config, other.source.config) if one), None)
-    files = [shard.name for shard in other.source.model.shards]
-    if adapted is None or {shard.name for shard in adapted.source.shards} == set(files):
+        model, names = complete_adapter(model, base, options.adapter_config, side.place), None
+    adapted = adapt(model, options, side.place, {}, names=names)
+    config = side.source.config or other.source.config or None
+    files = other.shards.keys()
+    if adapted is None or {shard.name for shard in adapted.source.shards} == files:
         return adapted
     convert = partial(convert_to_files, config=config, base_names=files)
     converted = convert(adapted.source)
@@ -216,8 +209,8 @@ def pair_merged(
     assert adapted is not None and adapted.updates is not None
     notes = [(code, f"{side.path}, compared as merged: {text}") for code, text in adapted.notes]
     return ComparedPair(
-        _make_compared(side, adapted.source),
-        _make_compared(other, other.source.model),
+        side.with_tied(adapted.source),
+        other.with_tied(other.model),
         adapted.factors,
         adapted.updates,
         {"num_merged": len(adapted.updates)},
@@ -228,29 +221,43 @@ def pair_merged(
 _APART = FOLDER + WEIGHTS_NAME
 
 
-class ComparedSide(Struct, frozen=True, eq=False):
+class ComparedSide(Struct, frozen=True, eq=False, dict=True):
     """One of the two sides of a comparison."""
 
     path: str
     """Path of the side as the user named it."""
-    source: FoundSource
-    """The side under its own names; an adapter in a folder within is part of its model."""
-    names: AdapterNames | None
-    """Names of the adapter's tensors; None without an adapter."""
-    adapter_place: str
+    place: str
     """Where the adapter's configuration is looked for."""
+    source: FoundSource
+    """The side under its own names, or those of the comparison; an adapter in a folder within is part of its model."""
     manifest: Mapping[str, Any]
     """The side's manifest; empty without one."""
-    notes: tuple[tuple[str, str], ...]
+    names: AdapterNames | None = None
+    """Names of the adapter's tensors; None without an adapter."""
+    notes: tuple[tuple[str, str], ...] = ()
     """Notes on the parts of the side that are not compared."""
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name."""
-        return {shard.name: shard.shape for shard in self.source.model.shards}
+    def model(self) -> StoredModel:
+        """The model of the source."""
+        return self.source.model
 
-    def name_adapter_apart(self, other: ComparedSide) -> StoredModel:
-        """Return the model with the adapter's tensors under PEFT's names and the base model's under its own names.
+    @cached_property
+    def shards(self) -> dict[str, StoredShard]:
+        """Shards by name."""
+        return {shard.name: shard for shard in self.model.shards}
+
+    @property
+    def has_adapter_apart(self) -> bool:
+        """Whether the folder has an adapter in a folder within."""
+        return places.is_folder(self.place) and places.is_file(os.path.join(self.place, _APART))
+
+    def with_model(self, model: StoredModel) -> ComparedSide:
+        """Return the side with another model."""
+        return replace(self, source=replace(self.source, model=model))
+
+    def name_adapter_apart(self, other: ComparedSide) -> ComparedSide:
+        """Return the side with the adapter's tensors under PEFT's names and the base model's under its own names.
 
         In a folder that PEFT saved, a tensor trained whole has the base model's name, and trained biases of a whole
         model have two names. The other side shows which they are.
@@ -260,7 +267,7 @@ class ComparedSide(Struct, frozen=True, eq=False):
         trained = {name: name for name in self.names.base if self.names.is_alone and name in theirs}
         renamed = {**self.names.base, **self.names.saved, **trained}
         copies = {} if self.names.is_alone else self.names.biases_of("all")
-        model = self.source.model
+        model = self.model
         aliases = {renamed[name]: renamed[target] for name, target in model.aliases.items()}
         rows = [self.names.saved[name] for name in self.names.tokens.values()]
         kept = [name for name in rows if name in theirs]
@@ -269,30 +276,16 @@ class ComparedSide(Struct, frozen=True, eq=False):
         shards += [replace(one, name=copies[one.name]) for one in model.shards if copies.get(one.name) in theirs]
         return self.with_tied(replace(model, shards=tuple(shards), aliases=aliases))
 
-    def with_tied(self, model: StoredModel) -> StoredModel:
-        """Return a model of this side with the names that its manifest records as tied and not written."""
+    def with_tied(self, model: StoredModel) -> ComparedSide:
+        """Return the side with a model, and with a shard and an alias for each name that the manifest ties to another.
+
+        Those names are not written.
+        """
         shards = {shard.name: shard for shard in model.shards}
         told = self.manifest.get("tied", {})
         tied = {name: target for name, target in told.items() if target in shards and name not in shards}
         aliases = (replace(shards[target], name=name) for name, target in tied.items())
-        return replace(model, shards=(*model.shards, *aliases), aliases={**model.aliases, **tied})
-
-
-class _FoundSide(Struct, frozen=True, eq=False):
-    """A side before the contents of the other one are known."""
-
-    path: str
-    place: str
-    source: FoundSource
-    manifest: Mapping[str, Any]
-
-    @property
-    def tensor_names(self) -> list[str]:
-        return [shard.name for shard in self.source.model.shards]
-
-    @property
-    def has_adapter_apart(self) -> bool:
-        return places.is_folder(self.place) and places.is_file(os.path.join(self.place, _APART))
+        return self.with_model(replace(model, shards=(*model.shards, *aliases), aliases={**model.aliases, **tied}))
 
 
 def read_sides(
@@ -311,32 +304,24 @@ def read_sides(
     wheres = [(each, find_source(each)) for each in (path, other_path)]
     manifests = [_manifest(where.path) for _, where in wheres]
     # Tensors that the other's manifest records as left out need no place.
-    found = [
-        _FoundSide(
+    found = []
+    for i, (each, where) in enumerate(wheres):
+        source = read_source(
             each,
-            where.path,
-            read_source(
-                each,
-                where,
-                base=base,
-                layouts=layouts,
-                part=chosen,
-                world_size=ranks,
-                is_left_out=frozenset(other.get("excluded", ())).__contains__,
-            ),
-            own,
+            where,
+            base=base,
+            layouts=layouts,
+            part=None if i else part,
+            world_size=None if i else world_size,
+            is_left_out=frozenset(manifests[1 - i].get("excluded", ())).__contains__,
         )
-        for (each, where), own, other, chosen, ranks in zip(
-            wheres, manifests, reversed(manifests), (part, None), (world_size, None), strict=True
-        )
-    ]
-    shared = frozenset(found[0].tensor_names).intersection(found[1].tensor_names)
+        found.append(ComparedSide(each, where.path, source, manifests[i]))
+    shared = found[0].shards.keys() & found[1].shards.keys()
     has_one = [
-        side.has_adapter_apart or find_adapter(side.tensor_names, side.source.model.path, shared) is not None
-        for side in found
+        side.has_adapter_apart or find_adapter(list(side.shards), side.model.path, shared) is not None for side in found
     ]
-    sides = [_side(side, shared, other_has_one=has_one[1 - i]) for i, side in enumerate(found)]
-    return sides[0], sides[1]
+    ours, theirs = (_find_names(side, shared, other_has_one=has_one[1 - i]) for i, side in enumerate(found))
+    return ours, theirs
 
 
 def _manifest(place: str) -> Mapping[str, Any]:
@@ -344,22 +329,20 @@ def _manifest(place: str) -> Mapping[str, Any]:
     return read_manifest(path) if places.exists(path) else {}
 
 
-def _side(found: _FoundSide, own: Collection[str], *, other_has_one: bool) -> ComparedSide:
-    source, place = found.source, found.place
-    names: AdapterNames | None
-    is_listed = any(file["name"] == _APART for file in found.manifest.get("files", ()))
-    if is_listed or (found.has_adapter_apart and other_has_one):
-        model, names = _with_adapter(found)
-        source, place = replace(source, model=model), os.path.join(place, FOLDER)
+def _find_names(side: ComparedSide, own: Collection[str], *, other_has_one: bool) -> ComparedSide:
+    """Return a side with its adapter's names, and with the adapter in a folder within."""
+    is_listed = any(file["name"] == _APART for file in side.manifest.get("files", ()))
+    if is_listed or (side.has_adapter_apart and other_has_one):
+        found = replace(_with_adapter(side), place=os.path.join(side.place, FOLDER))
     else:
-        names = find_adapter(found.tensor_names, source.model.path, own)
-    read = {os.path.relpath(file.path, found.place) for file in source.model.files}
-    notes = tuple((code, f"{found.path}: {text}") for code, text in adapter_beside(found.place, read))
-    return ComparedSide(found.path, source, names, place, found.manifest, notes)
+        found = replace(side, names=find_adapter(list(side.shards), side.model.path, own))
+    read = {os.path.relpath(file.path, side.place) for file in found.model.files}
+    notes = tuple((code, f"{side.path}: {text}") for code, text in adapter_beside(side.place, read))
+    return replace(found, notes=notes)
 
 
-def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
-    """Return a model together with the adapter in the folder within, and the names of each."""
+def _with_adapter(found: ComparedSide) -> ComparedSide:
+    """Return a side together with the adapter in the folder within, and the names of each."""
     path = os.path.join(found.place, *_APART.split("/"))
     if not found.has_adapter_apart:
         raise IncompleteError(
@@ -368,7 +351,7 @@ def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
             next_step=COPY_AGAIN,
         )
     adapter = read_source(path).model
-    base = {name: name for name in found.tensor_names}
+    base = {name: name for name in found.shards}
     saved = {shard.name: shard.name for shard in adapter.shards}
     for name in saved:
         if name in base:
@@ -380,33 +363,15 @@ def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
                 want="one",
                 next_step="check that the files are those of one model",
             )
-    marked = find_adapter(list(saved), path)
-    marked = marked or AdapterNames(None, (), {}, {})
+    marked = find_adapter(list(saved), path) or AdapterNames(None, (), {}, {})
     # PEFT saves a tensor trained whole under the name of the tensor that it replaces.
     trained = {name.removeprefix(PREFIX): name for name in saved if name not in marked.saved}
     names = AdapterNames(None, marked.pairs, saved, base, trained, marked.tokens)
-    return merge_models(found.source.model, adapter, ""), names
+    return replace(found.with_model(merge_models(found.model, adapter, "")), names=names)
 
 
 NOT_COPIES = "find out which of the two is the right one"
 OR_CONFIG = f"{NOT_COPIES}; if the gather was given {option('adapter_config')}, give the same here"
-
-
-class Compared(Struct, frozen=True, eq=False, dict=True):
-    """One of two models in a comparison."""
-
-    path: str
-    """Path of the model as the user named it."""
-    model: StoredModel
-    """The model under the names of the comparison, with a shard and an alias for each name that its manifest ties."""
-    manifest: Mapping[str, Any]
-    """The model's manifest; empty without one."""
-    config: Mapping[str, Any] | None
-
-    @cached_property
-    def shards(self) -> dict[str, StoredShard]:
-        """Shards by name."""
-        return {shard.name: shard for shard in self.model.shards}
 
 
 class TiedName(Struct, frozen=True):
@@ -430,7 +395,7 @@ class Correspondence(Struct, frozen=True):
     notes: tuple[tuple[str, str], ...]
 
 
-def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) -> Correspondence:
+def correspond(sides: tuple[ComparedSide, ComparedSide], updates: Collection[str] = ()) -> Correspondence:
     """Match the tensors of two models; the first side's adapter is added to those named in `updates`.
 
     A name on one side alone is not a difference where it is tied, by that side's storage, a manifest or a
@@ -465,26 +430,17 @@ def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) 
             kept.add(name)
     names = [name for name in on_both if name in kept]
     casts = {name: found for name in names if (found := _cast(name, sides, ties)) is not None}
-    notes = [
-        (
-            "tied",
-            f"{one.name} is in {sides[one.side].path} alone, and is {one.target} there, with which it was compared",
-        )
-        for one in tied
-    ]
+    notes = []
+    for one in tied:
+        text = f"{one.name} is in {sides[one.side].path} alone, and is {one.target} there"
+        notes.append(("tied", f"{text}, with which it was compared"))
     for side in (0, 1):
+        says = f"{sides[side].path}/{MANIFEST_NAME} says"
         made = Counter(text for number, text in casts.values() if number == side)
-        notes += [
-            ("cast", f"{count} tensors were compared after the cast {text} that {_read_manifest_of(sides[side])} says")
-            for text, count in made.items()
-        ]
+        for text, count in made.items():
+            notes.append(("cast", f"{count} tensors were compared after the cast {text} that {says}"))
         if left_out[side]:
-            notes.append(
-                (
-                    "excluded",
-                    f"not compared, as {_read_manifest_of(sides[side])} says left out: {list_text(left_out[side])}",
-                )
-            )
+            notes.append(("excluded", f"not compared, as {says} left out: {list_text(left_out[side])}"))
     aliases = {name for name in names if any(side.model.aliases.get(name) in names for side in sides)}
     # One storage under both names cannot differ.
     tied = [one for one in tied if not _is_one(*(sides[one.side].shards[name] for name in (one.name, one.target)))]
@@ -492,19 +448,15 @@ def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) 
     return Correspondence(tuple(names), dtypes, tuple(tied), frozenset(aliases), tuple(notes))
 
 
-def _is_on_both(name: str, sides: Sequence[Compared]) -> bool:
+def _is_on_both(name: str, sides: Sequence[ComparedSide]) -> bool:
     return all(name in side.shards for side in sides)
 
 
-def _read_manifest_of(side: Compared) -> str:
-    return f"{side.path}/{MANIFEST_NAME}"
-
-
-def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
+def _ties(sides: Sequence[ComparedSide]) -> dict[str, list[str]]:
     """Return name -> the other names of the same tensor, as either side records them."""
     pairs = [pair for side in sides for pair in side.model.aliases.items()]
     for side in sides:
-        pairs += find_config_ties({name: None for each in sides for name in each.shards}, side.config).items()
+        pairs += find_config_ties({name: None for each in sides for name in each.shards}, side.source.config).items()
     groups: dict[str, list[str]] = {}
     for name, target in pairs:
         joined = list(dict.fromkeys([*groups.get(target, [target]), *groups.get(name, [name])]))
@@ -518,7 +470,7 @@ def _is_one(a: StoredShard, b: StoredShard) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and all(map(np.array_equal, *arrays))
 
 
-def _cast(name: str, sides: Sequence[Compared], ties: Mapping[str, Sequence[str]]) -> tuple[int, str] | None:
+def _cast(name: str, sides: Sequence[ComparedSide], ties: Mapping[str, Sequence[str]]) -> tuple[int, str] | None:
     """Return which side is a cast of the other, and "from -> to"; None where both have the same element type.
 
     Raises:
@@ -593,7 +545,7 @@ def plan_comparison(
         if made:
             _check_digests(pair, made, plan, outcome, budget)
         return Verdict(
-            SourceFacts(path=path, format=sides[0].source.model.format),
+            SourceFacts(path=path, format=sides[0].model.format),
             ProofFacts(against=other_path, **pair.proof, num_checksums=outcome.num_checksums),
             [output for output in outputs if output.name not in found.aliases],
             (*pair.notes, *found.notes, *sides[0].notes, *sides[1].notes),
@@ -648,14 +600,15 @@ def _rename_error(error: XrankError, pair: ComparedPair, found: Correspondence) 
     is_difference = error.index_range is not None and not is_within
     if not is_difference or error.file not in {file.path for file in pair.theirs.model.files}:
         return error
+    return _difference_error(pair, error.tensor, error.file, error.index_range, error.got, "equal values")
+
+
+def _difference_error(
+    pair: ComparedPair, tensor: str | None, file: str | None, where: str | None, got: str | None, want: str
+) -> ContradictionError:
+    problem = f"{tensor} differs between {pair.ours.path} and {pair.theirs.path}"
     return ContradictionError(
-        f"{error.tensor} differs between {pair.ours.path} and {pair.theirs.path}",
-        tensor=error.tensor,
-        file=error.file,
-        index_range=error.index_range,
-        got=error.got,
-        want="equal values",
-        next_step=NOT_COPIES,
+        problem, tensor=tensor, file=file, index_range=where, got=got, want=want, next_step=NOT_COPIES
     )
 
 
@@ -665,8 +618,8 @@ def _check_digests(
     """Check that merged or cast tensors are the same on both sides."""
     found = {
         tensor.output.name: (tensor, digest)
-        for index, file in enumerate(plan.files)
-        for tensor, digest in zip(file.tensors, outcome.files[index].tensor_digests, strict=True)
+        for index, planned in enumerate(plan.files)
+        for tensor, digest in zip(planned.tensors, outcome.files[index].tensor_digests, strict=True)
     }
     formulas = describe_merges(plan)
     for name in (output.name for output in made):
@@ -677,24 +630,18 @@ def _check_digests(
         where = range_text(mine.output.shape, differences.first, differences.first)
         got = differences.describe(mine.output.num_elements, where)
         record = int(plan.source.records.file[other.copies.record[0]])
+        file = pair.theirs.model.files[record - len(pair.ours.model.files)].path
         if name not in formulas:
-            made_of = pair.ours.shards[name].dtype, pair.theirs.shards[name].dtype
-            raise ContradictionError(
-                f"{name} differs between {pair.ours.path} and {pair.theirs.path}",
-                tensor=name,
-                file=pair.theirs.model.files[record - len(pair.ours.model.files)].path,
-                index_range=where,
-                got=got,
-                want=f"equal values in {mine.output.dtype}, of {made_of[0]} and {made_of[1]}",
-                next_step=NOT_COPIES,
-            )
+            kinds = f"{pair.ours.shards[name].dtype} and {pair.theirs.shards[name].dtype}"
+            want = f"equal values in {mine.output.dtype}, of {kinds}"
+            raise _difference_error(pair, name, file, where, got, want)
         told = pair.theirs.manifest
         formula = told.get("merged", {}).get(name, "nothing of a merge") if told else None
         says = f"; {MANIFEST_NAME} says {formula}" if formula not in (None, formulas[name]) else ""
         raise ContradictionError(
             f"{name} in {pair.theirs.path} is not what merging the adapter in {pair.ours.path} gives",
             tensor=name,
-            file=pair.theirs.model.files[record - len(pair.ours.model.files)].path,
+            file=file,
             index_range=where,
             got=got + says,
             want=f"{formulas[name]}, as a gather computes it",

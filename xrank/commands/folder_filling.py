@@ -14,6 +14,7 @@ from xrank.engine.buffers import OpenSource
 from xrank.engine.file_writing import (
     FileDigests,
     WrittenFiles,
+    find_together,
     hash_beside,
     identify_output,
     keep_if_hashed,
@@ -38,7 +39,8 @@ from xrank.storage.manifest import (
     TensorSource,
     manifest_text,
 )
-from xrank.storage.staging import check_store_writer, open_stage
+from xrank.storage.output_place import check_room
+from xrank.storage.staging import check_output, check_store_writer, open_stage
 from xrank.storage.url import is_url
 
 if TYPE_CHECKING:
@@ -81,8 +83,7 @@ def make_output(
     def fill(stage: Stage) -> WrittenOutput:
         verify = options.overwrite if options.verify is None else options.verify
         # First: a companion that cannot be copied ends the gather before the weights are written.
-        lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
-        lines += [stage.write_file(name, text.encode()) for name, text in small_texts(gather).items()]
+        lines = _write_small_files(stage, gather)
         written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
         files = _write_lists(gather, work, stage, out, written, lines, is_repeatable)
         return WrittenOutput(tuple(files), written, written.notes)
@@ -182,10 +183,24 @@ def _write_lists(
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
 
 
-def small_texts(gather: FolderPlan) -> dict[str, str]:
-    """Return name -> content of the small files that a plan itself decides, but the index and the manifest."""
-    config = gather.decision.small.config_text
-    return {**({} if config is None else {"config.json": config}), **gather.texts}
+def _write_small_files(stage: Stage, planned: FolderPlan | Reshard) -> list[JournalLine]:
+    texts = planned.texts
+    lines = [stage.copy_file(one.name, one.path) for one in planned.companions if one.name not in texts]
+    return lines + [stage.write_file(name, text.encode()) for name, text in texts.items()]
+
+
+def find_earlier(planned: FolderPlan | Reshard, out: str, team: Team) -> tuple[FileFacts, ...] | None:
+    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
+    if planned.options.overwrite:
+        return None
+    return find_together(team, out, planned.digest, planned.companions, planned.texts)
+
+
+def check_dry_run(planned: FolderPlan | Reshard, out: str, *, replaces_states: bool = False) -> None:
+    """Refuse a place that cannot take the output, before anything is written."""
+    if find_earlier(planned, out, Team()) is None:
+        check_output(out, overwrite=planned.options.overwrite, replaces_states=replaces_states)
+    check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
 
 
 def _small_file(line: JournalLine) -> ManifestFile:
@@ -223,9 +238,7 @@ def make_states(
         def fill(stage: Stage) -> WrittenFiles:
             verify = reshard.options.overwrite
             written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
-            texts = own_texts(reshard)
-            lines = [stage.copy_file(one.name, one.path) for one in reshard.companions if one.name not in texts]
-            lines += [stage.write_file(name, text.encode()) for name, text in texts.items()]
+            lines = _write_small_files(stage, reshard)
             origin = reshard.source
             text = manifest_text(
                 ManifestSource(origin.format, origin.world_size, origin.run_id, origin.step),
@@ -241,9 +254,3 @@ def make_states(
             return written
 
         return _fill_stage(team, work, out, reshard, fill, replaces_states=True) or (None, ())
-
-
-def own_texts(reshard: Reshard) -> dict[str, str]:
-    """Return name -> content of the companions that a plan changes."""
-    changed = reshard.config_text
-    return {one.name: changed for one in reshard.companions if one.name == "config.json" and changed is not None}

@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.commands.folder_filling import WrittenOutput, make_output, small_texts
+from xrank.commands.folder_filling import WrittenOutput, check_dry_run, find_earlier, make_output
 from xrank.commands.report import EARLIER_NOTE, counts_requests, folder_report, plan_report
-from xrank.engine.file_writing import find_together
 from xrank.engine.replicas import ReplicaChoice
-from xrank.engine.report import FileFacts, Report
+from xrank.engine.report import Report
 from xrank.engine.sources import open_source
 from xrank.environment import environ
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
-from xrank.ranks.team import Team, check_plans, find_launched_team
+from xrank.ranks.team import check_plans, find_launched_team
 from xrank.recipes.decision import FolderPlan, plan_gather
 from xrank.recipes.options import AdapterChoice, GatherOptions
 from xrank.storage import places
-from xrank.storage.output_place import check_room
-from xrank.storage.staging import check_output, plan_apart, settle_output
+from xrank.storage.staging import plan_apart, settle_output
 from xrank.storage.url import clean_path, is_url, split_url
 
 if TYPE_CHECKING:
@@ -222,9 +220,7 @@ def gather_checkpoint(
     if dry_run:
         started = time.monotonic()
         planned = plan_apart(path, target, plan, overwrite=overwrite)
-        if _find_earlier(planned, target, Team()) is None:
-            check_output(target, overwrite=overwrite)
-        check_room(target, [file.output.nbytes for file in planned.plan.files], planned.source.path)
+        check_dry_run(planned, target)
         report = plan_report(planned, target, started)
         return report if push is None else push.name(report)
     team = find_launched_team(target, distributed=distributed, timeout_seconds=timeout_seconds)
@@ -238,7 +234,7 @@ def gather_checkpoint(
     started = time.monotonic()
     with team.together():
         planned, _ = team.agree("the plan", prove, lambda planned: planned.digest, check_plans(team.ranks))
-        earlier = _find_earlier(planned, target, team)
+        earlier = find_earlier(planned, target, team)
         if earlier is not None:
             if team.is_first:
                 settle_output(target)
@@ -249,10 +245,3 @@ def gather_checkpoint(
                 written = make_output(planned, files, target, progress, team, is_repeatable=True)
     report = folder_report("gather", planned, written, target, started)
     return report if push is None or not team.is_first else push.upload(report, overwrite=overwrite)
-
-
-def _find_earlier(planned: FolderPlan, out: str, team: Team) -> tuple[FileFacts, ...] | None:
-    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
-    if planned.options.overwrite:
-        return None
-    return find_together(team, out, planned.digest, planned.decision.small.companions, small_texts(planned))

@@ -32,7 +32,6 @@ from xrank.recipes.layout_sources import (
     with_numbers,
 )
 from xrank.recipes.sources import open_base_model
-from xrank.system import peak_rss_nbytes
 
 
 def check_layouts(
@@ -64,22 +63,16 @@ def check_layouts(
     """
     started = time.monotonic()
     read = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
-    report, _ = check_survey(survey(read, shapes, dtypes=dtypes), started=started)
-    return report
+    return check_survey(survey(read, shapes, dtypes=dtypes), started)
 
 
-def check_file(
-    file: str,
-    path: str | None,
-    *,
-    base_model: str | os.PathLike[str] | None = None,
-    started: float | None = None,
-) -> tuple[Report, LayoutError | None]:
-    """Return the report of a layout file's proof, and its first problem.
+def check_file(file: str, path: str | None, *, base_model: str | os.PathLike[str] | None = None) -> Report:
+    """Return the report of a layout file's proof, whose fault is its first problem.
 
     The source at `path` has names, shapes and types, and `base_model` whole shapes that it lacks; without `path`, the
     sizes in the file count.
     """
+    started = time.monotonic()
     layouts = read_layouts(file)
     if path is None and base_model is not None:
         raise UsageError(
@@ -101,19 +94,15 @@ def check_file(
         found = survey(layouts, shapes)
         found = replace(found, unused=tuple(rule for rule in found.unused if rule not in skipped))
         notes = [("not-proven", f"the rule {rule!r} is not proven: {reason}") for rule, reason in skipped.items()]
-        return check_survey(found, path=file, notes=notes, started=started)
+        return check_survey(found, started, notes, path=file)
     try:
         place, stored = read_stored(path, layouts, open_base_model(base_model) if base_model is not None else None)
     except LayoutError as error:
-        has_tensor = f"give a base model that has the tensor by {option('base_model')}"
-        error.advise(f"add its rule to {file}, or {has_tensor}")
+        error.advise(f"add its rule to {file}, or give a base model that has the tensor by {option('base_model')}")
         raise
-    found = survey(
-        layouts,
-        {shard.name: shard.shape for shard in stored.shards},
-        dtypes={shard.name: shard.dtype for shard in stored.shards},
-    )
-    return check_survey(found, path=file, source=SourceFacts(path=place, format=stored.format), started=started)
+    dtypes = {shard.name: shard.dtype for shard in stored.shards}
+    found = survey(layouts, {shard.name: shard.shape for shard in stored.shards}, dtypes=dtypes)
+    return check_survey(found, started, path=file, source=SourceFacts(path=place, format=stored.format))
 
 
 def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) -> tuple[Report, Survey, str | None]:
@@ -125,7 +114,6 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
     source = read_layout_source(path)
     found = filter_tensors(source.survey, tensor)
     text = file_text(source.as_map()) if toml else None
-    file: dict[str, Any] = {} if text is None else {"toml": text}
     report = timed_report(
         "layout show",
         started,
@@ -134,19 +122,14 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
         notes=source.notes if text is None else (),
         details=LayoutDetails(
             tensors=[_row(one) for one in found.tensors],
-            **survey_facts(found),
-            **file,
+            **survey_facts(found) | ({} if text is None else {"toml": text}),
         ),
     )
     return report, found, text
 
 
 def write_page(report: Report, page: str, file: str) -> Report:
-    """Write the page of a report by one rename, and return the report with its path.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write the page of a report by one rename, and return the report with its path."""
     content = page.encode("utf-8")
     try:
         write_whole(content, file)
@@ -160,11 +143,7 @@ def write_page(report: Report, page: str, file: str) -> Report:
 
 
 def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
-    """Return the differences of the layouts at `a` and `b`.
-
-    Raises:
-        UsageError, LayoutError, ...: one of them cannot be read, or cannot be written as a layout file.
-    """
+    """Return the differences of the layouts at `a` and `b`."""
     started = time.monotonic()
     old, new = layouts_at(a), layouts_at(b)
     if is_layout_file(a) != is_layout_file(b):
@@ -229,11 +208,10 @@ def record_engine_layout(engine: str, model: str, out: str, *, tp: int = 1, pp: 
         layouts: LayoutMap = import_module(_ENGINES[engine]).record_vllm_layouts(model, tp=tp, pp=pp, ep=ep)
     layouts.write(out)
     assert layouts.device_mesh is not None
-    return Report(
-        command="layout record",
+    return timed_report(
+        "layout record",
+        started,
         path=out,
-        seconds=time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
         source=SourceFacts(path=model, format=engine, world_size=layouts.device_mesh.size),
         output=OutputFacts(path=out),
         details=LayoutDetails(num_rules=len(layouts)),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -29,14 +28,12 @@ from xrank.engine.report import (
 )
 from xrank.engine.sources import count_requests, holds_objects
 from xrank.engine.windows import WINDOW_NBYTES, digest_text
-from xrank.errors import LayoutError
 from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import StoredModel
 from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
 from xrank.storage.client import StoreTraffic, take_traffic, traffic
 from xrank.storage.url import is_url
-from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text, plural, size_text
 
 if TYPE_CHECKING:
@@ -55,8 +52,7 @@ EARLIER_NOTE = (
 
 def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     """Return the facts of a model folder before it is written."""
-    selection, small = planned.selection, planned.decision.small
-    merged = describe_merges(planned.plan)
+    selection, merged = planned.selection, describe_merges(planned.plan)
     merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
     transforms = planned.transforms
     transformed: dict[str, Any] = {} if transforms is None else {"transformed": transforms.made_of}
@@ -68,11 +64,7 @@ def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
         excluded=list(selection.excluded),
         cast=dict(selection.cast),
         **merges,
-        companions=[
-            *(companion.name for companion in small.companions),
-            *(["config.json"] if small.config_text else []),
-            *planned.texts,
-        ],
+        companions=[*(companion.name for companion in planned.companions), *planned.texts],
         **transformed,
     )
 
@@ -223,46 +215,31 @@ def reshard_report(
     )
 
 
-def check_survey(
-    found: Survey,
-    *,
-    path: str | None = None,
-    source: SourceFacts | None = None,
-    notes: Sequence[tuple[str, str]] = (),
-    started: float | None = None,
-) -> tuple[Report, LayoutError | None]:
-    """Return the report of a check of a layout file, and its first problem.
+def check_survey(found: Survey, started: float, notes: Iterable[tuple[str, str]] = (), **facts: Any) -> Report:
+    """Return the report of a check of a layout file, whose fault is its first problem.
 
-    `source` is that of the shapes, `notes` are further ones, such as rules that could not be proven; the check
-    `started` on the monotonic clock.
+    `notes` are further ones, such as rules that could not be proven.
     """
     problems = [error for one in found.tensors if (error := find_problem(one)) is not None]
-    first = problems[0] if problems else None
     addends = [one for one in found.tensors if one.sums]
-    all_notes = [
-        *notes,
-        *(("unused-rule", f"the rule {rule!r} decides for no tensor") for rule in found.unused),
-        *(("addends", f"{one.name}: the ranks hold addends over {', '.join(one.sums)}") for one in addends),
-    ]
-    report = Report(
-        command="layout check",
-        path=path,
-        status="ok" if first is None else "failed",
-        exit_code=0 if first is None else first.exit_code,
-        seconds=0.0 if started is None else time.monotonic() - started,
-        peak_rss_nbytes=peak_rss_nbytes(),
-        source=source or SourceFacts(),
+    return timed_report(
+        "layout check",
+        started,
+        fault=problems[0] if problems else None,
         proof=ProofFacts(coverage="refused" if problems else "proven", num_rules=len(found.rules)),
         plan=OutputFacts(
             num_tensors=len(found.tensors),
             num_parameters=sum(prod(one.shape) for one in found.tensors),
             nbytes=sum(prod(one.shape) * _width(one.dtype) for one in found.tensors),
         ),
-        notes=tuple(all_notes),
-        fault=first,
+        notes=(
+            *notes,
+            *(("unused-rule", f"the rule {rule!r} decides for no tensor") for rule in found.unused),
+            *(("addends", f"{one.name}: the ranks hold addends over {', '.join(one.sums)}") for one in addends),
+        ),
         details=LayoutDetails(problems=[problem.to_dict() for problem in problems], **survey_facts(found)),
+        **facts,
     )
-    return report, first
 
 
 def survey_facts(found: Survey) -> dict[str, Any]:

@@ -9,18 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xrank.commands.folder_filling import make_states, own_texts
+from xrank.commands.folder_filling import check_dry_run, find_earlier, make_states
 from xrank.commands.report import counts_requests, reshard_report
-from xrank.engine.file_writing import find_together
-from xrank.engine.report import FileFacts, Report
+from xrank.engine.report import Report
 from xrank.errors import UsageError, names_own_arguments, option
 from xrank.layout import LayoutMap
-from xrank.ranks.team import Team, check_plans, find_launched_team
+from xrank.ranks.team import check_plans, find_launched_team
 from xrank.recipes.options import GatherOptions, dtype_choice
 from xrank.recipes.reshard_plan import Reshard, plan_reshard
 from xrank.storage import places
-from xrank.storage.output_place import check_room
-from xrank.storage.staging import check_output, plan_apart, settle_output
+from xrank.storage.staging import plan_apart, settle_output
 from xrank.storage.url import clean_path
 
 if TYPE_CHECKING:
@@ -116,9 +114,7 @@ def reshard_checkpoint(
 
     if dry_run:
         reshard = plan(socket.gethostname())
-        if _find_earlier(reshard, path, Team()) is None:
-            check_output(path, overwrite=overwrite, replaces_states=True)
-        check_room(path, [file.output.nbytes for file in reshard.plan.files], reshard.source.path)
+        check_dry_run(reshard, path, replaces_states=True)
         return reshard_report(reshard, path, started, None, ())
     team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
     with team.together():
@@ -130,16 +126,9 @@ def reshard_checkpoint(
             lambda reshard: reshard.digest,
             check_plans(team.ranks),
         )
-        if _find_earlier(reshard, path, team) is not None:
+        if find_earlier(reshard, path, team) is not None:
             if team.is_first:
                 settle_output(path)
             return reshard_report(reshard, path, started, None, (), made_before=True)
         written, notes = make_states(reshard, path, progress, team)
     return reshard_report(reshard, path, started, written, notes)
-
-
-def _find_earlier(reshard: Reshard, out: str, team: Team) -> tuple[FileFacts, ...] | None:
-    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
-    if reshard.options.overwrite:
-        return None
-    return find_together(team, out, reshard.digest, reshard.companions, own_texts(reshard))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from xrank.commands.checks import Check, Verdict, plan_manifest_check, plan_proof, run_check
+from xrank.commands.checks import Check, plan_manifest_check, plan_proof, run_check
 from xrank.commands.report import count_outputs, counts_requests
 from xrank.engine.executor import Budget
 from xrank.engine.report import OutputFacts, ProofFacts, Report, SourceFacts, timed_report
@@ -104,7 +104,15 @@ def verify_model(
             )
     if signature is not None or public_key is not None:
         others = {"against": against, "layouts": layouts, "base_model": base_model, "part": part}
-        return _verify_signature(places.enter(path), signature, public_key, others, budget.workers, progress, started)
+        surplus = next((name for name, value in others.items() if value is not None), None)
+        if public_key is None or surplus is not None:
+            raise UsageError(
+                f"{option('signature')} was given "
+                + ("without a key" if public_key is None else f"with {option(surplus or '')}"),
+                got="no public key" if public_key is None else option(surplus or ""),
+                want=f"{option('public_key')}, and no other comparison",
+                next_step=f"give {option('public_key', metavar='KEY')} alone with it",
+            )
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     base = open_base_model(base_model) if base_model is not None else None
     text = places.enter(path)
@@ -129,31 +137,31 @@ def verify_model(
 
         return plan_comparison(text, places.enter(against), budget, adapter_config, base=base, recipe=recipe, **choices)
 
-    verdict: Verdict | None = None
-    fault: XrankError | None = None
-    paths = [places.absolute(os.fspath(one)) for one in (text, against or "")]
-    try:
+    def find_facts() -> dict[str, Any]:
+        if public_key is not None:
+            return _verify_signature(text, signature, public_key, budget.workers, progress)
+        paths = [places.absolute(os.fspath(one)) for one in (text, against or "")]
         team = find_launched_team(text, distributed=distributed, timeout_seconds=timeout_seconds)
         with team.together():
             check, _ = team.agree(
                 "the plan", plan, lambda check: digest_of_plan(check.plan, *paths), check_plans(team.ranks)
             )
             verdict = run_check(check, budget, progress, team)
+        if verdict is None:
+            return {}
+        counts = OutputFacts(**count_outputs(verdict.outputs))
+        return {"source": verdict.source, "proof": verdict.proof, "plan": counts, "notes": verdict.notes}
+
+    facts: dict[str, Any] = {"source": SourceFacts(path=text)}
+    fault: XrankError | None = None
+    try:
+        facts |= find_facts()
     except UsageError:
         raise
     except XrankError as found:
-        fault = _find_replacement(text, found) or found
+        fault = (_find_replacement(text, found) if public_key is None else None) or found
         fault.wording = Wording.of_function(verify_model)
-    return timed_report(
-        "verify",
-        started,
-        path=text,
-        source=SourceFacts(path=text) if verdict is None else verdict.source,
-        proof=ProofFacts() if verdict is None else verdict.proof,
-        plan=None if verdict is None else OutputFacts(**count_outputs(verdict.outputs)),
-        notes=() if verdict is None else verdict.notes,
-        fault=fault,
-    )
+    return timed_report("verify", started, path=text, fault=fault, **facts)
 
 
 def _find_replacement(path: str, fault: XrankError) -> IncompleteError | None:
@@ -179,45 +187,18 @@ def _find_replacement(path: str, fault: XrankError) -> IncompleteError | None:
 def _verify_signature(
     path: str,
     signature: str | os.PathLike[str] | None,
-    public_key: str | os.PathLike[str] | None,
-    others: Mapping[str, Any],
+    public_key: str | os.PathLike[str],
     workers: int,
     progress: Callable[[int, int], None] | None,
-    started: float,
-) -> Report:
-    """Compare a model with its signature, in this process alone."""
-    surplus = next((name for name, value in others.items() if value is not None), None)
-    if public_key is None or surplus is not None:
-        raise UsageError(
-            f"{option('signature')} was given "
-            + ("without a key" if public_key is None else f"with {option(surplus or '')}"),
-            got="no public key" if public_key is None else option(surplus or ""),
-            want=f"{option('public_key')}, and no other comparison",
-            next_step=f"give {option('public_key', metavar='KEY')} alone with it",
-        )
+) -> dict[str, Any]:
+    """Compare a model with its signature, in this process alone; return the report's facts."""
     from xrank.commands.signature_check import check_signature  # its packages are not needed otherwise
 
-    proof, counts, fault = ProofFacts(), None, None
-    notes: tuple[tuple[str, str], ...] = ()
-    try:
-        given = None if signature is None else os.fspath(signature)
-        used, num_files, nbytes, left_out = check_signature(path, given, os.fspath(public_key), workers, progress)
-        proof = ProofFacts(signature=used)
-        counts = OutputFacts(path=path, num_files=num_files, files_nbytes=nbytes)
-        if left_out:
-            notes = (("unsigned-files", f"the signature leaves out {list_text(left_out)}, which may have any content"),)
-    except UsageError:
-        raise
-    except XrankError as found:
-        found.wording = Wording.of_function(verify_model)
-        fault = found
-    return timed_report(
-        "verify",
-        started,
-        path=path,
-        source=SourceFacts(path=path),
-        proof=proof,
-        plan=counts,
-        notes=notes,
-        fault=fault,
-    )
+    given = None if signature is None else os.fspath(signature)
+    used, num_files, nbytes, left_out = check_signature(path, given, os.fspath(public_key), workers, progress)
+    text = f"the signature leaves out {list_text(left_out)}, which may have any content"
+    return {
+        "proof": ProofFacts(signature=used),
+        "plan": OutputFacts(path=path, num_files=num_files, files_nbytes=nbytes),
+        "notes": (("unsigned-files", text),) if left_out else (),
+    }

@@ -232,11 +232,6 @@ class Adapted(Struct, frozen=True):
         """The file of the adapter's tensors."""
         return self.folder + WEIGHTS_NAME
 
-    @property
-    def texts(self) -> dict[str, str]:
-        """Small files to write, by name."""
-        return {} if self.config_text is None else {self.folder + CONFIG_NAME: self.config_text}
-
 
 def adapt(
     source: StoredModel,

@@ -36,7 +36,7 @@ from xrank.layout.output_files import OutputTensor, Selection
 from xrank.layout.stored_model import StoredModel, StoredShard
 from xrank.readers.discovery import WORKSPACE, SourcePlace, find_source
 from xrank.readers.records import refuse_foreign_names
-from xrank.recipes.adapter_names import find_adapter, parse_adapter_config
+from xrank.recipes.adapter_names import CONFIG_NAME, find_adapter, parse_adapter_config
 from xrank.recipes.adapters import Adapted, adapt, adapter_beside, check_ties, convert_adapted, drop_tied
 from xrank.recipes.config_proof import prove_config
 from xrank.recipes.conversions import (
@@ -468,8 +468,8 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
     """The tensors of the folder: those of the decision, or a transform's results."""
     checked_against_base: str | None
     notes: tuple[tuple[str, str], ...]
-    own_texts: Mapping[str, str] = field(default_factory=dict)
-    """Content of further small files that xrank makes, by name."""
+    texts: Mapping[str, str]
+    """Content of the small files that the plan itself decides, by name, but the index and the manifest."""
     transforms: Transforms | None = None
     """The tensors of a live model that a caller's function replaces."""
 
@@ -484,10 +484,9 @@ class FolderPlan(Struct, frozen=True, eq=False, dict=True):
         return self.decision.source
 
     @property
-    def texts(self) -> dict[str, str]:
-        """Small files to write, by name, beside config.json."""
-        adapted = self.decision.adapted
-        return {**self.own_texts, **(adapted.texts if adapted is not None else {})}
+    def companions(self) -> tuple[CompanionFile, ...]:
+        """Small files to copy."""
+        return self.decision.small.companions
 
     @property
     def padding_dropped(self) -> dict[str, int]:
@@ -638,11 +637,14 @@ def _plan_output(
             apart=() if adapted is None else adapted.own,
             written=None if transform is None else selection.outputs,
         )
+    texts = {"config.json": small.config_text}
     # A live module makes this file where the base model has none.
-    text = found.own.generation_text if found.own is not None and decision.is_model else None
-    is_copied = any(companion.name == _GENERATION_NAME for companion in small.companions)
-    own_texts = {} if text is None or is_copied else {_GENERATION_NAME: text}
-    return FolderPlan(decision, plan, selection, checked, notes, own_texts, transforms)
+    if found.own is not None and decision.is_model and all(one.name != _GENERATION_NAME for one in small.companions):
+        texts[_GENERATION_NAME] = found.own.generation_text
+    if adapted is not None:
+        texts[adapted.folder + CONFIG_NAME] = adapted.config_text
+    known_texts = {name: text for name, text in texts.items() if text is not None}
+    return FolderPlan(decision, plan, selection, checked, notes, known_texts, transforms)
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:

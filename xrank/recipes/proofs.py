@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
@@ -94,7 +95,7 @@ class _Rows(Struct):
         """Add the equation of a dim; return its conflict with earlier equations, if any."""
         row = {monomial: Fraction(n) for monomial, n in _polynomial(at.node, self.sizes).items()}
         value = Fraction(at.length) - row.pop((), Fraction(0))
-        others = [origin for name in _names(at.node) for origin in self.origins.get(name, ())]
+        others = [origin for name in names_of_dim(at.node) for origin in self.origins.get(name, ())]
         # Replace every unknown that is the pivot of an earlier row. An empty rest repeats or contradicts earlier rows.
         while pivots := [monomial for monomial in row if monomial in self.by_pivot]:
             # The largest first: its row holds only smaller unknowns, so no pivot comes back and the loop ends.
@@ -133,7 +134,7 @@ class _Rows(Struct):
         solved = self.solve()
         for larger, (value, origins) in solved.items():
             for smaller, (divisor, others) in solved.items():
-                if _holds(larger, smaller) and (value / divisor).denominator != 1:
+                if Counter(smaller) < Counter(larger) and (value / divisor).denominator != 1:
                     return Conflict(origins[-1], value / divisor, (others[-1],), is_quotient=True)
         return None
 
@@ -142,50 +143,26 @@ def _order(monomial: _Monomial) -> tuple[int, _Monomial]:
     return len(monomial), monomial
 
 
-def _holds(larger: _Monomial, smaller: _Monomial) -> bool:
-    left = list(larger)
-    for name in smaller:
-        if name not in left:
-            return False
-        left.remove(name)
-    return bool(left)
-
-
-def _names(node: Node) -> list[str]:
+def _polynomial(node: Node, sizes: Mapping[str, int]) -> Counter[_Monomial]:
+    """Return the products of unknown sizes that a dim is the sum of, with their factors."""
+    found = Counter[_Monomial]()
     match node:
-        case Size(str() as name):
-            return [name]
+        case Size(str() as name) if name not in sizes:
+            found[name,] = 1
+        case Size():
+            found[()] = global_size(node, sizes)
         case Product(factors):
-            return [name for factor in factors for name in _names(factor)]
-        case Parts(parts):
-            return [name for part in parts for name in _names(part.of)]
-    return []
-
-
-def _polynomial(node: Node, sizes: Mapping[str, int]) -> dict[_Monomial, int]:
-    match node:
-        case Size(str() as name):
-            return {(): sizes[name]} if name in sizes else {(name,): 1}
-        case Size(int() as number):
-            return {(): number}
-        case Product(factors):
-            found: dict[_Monomial, int] = {(): 1}
+            found[()] = 1
             for factor in factors:
-                terms = _polynomial(factor, sizes)
-                product: dict[_Monomial, int] = {}
-                for a, n in found.items():
-                    for b, m in terms.items():
-                        key = tuple(sorted((*a, *b)))
-                        product[key] = product.get(key, 0) + n * m
-                found = product
-            return found
+                terms, before, found = _polynomial(factor, sizes), found, Counter()
+                for (a, n), (b, m) in product(before.items(), terms.items()):
+                    found[tuple(sorted((*a, *b)))] += n * m
         case Parts(parts):
-            total: dict[_Monomial, int] = {}
             for part in parts:
-                for key, n in _polynomial(part.of, sizes).items():
-                    total[key] = total.get(key, 0) + n
-            return total
-    raise AssertionError(node)  # parse_side refuses other nodes
+                found.update(_polynomial(part.of, sizes))
+        case _:
+            raise AssertionError(node)  # parse_side refuses other nodes
+    return found
 
 
 _Indices = tuple[int, ...]
@@ -225,7 +202,7 @@ def prove_family(
             found, told = place_names(found, config, None)
             given = {size: number for size, (number, _) in told.items()}
             check_names(found, SolvedSizes(given, {}), collect_flags(found.recipe, config, None))
-            _check_sizes(found, shapes or {}, told)
+            _check_sizes(found, shapes or {}, given)
         except (IncompleteError, ContradictionError) as error:
             first = first or error
         else:
@@ -236,14 +213,12 @@ def prove_family(
     return False
 
 
-def _check_sizes(found: Match, shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, tuple[int, str]]) -> None:
+def _check_sizes(found: Match, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> None:
     """Refuse a shape that is not the recipe's, with the sizes that config.json has; rows of a vocabulary may be padded.
 
     Layers of different sizes (``by_layer``) are not compared.
     """
-    sizes = {size: number for size, (number, _) in told.items()}
-    sides = () if found.recipe.by_layer else found.find_sides()
-    for side, name in sides:
+    for side, name in () if found.recipe.by_layer else found.find_sides():
         shape = shapes.get(name, ())
         for dim, (node, length) in enumerate(zip(side.dims, shape, strict=False)):
             names = names_of_dim(node)
@@ -251,10 +226,8 @@ def _check_sizes(found: Match, shapes: Mapping[str, tuple[int, ...]], told: Mapp
                 continue
             want = global_size(node, sizes)
             if length != want:
-                keys = [(found.recipe.config.get(size) or (size,))[0] for size in dict.fromkeys(names)]
-                by = " and ".join(
-                    f"{key} = {sizes[size]}" for key, size in zip(keys, dict.fromkeys(names), strict=True)
-                )
+                keys = [(found.recipe.config.get(size) or (size,))[0] for size in names]
+                by = " and ".join(f"{key} = {sizes[size]}" for key, size in zip(keys, names, strict=True))
                 problem = f"{' or '.join(keys)} in config.json is not that of the tensors, such as {name}"
                 got, at = f"{length} in dim {dim} of {name}", f"{want}, by {by}"
                 raise ContradictionError(problem, tensor=name, got=got, want=at, next_step=CHECK_CONFIG)

@@ -428,7 +428,7 @@ class Recipe(Struct, frozen=True, eq=False):
     """Number of recipes that it extends, one after the other."""
 
 
-_Place = tuple[int, int]
+Place = tuple[int, int]
 
 
 class Match(Struct, frozen=True):
@@ -437,7 +437,7 @@ class Match(Struct, frozen=True):
     recipe: Recipe
     is_reversed: bool
     """Whether the recipe is read from its targets to its sources."""
-    used: Mapping[_Place, tuple[str, ...]]
+    used: Mapping[Place, tuple[str, ...]]
     """(number of the rule, index in its `source_sides`) -> the names that match."""
     unknown: tuple[str, ...]
     """Names that match no rule and are not ignored."""
@@ -446,7 +446,7 @@ class Match(Struct, frozen=True):
     missing: tuple[str, ...]
     """Hugging Face's tensors in the recipe that are required, and that no name becomes (or is)."""
 
-    def side_at(self, place: _Place) -> Side:
+    def side_at(self, place: Place) -> Side:
         """Return the side of a rule that the names at a place match."""
         return source_sides(self.recipe.rules[place[0]], self.is_reversed)[place[1]]
 
@@ -456,19 +456,9 @@ class Match(Struct, frozen=True):
             side = self.side_at(place)
             yield from ((side, name) for name in names)
 
-    def find_repeated(self) -> tuple[_Place, _Place, str] | None:
-        """Return two places of different rules that match a name, and the name; None if no name has two, copies aside.
-
-        Backwards several rules may make parts of one tensor.
-        """
-        if self.is_reversed:
-            return None
-        originals = {place: names for place, names in self.used.items() if not self.recipe.rules[place[0]].is_copy}
-        for name, places in _find_places(originals).items():
-            other = next((place for place in places if place[0] != places[0][0]), None)
-            if other is not None:
-                return places[0], other, name
-        return None
+    def find_places(self) -> dict[str, list[Place]]:
+        """Return name -> the places that match it, copies aside."""
+        return _find_places({at: names for at, names in self.used.items() if not self.recipe.rules[at[0]].is_copy})
 
     @property
     def fits(self) -> bool:
@@ -552,7 +542,7 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
     """Match a recipe with these names: the training framework's, or, reversed, Hugging Face's."""
     kinds = _index(recipe, is_reversed)
     ignored = [re.compile(pattern) for pattern in (*recipe.ignored, *recipe.dropped)]
-    used: dict[_Place, list[str]] = {}
+    used: dict[Place, list[str]] = {}
     unknown: list[str] = []
     left_out: list[str] = []
     for name in names:
@@ -579,9 +569,8 @@ def settle(found: Match, sizes: Mapping[str, int]) -> Match:
     Layers of two stacks may count on from each other in the names of one side: ``layers.{L}`` and then
     ``layers.{<_: L | next: M>}``. A name alone fits both; the number of layers decides.
     """
-    wrong: set[tuple[_Place, str]] = set()
-    originals = {at: names for at, names in found.used.items() if not found.recipe.rules[at[0]].is_copy}
-    for name, each in _find_places(originals).items():
+    wrong: set[tuple[Place, str]] = set()
+    for name, each in found.find_places().items():
         right = [at for at in each if len(each) == 1 or _has_indices(found.side_at(at).name, name, sizes)]
         wrong.update((at, name) for at in each if right and at not in right)
     if not wrong:
@@ -592,8 +581,8 @@ def settle(found: Match, sizes: Mapping[str, int]) -> Match:
     return replace(found, used=used, missing=tuple(_missing(found.recipe, used, found.is_reversed, flags)))
 
 
-def _find_places(used: Mapping[_Place, Iterable[str]]) -> dict[str, list[_Place]]:
-    places: dict[str, list[_Place]] = {}
+def _find_places(used: Mapping[Place, Iterable[str]]) -> dict[str, list[Place]]:
+    places: dict[str, list[Place]] = {}
     for place, names in used.items():
         for name in names:
             places.setdefault(name, []).append(place)
@@ -609,16 +598,16 @@ def _has_indices(name: TensorName, text: str, sizes: Mapping[str, int]) -> bool:
     return True
 
 
-def raised_flags(recipe: Recipe, used: Iterable[_Place]) -> set[str]:
+def raised_flags(recipe: Recipe, used: Iterable[Place]) -> set[str]:
     """Return the flags that these places show to be true."""
     rules = [recipe.rules[number] for number, _ in used]
     return {flag for rule in rules if not rule.is_copy for flag in (rule.when, rule.within) if flag is not None}
 
 
-def _keep_beside(recipe: Recipe, used: Mapping[_Place, list[str]]) -> dict[_Place, list[str]]:
+def _keep_beside(recipe: Recipe, used: Mapping[Place, list[str]]) -> dict[Place, list[str]]:
     """Return the names of each place without those in layers that lack the blocks which a rule is beside."""
 
-    def layers_of(place: _Place) -> list[tuple[int, ...]]:
+    def layers_of(place: Place) -> list[tuple[int, ...]]:
         side = source_sides(recipe.rules[place[0]], True)[place[1]]
         return [(side.name.indices(name) or ())[:1] for name in used[place]]
 
@@ -627,7 +616,7 @@ def _keep_beside(recipe: Recipe, used: Mapping[_Place, list[str]]) -> dict[_Plac
         group = recipe.rules[place[0]].group
         if group is not None:
             groups.setdefault(group, set()).update(layers_of(place))
-    found: dict[_Place, list[str]] = {}
+    found: dict[Place, list[str]] = {}
     for place, names in used.items():
         beside = recipe.rules[place[0]].beside
         own = set[tuple[int, ...]]().union(*(groups.get(group, set()) for group in beside))
@@ -638,12 +627,12 @@ def _keep_beside(recipe: Recipe, used: Mapping[_Place, list[str]]) -> dict[_Plac
 
 
 @lru_cache(maxsize=256)
-def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[_Place, str]]]:
+def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[Place, str]]]:
     """Return kind of name -> (place, regular expression) of the rules that may match.
 
     A model has thousands of names of a few dozen kinds, so few expressions are ever compiled.
     """
-    found: dict[str, list[tuple[_Place, str]]] = {}
+    found: dict[str, list[tuple[Place, str]]] = {}
     for number in active_rules(recipe, is_reversed):
         for form, side in enumerate(source_sides(recipe.rules[number], is_reversed)):
             kind = _generalise(side.name.with_indices(*(0 for _ in side.name.dims)))
@@ -656,7 +645,7 @@ def _generalise(name: str) -> str:
     return re.sub(r"[0-9]+", "0", name)
 
 
-def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool, raised: set[str]) -> list[str]:
+def _missing(recipe: Recipe, used: Iterable[Place], is_reversed: bool, raised: set[str]) -> list[str]:
     """Return the targets that a model must have and that no used rule makes (or has)."""
     texts = _target_texts(recipe)
     made: set[str] = set()

@@ -24,6 +24,7 @@ from xrank.recipes.options import GatherOptions
 from xrank.recipes.recipe import (
     Match,
     Pairing,
+    Place,
     Recipe,
     Rule,
     Side,
@@ -51,7 +52,7 @@ from xrank.recipes.sizes import (
     check_requirements,
     collect_flags,
     collect_layers,
-    is_refused,
+    find_refused,
     list_model_types,
     place_names,
     solve_sizes,
@@ -201,13 +202,7 @@ def _find_groups(
     return {at: group for at, (group, _) in found.items()}
 
 
-def _has_group(
-    rule: Rule,
-    recipe: Recipe,
-    groups: Mapping[_Choice, str],
-    layers: _Layers,
-    layer: int | None,
-) -> bool:
+def _has_group(rule: Rule, recipe: Recipe, groups: Mapping[_Choice, str], layers: _Layers, layer: int | None) -> bool:
     """Return whether a layer has, or must have, blocks of the rule's group."""
     if rule.group is None:
         return True
@@ -235,7 +230,7 @@ def rewrite_model(
     matched: Match,
     sizes: Mapping[str, int],
     flags: Mapping[str, bool],
-    layers: Mapping[str, Sequence[LayerChoice]],
+    layers: _Layers,
 ) -> StoredModel:
     """Return the source with the names and tensors of the recipe's targets."""
     shards = {shard.name: shard for shard in source.shards}
@@ -248,11 +243,9 @@ def rewrite_model(
         factor = 1 / rule.factor(sizes) if matched.is_reversed else rule.factor(sizes)
         if factor != 1.0:
             notes.append(("scaled", f"{names[0]}{likewise_text(names[1:], 3)}: multiplied by {factor:.9g}"))
-        scaled = {
-            name: replace(shards[name], factor=shards[name].factor * factor, added=shards[name].added + added)
-            for name in names
-        }
-        shape = shards[names[0]].shape
+        found = [shards[name] for name in names]
+        scaled = {one.name: replace(one, factor=one.factor * factor, added=one.added + added) for one in found}
+        shape = found[0].shape
         for pairing in _pairings(matched, place, sizes):
             own = len(pairing.target.name.dims)
             rows = shape[0] - pairing.source_shape[len(pairing.source.name.dims)] if shape else 0
@@ -265,14 +258,12 @@ def rewrite_model(
     order = list_outcomes(matched, sizes)
     check_whole(source.path, matched, order, made.keys(), flags, layers)
     trained = matched.dropped
-    others = [name for name in matched.ignored if name not in trained]
-    if others:
+    if others := [name for name in matched.ignored if name not in trained]:
         notes.append(("ignored", f"{list_text(others, 3)}: left out, because they are not part of the model"))
     if trained:
-        kinds = " or ".join(matched.recipe.model_types)
-        reason = f"because a model of {kinds} has no such tensor; its outputs can differ from the trainer's"
+        reason = f"because a model of {' or '.join(matched.recipe.model_types)} has no such tensor"
         text = f"{list_text(trained, 3)}: left out, although they were trained, {reason}"
-        notes.append(("dropped", text))
+        notes.append(("dropped", f"{text}; its outputs can differ from the trainer's"))
     return replace(
         source,
         shards=tuple(make_shard(name, *made[name]) for name in sorted(made, key=lambda name: order[name].at)),
@@ -284,17 +275,23 @@ def rewrite_model(
     )
 
 
-def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) -> Iterable[Pairing]:
-    """Return the pairings from the names at a place of the recipe to their targets."""
-    rule, form = matched.recipe.rules[place[0]], place[1]
+def _pair(matched: Match, place: Place, sizes: Mapping[str, int]) -> list[Pairing]:
+    """Return the pairings of the rule at a place of the recipe, from its sources to its targets."""
+    rule = matched.recipe.rules[place[0]]
+    source = rule.sources[0 if matched.is_reversed else place[1]]
     texts = {part: str(side) for part, side in rule.targets.items()}
+    return [*pair(str(source), texts, sizes, makes_copies=rule.is_copy).values()]
+
+
+def _pairings(matched: Match, place: Place, sizes: Mapping[str, int]) -> list[Pairing]:
+    """Return the pairings from the names at a place of the recipe to their targets."""
     try:
-        found = pair(str(rule.sources[0 if matched.is_reversed else form]), texts, sizes, makes_copies=rule.is_copy)
+        found = _pair(matched, place, sizes)
     except LayoutError as error:
         at = find_rule(matched.recipe, place[0])
         error.about(at, file=matched.recipe.name, next_step=f"correct the rule in {at}")
         raise
-    return [reverse_pairing([*found.values()][form])] if matched.is_reversed else found.values()
+    return [reverse_pairing(found[place[1]])] if matched.is_reversed else found
 
 
 def make_shard(name: str, shape: tuple[int, ...], parts: Iterable[tuple[StoredShard, Nest]]) -> StoredShard:
@@ -356,10 +353,7 @@ def choose_recipe(
     if asked == "none" or not names:
         return None
     if asked is not None:
-        found = match(load_recipe(os.fspath(asked)), names)
-        if not found.fits:
-            raise _misfit(source, found, "the recipe does not fit")
-        return found
+        return _match_asked(source, asked, (False,))
     is_megatron = source.format.startswith("megatron")
     # A recipe that knows no name neither fits nor is near; only an error about Megatron's names compares all recipes.
     matches = [match(recipe, names) for recipe in (load_shipped_recipes() if is_megatron else load_recipes_for(names))]
@@ -372,7 +366,7 @@ def choose_recipe(
     def order(found: Match) -> tuple[int, bool, int]:
         groups = {rule.group for rule in found.recipe.rules}
         absent = groups - {found.recipe.rules[number].group for number, _ in found.used}
-        return len(absent), is_refused(found.recipe, source.args), found.recipe.depth
+        return len(absent), find_refused(found.recipe.must, source.args) is not None, found.recipe.depth
 
     outcomes: dict[frozenset[object], Match] = {}
     for found in sorted(chosen, key=order):
@@ -412,10 +406,12 @@ def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None
 
     Without a recipe, or with ``"none"``, the names stay.
     """
-    if asked is None or asked == "none":
-        return None
+    return None if asked is None or asked == "none" else _match_asked(source, asked, (False, True))
+
+
+def _match_asked(source: StoredModel, asked: str | os.PathLike[str], directions: Sequence[bool]) -> Match:
     recipe, names = load_recipe(os.fspath(asked)), [shard.name for shard in source.shards]
-    matches = [match(recipe, names, is_reversed=is_reversed) for is_reversed in (False, True)]
+    matches = [match(recipe, names, is_reversed=is_reversed) for is_reversed in directions]
     found = next((found for found in matches if found.fits), None)
     if found is None:
         raise _misfit(source, max(matches, key=lambda found: found.num_known), "the recipe does not fit")
@@ -478,31 +474,34 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
     if found.missing:
         wrong.append(f"nothing for {list_text(found.missing)} of {found.recipe.name}")
     name = found.recipe.name
-    own = f"correct {name}; to see all of its misfits, run: xrank recipe check {name} {source.path}"
-    other = f"give a recipe of your own with {option('recipe', metavar='FILE')}"
-    known = list_text(
-        [str(side) for rule in found.recipe.rules for side in source_sides(rule, found.is_reversed)[:1]], 3
+    step = f"correct {name}; to see all of its misfits, run: xrank recipe check {name} {source.path}"
+    if name in list_shipped_recipes():
+        step = f"give a recipe of your own with {option('recipe', metavar='FILE')}"
+    known = [str(side) for rule in found.recipe.rules for side in source_sides(rule, found.is_reversed)[:1]]
+    return UsageError(
+        f"{source.path}: {problem}",
+        tensor=found.unknown[0] if found.unknown else None,
+        file=source.path,
+        got="; ".join(wrong),
+        want=f"names like {list_text(known, 3)}",
+        next_step=f"{step}, or keep the names with {option('recipe', 'none')}",
     )
-    step = other if name in list_shipped_recipes() else own
-    step = f"{step}, or keep the names with {option('recipe', 'none')}"
-    tensor, want = found.unknown[0] if found.unknown else None, f"names like {known}"
-    problem = f"{source.path}: {problem}"
-    return UsageError(problem, tensor=tensor, file=source.path, got="; ".join(wrong), want=want, next_step=step)
 
 
-def check_repeated(matched: Match) -> None:
-    """Refuse a recipe with two rules for one tensor."""
-    found = matched.find_repeated()
-    if found is None:
-        return
-    first, second, name = found
+def _find_repeated(matched: Match) -> tuple[Place, LayoutError] | None:
+    """Return the place of a second rule for one tensor, copies aside, and the error about it; None: there is none.
+
+    Backwards several rules may make parts of one tensor.
+    """
     recipe = matched.recipe
-    ours, theirs = (f"{find_rule(recipe, at[0])}" for at in (first, second))
-    got = f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}"
-    step = f"write one rule for those of {ours} and {theirs}"
-    raise LayoutError(
-        f"{theirs}: {name} has two rules", tensor=name, file=recipe.name, got=got, want="one rule", next_step=step
-    )
+    for name, (first, *others) in ({} if matched.is_reversed else matched.find_places()).items():
+        second = next((at for at in others if at[0] != first[0]), None)
+        if second is not None:
+            ours, theirs = (find_rule(recipe, at[0]) for at in (first, second))
+            got = f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}"
+            step, problem = f"write one rule for those of {ours} and {theirs}", f"{theirs}: {name} has two rules"
+            return second, LayoutError(problem, tensor=name, file=recipe.name, got=got, want="one rule", next_step=step)
+    return None
 
 
 def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:
@@ -516,12 +515,10 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     tensors = [(side, name, shapes[name]) for side, name in found.find_sides()]
     sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
     flags = collect_flags(found.recipe, config, source.args)
-    check_repeated(found)
-
+    repeated = _find_repeated(found)
+    if repeated is not None:
+        raise repeated[1]
     return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))
-
-
-_Place = tuple[int, int]
 
 
 class UnknownName(Struct, frozen=True):
@@ -539,7 +536,7 @@ class RecipeFit(Struct, frozen=True, eq=False):
     found: Match
     sizes: Mapping[str, int]
     """The sizes that config.json, the trainer's arguments and the shapes give; without those of wrong rules."""
-    wrong: Mapping[_Place, XrankError]
+    wrong: Mapping[Place, XrankError]
     """Place of a rule, as in `Match.used` -> why its tensors do not fit it, or its sides do not fit each other."""
     unknown: tuple[UnknownName, ...]
     whole: XrankError | None = None
@@ -548,7 +545,7 @@ class RecipeFit(Struct, frozen=True, eq=False):
     """The source under the recipe's names, if all of it fits."""
 
     @property
-    def places(self) -> dict[_Place, str]:
+    def places(self) -> dict[Place, str]:
         """Place of a used rule -> the line of the recipe's file that has it."""
         return {at: find_rule(self.found.recipe, at[0]) for at in self.found.used}
 
@@ -566,19 +563,13 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
     sizes, wrong = min(solved, key=lambda one: len(one[1]))
     for at in places:
         if at not in wrong:
-            rule = recipe.rules[at[0]]
-            side = rule.sources[0 if found.is_reversed else at[1]]
-            targets = {part: str(target) for part, target in rule.targets.items()}
             try:
-                pair(str(side), targets, sizes, makes_copies=rule.is_copy)
+                _pair(found, at, sizes)
             except LayoutError as error:
                 wrong[at] = error
-    repeated = found.find_repeated()
+    repeated = _find_repeated(found)
     if repeated is not None:
-        try:
-            check_repeated(found)
-        except LayoutError as error:
-            wrong[repeated[1]] = error
+        wrong[repeated[0]] = repeated[1]
     unknown = tuple(_group_unknown(found))
     if wrong or not found.fits:
         return RecipeFit(found, sizes, wrong, unknown)
@@ -592,10 +583,10 @@ def _solve(
     found: Match,
     shapes: Mapping[str, tuple[int, ...]],
     told: Mapping[str, tuple[int, str]],
-    order: Sequence[_Place],
-) -> tuple[dict[str, int], dict[_Place, XrankError]]:
+    order: Sequence[Place],
+) -> tuple[dict[str, int], dict[Place, XrankError]]:
     """Return the sizes of the rules that fit, and why the others do not: each conflict takes out one rule."""
-    recipe, wrong = found.recipe, dict[_Place, XrankError]()
+    recipe, wrong = found.recipe, dict[Place, XrankError]()
     while True:
         tensors = [
             (found.side_at(at), name, shapes[name]) for at in order if at not in wrong for name in found.used[at]

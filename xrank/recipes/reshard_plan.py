@@ -143,8 +143,8 @@ class Reshard(Struct, frozen=True, eq=False):
     grid: str
     """Grid of the new mesh as text; semicolons separate several meshes."""
     companions: tuple[CompanionFile, ...]
-    config_text: str | None
-    """Text of a new config.json with the dtype of a cast; it replaces the one beside the source."""
+    texts: Mapping[str, str]
+    """Content of the companions that the plan changes, by name: a config.json with the dtype of a cast."""
     notes: tuple[tuple[str, str], ...]
 
     @property
@@ -223,6 +223,8 @@ def plan_reshard_of(
         for rank in states.ranks
     ]
     compared = {name: others for name, others in selection.tied.items() if names[name] == name}
+    companions = check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values())
+    changed = made if config_path is not None else None
     notes = [*stored.notes, *found.notes, *selection.notes, *layout_notes(new, stored), *states.notes()]
     if states.unmatched:
         text = f"{list_text(states.unmatched)}: the engine takes no part, for its layouts have no rule"
@@ -238,8 +240,8 @@ def plan_reshard_of(
         make_plan(stored, files, tied=compared),
         run_id,
         "; ".join(dict.fromkeys(mesh.grid for mesh in states.meshes)),
-        check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values()),
-        made if config_path is not None else None,
+        companions,
+        {one.name: changed for one in companions if one.name == "config.json" and changed is not None},
         tuple(notes),
     )
 

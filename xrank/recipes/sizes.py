@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import isclose, prod
@@ -39,22 +39,28 @@ def collect_sizes(
 ) -> dict[str, tuple[int, str]]:
     """Return size -> (number, its origin) from the recipe, config.json and the arguments, which must agree."""
     found = {name: (number, "the recipe") for name, number in recipe.sizes.items()}
-    for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
-        if values is None:
+    for values, name, choices, origin in _list_terms(recipe, config, args):
+        number = evaluate(values, choices)
+        # Flags are in the same tables, and isinstance would take a bool for an int.
+        if type(number) is not int or number < 1:
             continue
-        for name, choices in terms.items():
-            number = evaluate(values, choices)
-            # Flags are in the same tables, and isinstance would take a bool for an int.
-            if type(number) is not int or number < 1:
-                continue
-            if name in found and name in recipe.padded:
-                continue  # config.json counts the rows to keep, the trainer's arguments the trained rows with padding
-            if name in found and found[name][0] != number:
-                key = choices[0].partition(" ")[0]
-                raise disagreement(key, number, origin, found[name][0], found[name][1], folder)
-            found.setdefault(name, (number, origin))
+        if name in found and name in recipe.padded:
+            continue  # config.json counts the rows to keep, the trainer's arguments the trained rows with padding
+        if name in found and found[name][0] != number:
+            key = choices[0].partition(" ")[0]
+            raise disagreement(key, number, origin, found[name][0], found[name][1], folder)
+        found.setdefault(name, (number, origin))
     check_counts(recipe, {name: number for name, (number, _) in found.items()})
     return found
+
+
+def _list_terms(
+    recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None
+) -> Iterator[tuple[Mapping[str, Any], str, tuple[str, ...], str]]:
+    """Yield (values, name, its terms over them, their origin) of config.json, then of the trainer's arguments."""
+    for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
+        if values is not None:
+            yield from ((values, name, choices, origin) for name, choices in terms.items())
 
 
 def check_counts(recipe: Recipe, sizes: Mapping[str, int]) -> None:
@@ -81,13 +87,10 @@ def disagreement(key: str, got: object, origin: str, want: object, other: str, f
 def collect_flags(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None) -> dict[str, bool]:
     """Return flag -> its value in config.json, else in the trainer's arguments; unknown flags are absent."""
     found: dict[str, bool] = {}
-    for values, terms in ((config, recipe.config), (args, recipe.args)):
-        if values is None:
-            continue
-        for name, choices in terms.items():
-            value = evaluate(values, choices)
-            if isinstance(value, bool):
-                found.setdefault(name, value)
+    for values, name, choices, _ in _list_terms(recipe, config, args):
+        value = evaluate(values, choices)
+        if isinstance(value, bool):
+            found.setdefault(name, value)
     return found
 
 
@@ -96,15 +99,12 @@ def collect_layers(
 ) -> dict[str, tuple[LayerChoice, ...]]:
     """Return group -> the layers that have its blocks: by config.json, and by the trainer's arguments."""
     found: dict[str, tuple[LayerChoice, ...]] = {}
-    for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
-        if values is None:
-            continue
-        for group, choices in terms.items():
-            terms_of_layers = (term for term in choices if is_layer_term(term))
-            known = (parse_layers(term, partial(look_up, values), origin) for term in terms_of_layers)
-            choice = next((choice for choice in known if choice is not None), None)
-            if choice is not None:
-                found[group] = (*found.get(group, ()), choice)
+    for values, group, choices, origin in _list_terms(recipe, config, args):
+        get = partial(look_up, values)
+        known = (parse_layers(term, get, origin) for term in choices if is_layer_term(term))
+        choice = next((choice for choice in known if choice is not None), None)
+        if choice is not None:
+            found[group] = (*found.get(group, ()), choice)
     return found
 
 
@@ -234,7 +234,7 @@ def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | N
         (args, recipe.must, "the trainer's args"),
         (config, recipe.must_config, "config.json"),
     ):
-        key = _find_refused(must, values)
+        key = find_refused(must, values)
         if key is not None and values is not None:
             value = look_up(values, key)
             problem = f"the recipe {recipe.name} is not for a model of {key} {value!r}"
@@ -254,12 +254,8 @@ def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | N
             raise disagreement(key, theirs, "the trainer's args", ours, "config.json", folder)
 
 
-def is_refused(recipe: Recipe, args: _Values | None) -> bool:
-    """Return whether the recipe rules out the value of one of the trainer's arguments."""
-    return _find_refused(recipe.must, args) is not None
-
-
-def _find_refused(must: Mapping[str, tuple[object, ...]], values: _Values | None) -> str | None:
+def find_refused(must: Mapping[str, tuple[object, ...]], values: _Values | None) -> str | None:
+    """Return the first key of a recipe's `must` whose value it rules out."""
     # None: a trainer's option that was not given.
     known = {key: value for key in must if (value := look_up(values or {}, key)) is not None}
     return next((key for key, value in known.items() if value not in must[key]), None)
