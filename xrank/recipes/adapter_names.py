@@ -200,10 +200,10 @@ class _Sorting:
         """Sort one of the adapter's names."""
         whole = _TRAINED.fullmatch(name)
         if whole is not None and ".lora_" not in name:
-            module, adapter, rest = _bare(whole[1]), whole[2], whole[3]
-            self._trained[f"{module}.{rest}"] = name
-            self._saved[name] = f"{PREFIX}{module}.{rest}"
-            self._adapters.setdefault(adapter, name)
+            trained = f"{_bare(whole[1])}.{whole[3]}"
+            self._trained[trained] = name
+            self._saved[name] = PREFIX + trained
+            self._adapters.setdefault(whole[2], name)
             return
         rows = _TOKENS.fullmatch(name)
         if rows is not None:
@@ -240,8 +240,9 @@ class _Sorting:
         found, halves = next(iter(kinds.values())), ", ".join(f"lora_{kind}" for kind in kinds)
         raise self._gap(found, "the other half of its pair is missing", f"{halves} of {module}", "lora_A and lora_B")
 
-    def _gap(self, name: str, problem: str, got: str, want: str) -> ContradictionError:
-        step = "check that the checkpoint is whole"
+    def _gap(
+        self, name: str, problem: str, got: str, want: str, step: str = "check that the checkpoint is whole"
+    ) -> ContradictionError:
         return ContradictionError(
             f"{name}: {problem}", tensor=name, file=self._path, got=got, want=want, next_step=step
         )
@@ -271,9 +272,7 @@ class _Sorting:
                     raise self._gap(name, problem, f"no {saved}", f"{saved}.<adapter>.{original[2]}")
             if bare in taken:
                 step = "check that the files are those of one model"
-                got = f"{taken[bare]} and {name}"
-                problem = f"{bare}: two tensors would have this name"
-                raise ContradictionError(problem, tensor=bare, file=self._path, got=got, want="one", next_step=step)
+                raise self._gap(bare, "two tensors would have this name", f"{taken[bare]} and {name}", "one", step)
             taken[bare] = name
             found[name] = bare
         return found
@@ -424,11 +423,12 @@ def parse_adapter_config(
     """Parse the content of an adapter_config.json as the configuration of these tensors."""
     missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
     if missing:
-        got, problem = f"the keys {', '.join(sorted(values)) or 'none'}", f"says no {' and no '.join(missing)}"
-        raise UsageError(f"{path}: {problem}", file=path, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
+        problem = f"{path}: says no {' and no '.join(missing)}"
+        got = f"the keys {', '.join(sorted(values)) or 'none'}"
+        raise UsageError(problem, file=path, got=got, want="r and lora_alpha", next_step=_NEXT_STEP)
     if values.get("peft_type", "LORA") != "LORA":
-        got, problem = f"peft_type {values['peft_type']}", "is not the configuration of a LoRA"
-        raise UsageError(f"{path}: {problem}", file=path, got=got, want="LORA", next_step=_NEXT_STEP)
+        problem = f"{path}: is not the configuration of a LoRA"
+        raise UsageError(problem, file=path, got=f"peft_type {values['peft_type']}", want="LORA", next_step=_NEXT_STEP)
     _check(values, path)
     is_completed = "peft_type" not in values
     config = AdapterConfig(_complete(values, names, shapes) if is_completed else values, path, is_completed)
@@ -458,10 +458,7 @@ def parse_adapter_config(
 
 def _check(values: Mapping[str, Any], path: str) -> None:
     """Check the types of the values that enter calculations."""
-    numbers = {
-        "r": [values["r"]],
-        "lora_alpha": [values["lora_alpha"]],
-    }
+    numbers = {key: [values[key]] for key in ("r", "lora_alpha")}
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = {} if values.get(key) is None else values[key]
         if not isinstance(patterns, dict):

@@ -54,14 +54,11 @@ def find_parameter_updates(
         of_module.setdefault(pair.module, []).append(pair)
     # A model's experts all lie one way: [out, in], or, in a module that is_transposed, [in, out].
     ways = [
-        {
-            module: list(_assign(each, config, base, shards, is_transposed=is_transposed))
-            for module, each in of_module.items()
-        }
+        [list(_assign(each, config, base, shards, is_transposed=is_transposed)) for each in of_module.values()]
         for is_transposed in (False, True)
     ]
-    fitting = [number for number, way in enumerate(ways) if all(way.values())]
-    if pairs and (len(fitting) != 1 or any(len(found) != 1 for found in ways[fitting[0]].values())):
+    fitting = [number for number, way in enumerate(ways) if all(way)]
+    if pairs and (len(fitting) != 1 or any(len(found) != 1 for found in ways[fitting[0]])):
         pair = pairs[0]
         names = config.parameters_of(pair.module)
         held = [f"{name} {base[name].dtype} {list(base[name].shape)}" for name in names if name in base]
@@ -71,13 +68,12 @@ def find_parameter_updates(
             f"{pair.module}: which of its parameters the adapter is added to, and how, does not follow from the shapes"
         )
         raise UsageError(problem, tensor=pair.a, file=config.path, got=got, want=want, next_step=_MERGE_WITH_PEFT)
-    chosen = ways[fitting[0]] if pairs else {}
-    found = {name: pair for (one,) in chosen.values() for name, pair in one.items()}
-    blocks = {name: base[name].shape[0] if len(base[name].shape) > 2 else 1 for name in found}
-    return {
-        name: LowRank(pair.a, pair.b, config.scale_of(name), fitting[0] == 1, blocks[name])
-        for name, pair in found.items()
-    }
+    found = {}
+    for (one,) in ways[fitting[0]] if pairs else ():
+        for name, pair in one.items():
+            num_blocks = base[name].shape[0] if len(base[name].shape) > 2 else 1
+            found[name] = LowRank(pair.a, pair.b, config.scale_of(name), fitting[0] == 1, num_blocks)
+    return found
 
 
 def _assign(
@@ -123,13 +119,11 @@ def find_updates(
     `base` has the weights under the base model's names, `shards` all tensors under the source's.
     """
     fits = {}
-    # Pairs of parameters that `target_parameters` names, and not of layers' weights.
-    stacked = [
-        pair
-        for pair in names.pairs
-        if pair.depth > 0 or any(name in base for name in config.parameters_of(pair.module))
-    ]
-    plain = [pair for pair in names.pairs if pair not in stacked]
+    plain, stacked = list[Pair](), list[Pair]()
+    for pair in names.pairs:
+        # Pairs of parameters that `target_parameters` names are not those of layers' weights.
+        is_stacked = pair.depth > 0 or any(name in base for name in config.parameters_of(pair.module))
+        (stacked if is_stacked else plain).append(pair)
     for pair in plain:
         weight = _weight_of(pair, base, shards)
         a, b = shards[pair.a].shape, shards[pair.b].shape
@@ -296,27 +290,18 @@ def check_ties(
 ) -> None:
     """Refuse to merge into one of two tied tensors: it is unknown whether the other should change with it.
 
-    Args:
-        updates: names to which an adapter is added.
-        trained: names of tensors that the adapter replaces.
-        tied: name -> names of the tensors that are one with it in the source.
-        config: the model's config.json, which may tie one to a tensor that the source lacks.
+    An adapter is added to `updates` and replaces `trained`. `tied` are the source's ties; `config` may tie one of them
+    to a tensor that the source lacks.
     """
     of_class = {target: (name,) for name, target in find_class_ties({*updates, *trained}, config).items()}
     for target, others in (*tied.items(), *of_class.items()):
         names = (target, *others)
         for name in names:
             if name in updates or (name in trained and not all(one in trained for one in names)):
-                rest = ", ".join(one for one in names if one != name)
-                got = f"one tensor under the names {', '.join(names)}"
+                problem = f"{name}: has an adapter, and is tied to {', '.join(one for one in names if one != name)}"
+                got, want = f"one tensor under the names {', '.join(names)}", "a tensor of its own to merge into"
                 step = f"use {option('adapter', 'separate')}; or untie them in config.json, where both were saved"
-                raise UsageError(
-                    f"{name}: has an adapter, and is tied to {rest}",
-                    tensor=name,
-                    got=got,
-                    want="a tensor of its own to merge into",
-                    next_step=step,
-                )
+                raise UsageError(problem, tensor=name, got=got, want=want, next_step=step)
 
 
 def describe_merges(plan: Plan) -> dict[str, str]:
@@ -401,12 +386,8 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
     done = f"{len(updates)} LoRA pairs are merged: W + {scales} * B @ A, computed in float32, rounded once"
     notes = [("adapter", done), *config.notes(has_own_base=False)]
     if left_out:
-        notes.append(
-            (
-                "adapter-trained",
-                f"{list_text(left_out)}: left out; the tensors that were trained in their place are written",
-            )
-        )
+        text = f"{list_text(left_out)}: left out; the tensors that were trained in their place are written"
+        notes.append(("adapter-trained", text))
     return Adapted(
         _with_names(source, renamed),
         factors=tuple(shards[name] for pair in names.pairs for name in (pair.a, pair.b)),

@@ -225,10 +225,12 @@ def _lengths(section: Section, *witnesses: tuple[str, tuple[int, ...]]) -> dict[
                 del own[first.index(hidden)]
             for dim in own:
                 length = kind.shape[dim] // 2 if "gate_up_proj" in kind.pattern else kind.shape[dim]
-                found.setdefault(
-                    length, LengthPlace(kind.names[0], f"in dim {dim % len(kind.shape)} of {kind.names[0]}")
-                )
+                found.setdefault(length, _place_of(kind, dim % len(kind.shape)))
     return found
+
+
+def _place_of(kind: TensorKind, dim: int) -> LengthPlace:
+    return LengthPlace(kind.names[0], f"in dim {dim} of {kind.names[0]}")
 
 
 def _claim(
@@ -251,10 +253,7 @@ def _claim_layers(section: Section) -> Iterator[ConfigClaim]:
             lists.setdefault(place[1], set()).update(int(name[at:].partition(".")[0]) for name in kind.names)
             first.setdefault(place[1], kind.names[0])
     found = {path: (len(indices), LengthPlace(first[path], f"layers under {path}")) for path, indices in lists.items()}
-    parts = {
-        "encoder": ("encoder_layers", "num_encoder_layers"),
-        "decoder": ("decoder_layers", "num_decoder_layers"),
-    }
+    parts = {part: (f"{part}_layers", f"num_{part}_layers") for part in ("encoder", "decoder")}
     for part, keys in parts.items():
         own = dict(each for path, each in found.items() if part in path.split("."))
         yield from _claim(section, keys, own)
@@ -279,9 +278,8 @@ def _claim_heads(section: Section) -> Iterator[ConfigClaim]:
             ("qk_rope_head_dim", r"(?:.*\.)?(?:self_attn|attention)\.q(?:_b)?_proj\.weight"),
         ):
             number = heads[1] * ((section.size(_LATENT[0]) or 0) + (section.size(other) or 0))
-            yield ConfigClaim(
-                _LATENT[0], (heads[0], _LATENT[0], other), (number,), _lengths(section, (expression, (0,)))
-            )
+            keys = (heads[0], _LATENT[0], other)
+            yield ConfigClaim(_LATENT[0], keys, (number,), _lengths(section, (expression, (0,))))
         return
     hidden = section.find_size("embed_dim", "hidden_size", "d_model", "n_embd")
     if width is None:
@@ -314,7 +312,7 @@ def _claim_experts(section: Section) -> Iterator[ConfigClaim]:
             indices = {match[1] for name in kind.names if (match := at.search(name)) is not None}
             found.setdefault(len(indices), LengthPlace(kind.names[0], f"experts of {kind.pattern}"))
         elif len(kind.shape) == 3 and re.fullmatch(r"(?:.*\.)?experts\." + _MLP, kind.pattern):
-            found.setdefault(kind.shape[0], LengthPlace(kind.names[0], f"in dim 0 of {kind.names[0]}"))
+            found.setdefault(kind.shape[0], _place_of(kind, 0))
     yield from _claim(section, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), found)
     shared = section.find_size("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     width = section.find_size("moe_intermediate_size")
@@ -415,7 +413,7 @@ def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -
 
     An equation counts only if config.json has all its keys, and the tensors its length.
     """
-    texts = _read_equations().get(str(config.get("model_type")), ())
+    texts: Sequence[str] = read_shipped_table("config_sizes.json")["equations"].get(str(config.get("model_type")), ())
     # Moshi's depth_decoder has layers of its own sizes, under the names of Moshi's.
     inner = {key.removesuffix("_config") for key, value in config.items() if isinstance(value, Mapping)}
     lengths = measure(kinds, inner) if texts else {}
@@ -426,11 +424,8 @@ def make_family_claims(config: Mapping[str, Any], kinds: Sequence[TensorKind]) -
             continue
         number = equation.compute(sizes)  # type: ignore[arg-type]
         if number.denominator == 1:  # transformers refuses other numbers, or rounds them
-            numbers = (number.numerator,)
-            yield (
-                Section("", sizes, (), ()),
-                ConfigClaim(next(iter(sizes)), tuple(sizes), numbers, {found[0]: found[1]}),
-            )
+            claim = ConfigClaim(next(iter(sizes)), tuple(sizes), (number.numerator,), {found[0]: found[1]})
+            yield Section("", sizes, (), ()), claim
 
 
 def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths:
@@ -447,7 +442,7 @@ def measure(kinds: Sequence[TensorKind], inner: Collection[str] = ()) -> Lengths
     lists: dict[str, tuple[set[str], str]] = {}
     for kind in kinds:
         for dim, length in enumerate(kind.shape):
-            each = length, LengthPlace(kind.names[0], f"in dim {dim} of {kind.names[0]}")
+            each = length, _place_of(kind, dim)
             for name in {kind.pattern, *kind.names} if len(kind.names) == 1 else [kind.pattern]:
                 _add(found, f"{name}[{dim}]", each)
                 if name.count(".") > 1 and name.partition(".")[0] not in inner:
@@ -476,11 +471,6 @@ def _look_up(config: Mapping[str, Any], path: str) -> object:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
-
-
-def _read_equations() -> Mapping[str, Sequence[str]]:
-    equations: dict[str, list[str]] = read_shipped_table("config_sizes.json")["equations"]
-    return equations
 
 
 MISSING_TENSOR = "missing-tensor"
@@ -534,17 +524,10 @@ def prove_config(
     heads that changes no shape. Sizes of a model with code of its own (``auto_map``) are not checked. A model that no
     recipe and no base model proves has its layers compared with one another.
 
-    Args:
-        found: the source with its config.
-        model: the source under Hugging Face's names.
-        base: the base model, which may have given the config.
-        config: the config.json that will be written, where it is not the source's.
-        left_out: names that the user leaves out; the config may count them, or not.
-        apart: names that are not the model's, such as those of an adapter.
-        written: the tensors that a caller's function makes of the model; None: no function changes them.
-
-    Returns:
-        Notes: a tensor that a model of no known family seems to lack, a quantization that only others know of.
+    `model` has Hugging Face's names, and `config` is to be written, where it is not the source's. The config may count
+    the names that the user leaves out (`left_out`), or not; names `apart` are not the model's, such as an adapter's.
+    `written` are the tensors that a caller's function makes of the model; None: no function changes them. Returns
+    notes: a tensor that a model of no known family seems to lack, a quantization that only others know of.
     """
     config = found.config if config is None else config
     # Without the shapes of tensors that save_pretrained leaves out, their absence would be taken for another config.

@@ -24,16 +24,12 @@ from xrank.recipes.recipe import Recipe, Rule, Side, parse_side, part_names, siz
 from xrank.words import clip, list_text, size_text
 
 _BEGINNING = "layers "
-
 _VALUE = r"([A-Za-z_][\w.]*|[0-9]{1,18})"
-
 _CONDITION = re.compile(
     rf"(?P<range>from|before) {_VALUE}|every {_VALUE}(?: from {_VALUE})?|(?P<list>in|not in) {_VALUE}|{_VALUE} = (\S+)"
 )
-
 _Kind = Literal["from", "before", "every", "in", "not in"]
-
-_Get: TypeAlias = Callable[[str], object]
+_Get: TypeAlias = Callable[[str], Any]
 
 
 class LayerChoice(Struct, frozen=True):
@@ -48,21 +44,16 @@ class LayerChoice(Struct, frozen=True):
 
     def __contains__(self, layer: int) -> bool:
         """Return whether the layer has blocks of the group."""
-        return all(_holds(kind, numbers, layer) for kind, numbers in self.conditions)
+        return all(_HOLDS[kind](layer, numbers) for kind, numbers in self.conditions)
 
 
-def _holds(kind: _Kind, numbers: tuple[int, ...], layer: int) -> bool:
-    match kind:
-        case "from":
-            return layer >= numbers[0]
-        case "before":
-            return layer < numbers[0]
-        case "every":
-            return layer >= numbers[1] and (layer - numbers[1]) % numbers[0] == 0
-        case "in":
-            return layer in numbers
-        case "not in":
-            return layer not in numbers
+_HOLDS: Mapping[_Kind, Callable[[int, tuple[int, ...]], bool]] = {
+    "from": lambda layer, numbers: layer >= numbers[0],
+    "before": lambda layer, numbers: layer < numbers[0],
+    "every": lambda layer, numbers: layer >= numbers[1] and (layer - numbers[1]) % numbers[0] == 0,
+    "in": lambda layer, numbers: layer in numbers,
+    "not in": lambda layer, numbers: layer not in numbers,
+}
 
 
 def is_layer_term(text: str) -> bool:
@@ -80,13 +71,9 @@ def parse_layers(text: str, get: _Get, origin: str) -> LayerChoice | None:
         >>> [layer for layer in range(8) if layer in choice]
         [1, 5, 7]
     """
-    conditions = []
-    for one in text.removeprefix(_BEGINNING).split(" and "):
-        found = _parse_condition(one, get)
-        if found is None:
-            return None
-        conditions.append(found)
-    return LayerChoice(text, origin, tuple(conditions))
+    found = [_parse_condition(one, get) for one in text.removeprefix(_BEGINNING).split(" and ")]
+    conditions = tuple(condition for condition in found if condition is not None)
+    return LayerChoice(text, origin, conditions) if len(conditions) == len(found) else None
 
 
 def _parse_condition(text: str, get: _Get) -> tuple[_Kind, tuple[int, ...]] | None:
@@ -95,12 +82,12 @@ def _parse_condition(text: str, get: _Get) -> tuple[_Kind, tuple[int, ...]] | No
         return None
     _, bound, step, start, _, listed, key, entry = found.groups()
     if bound is not None:
-        return _numbers("from" if found["range"] == "from" else "before", _number(bound, get))
+        return _numbers("from" if found["range"] == "from" else "before", get, bound)
     if step is not None:
-        count = _number(step, get)
-        if count is None or count < 1:
+        every = _numbers("every", get, step, step if start is None else start)
+        if every is None or every[1][0] < 1:
             return None
-        return _numbers("every", count, count - 1 if start is None else _number(start, get))
+        return every if start is not None else ("every", (every[1][0], every[1][0] - 1))
     if listed is not None:
         layers = get(listed)
         if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
@@ -112,14 +99,10 @@ def _parse_condition(text: str, get: _Get) -> tuple[_Kind, tuple[int, ...]] | No
     return "in", tuple(i for i, value in enumerate(entries) if str(value) in entry.split("|"))
 
 
-def _number(text: str, get: _Get) -> int | None:
-    value = int(text) if text.isdecimal() else get(text)
-    return value if type(value) is int else None
-
-
-def _numbers(kind: _Kind, *numbers: int | None) -> tuple[_Kind, tuple[int, ...]] | None:
-    whole = tuple(number for number in numbers if number is not None)
-    return (kind, whole) if len(whole) == len(numbers) else None
+def _numbers(kind: _Kind, get: _Get, *texts: str) -> tuple[_Kind, tuple[int, ...]] | None:
+    """Return a condition with the values of these numbers and keys; None if one of them is not an integer."""
+    values = [int(text) if text.isdecimal() else get(text) for text in texts]
+    return (kind, tuple(values)) if all(type(value) is int for value in values) else None
 
 
 def evaluate(values: Mapping[str, Any], terms: Iterable[str]) -> object:
@@ -165,12 +148,9 @@ def _term(values: Mapping[str, Any], term: str) -> object:
         found_sign = re.fullmatch(f"(.+)({signs})(.+)", term)
         if found_sign is not None:
             left, sign, right = found_sign.groups()
-            return _calculate(_operand(values, left), sign.strip(), _operand(values, right))
+            a, b = (int(one) if _NUMBER.fullmatch(one) else _term(values, one) for one in (left, right))
+            return _calculate(a, sign.strip(), b)
     return look_up(values, term)
-
-
-def _operand(values: Mapping[str, Any], text: str) -> object:
-    return int(text) if _NUMBER.fullmatch(text) else _term(values, text)
 
 
 _SIGNS: Mapping[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
@@ -185,9 +165,7 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
 
 
 _KEY = re.compile(r"[A-Za-z_][\w.*-]*")
-
 _NUMBER = re.compile("[0-9]{1,18}")
-
 _MAX_OPERANDS = 32
 
 
@@ -198,7 +176,7 @@ def is_term(text: str) -> bool:
         >>> [is_term(text) for text in ("hidden_size / heads if use_heads", "layers from 3", "hidden_size /", "not 3")]
         [True, True, False, False]
     """
-    if text.startswith("layers "):
+    if text.startswith(_BEGINNING):
         return is_layer_term(text)
     for word in (" if ", " unless "):
         text, found, condition = text.partition(word)
@@ -683,7 +661,7 @@ _SOURCE = re.compile(r"""\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""")
 
 def _parse(name: str, text: str, file: str) -> Recipe:
     tables = repeat_rules(read_tables(text, file), file)
-    lists = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
+    lists: dict[str, Any] = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
     _check_values(tables, lists, file)
     framework = tables.get("framework", "")
     if not isinstance(framework, str):
@@ -699,24 +677,13 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         raise misplaced(file, ("tensors",), None, "a table [tensors] with rules")
     if lists["by_layer"]:  # layers of different sizes cannot be stacked in one tensor
         rules = tuple(replace(rule, sources=rule.sources[:1]) for rule in rules)
-    recipe = Recipe(
-        name,
-        framework,
-        rules,
-        lists["model_types"],
-        lists["padded"],
-        lists["ignored"],
-        lists["keep_fp32"],
-        config={key: check_texts(terms, ("config", key), file) for key, terms in tables.get("config", {}).items()},
-        args={key: check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
-        sizes=tables.get("sizes", {}),
-        needed=lists["needed"],
-        must=_allowed(tables.get("must", {})),
-        must_config=_allowed(tables.get("must_config", {})),
-        dropped=lists["dropped"],
-        by_layer=lists["by_layer"],
-        depth=count_extended(text),
-    )
+    for table in ("config", "args"):
+        entries = tables.get(table, {})
+        lists[table] = {key: check_texts(terms, (table, key), file) for key, terms in entries.items()}
+    for table in ("must", "must_config"):
+        entries = tables.get(table, {})
+        lists[table] = {key: tuple(value) if isinstance(value, list) else (value,) for key, value in entries.items()}
+    recipe = Recipe(name, framework, rules, sizes=tables.get("sizes", {}), depth=count_extended(text), **lists)
     check_names(recipe, file)
     return recipe
 
@@ -758,10 +725,6 @@ def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:
         targets = dict.fromkeys(parts, targets[""])
     beside = check_texts(value.get("beside", []), (*keys, "beside"), file)
     return Rule((side, *_stack_dims(side)), targets, **names, optional=optional, beside=beside, add=add, times=times)
-
-
-def _allowed(table: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
-    return {key: tuple(value) if isinstance(value, list) else (value,) for key, value in table.items()}
 
 
 def _stack_dims(side: Side) -> list[Side]:
