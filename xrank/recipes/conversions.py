@@ -208,7 +208,7 @@ class NamePass:
         When loading into a module with the names `wanted`, the base model's prefix is added or removed where that fits.
         """
         groups: dict[str, TensorGroup] = {}
-        for name in sort_naturally(names):
+        for name in sorted(names, key=_natural_key):
             if self._is_save:
                 new, side, pattern = self._apply_converters(name)
                 new, pattern = (self.rename(name), name) if side is None else (new, pattern)
@@ -266,12 +266,8 @@ class NamePass:
         return start + rest.replace(found.group(0), target, 1), side.patterns[index]
 
 
-def sort_naturally(names: Iterable[str]) -> list[str]:
-    """Return names sorted as transformers sorts them: numbers by value, before text."""
-    return sorted(names, key=_natural_key)
-
-
 def _natural_key(name: str) -> list[tuple[object, ...]]:
+    """Return the key by which transformers sorts names: numbers by value, before text."""
     key: list[tuple[object, ...]] = []
     for part in name.split("."):
         text = part.rstrip("0123456789")
@@ -468,9 +464,8 @@ def _split_by_module(chain: _Chain, tensors: _Tensors) -> _Tensors:
     if len(lengths) < len(shapes):
         raise _misfit(f"only a module shows how {chain.side.patterns[0]} is cut in {len(shapes)} tensors")
     if sum(lengths) != value.shape[dim]:
-        raise _misfit(
-            f"{value.shape[dim]} rows of {chain.side.patterns[0]} are not the module's {' + '.join(map(str, lengths))}"
-        )
+        own = " + ".join(map(str, lengths))
+        raise _misfit(f"{value.shape[dim]} rows of {chain.side.patterns[0]} are not the module's {own}")
     parts = _split(value, lengths, dim)
     return {target: [part] for target, part in zip(chain.side.targets, parts, strict=True)}
 
@@ -495,10 +490,10 @@ def _unstack(value: Placed, dim: int) -> list[Placed]:
 
 
 def _merge(chain: _Chain, tensors: _Tensors) -> _Tensors:
-    if len(tensors) == 1:
-        (values,) = tensors.values()
-        return {chain.target: [_stack(values, chain.dim)]}
-    return {pattern: [_stack(values, chain.dim)] for pattern, values in tensors.items()}
+    return {
+        chain.target if len(tensors) == 1 else pattern: [_stack(values, chain.dim)]
+        for pattern, values in tensors.items()
+    }
 
 
 def _unmerge(chain: _Chain, tensors: _Tensors) -> _Tensors:
@@ -734,11 +729,11 @@ def convert_to_files(
         return None
     new = {shard.name for shard in converted.model.shards}
     is_closer = not base_names or len(new.intersection(base_names)) > len(names.intersection(base_names))
-    if new == names or not is_closer or not is_loaded_as(chosen, new, names) or _has_scales(names, converted):
+    if new == names or not is_closer or not is_loaded_as(chosen, new, names):
         return None
     if not base_names and own is None and _is_in_files_form(source, chosen, config):
         return None
-    return _describe(converted, config)
+    return _describe(source, converted, config)
 
 
 def convert_to_module(
@@ -750,9 +745,7 @@ def convert_to_module(
     transforms = find_transforms(config)
     converted = convert_model(source, transforms, config, is_save=False, module_shapes=module_shapes)
     is_closer = _count_misfits(converted.model, module_shapes) < _count_misfits(source, module_shapes)
-    if not is_closer or _has_scales({shard.name for shard in source.shards}, converted):
-        return None
-    return _describe(converted, config)
+    return _describe(source, converted, config) if is_closer else None
 
 
 def _count_misfits(source: StoredModel, module_shapes: Mapping[str, Shape | None]) -> int:
@@ -773,9 +766,7 @@ def convert_states(source: StoredModel, config: Mapping[str, Any] | None) -> Con
     transforms = [each for each in find_transforms(config) if each.kind != "prefix"]
     if not _is_in_files_form(source, transforms, config):
         return convert_to_files(source, config, is_asked=True)
-    converted = convert_model(source, transforms, config, is_save=False)
-    names = {shard.name for shard in source.shards}
-    return None if _has_scales(names, converted) else _describe(converted, config)
+    return _describe(source, convert_model(source, transforms, config, is_save=False), config)
 
 
 def keep_routers(model: StoredModel, options: GatherOptions) -> GatherOptions:
@@ -813,15 +804,19 @@ def _is_in_files_form(source: StoredModel, transforms: list[Conversion], config:
     return names != {shard.name for shard in loaded.shards} and names == {shard.name for shard in saved.shards}
 
 
-def _has_scales(names: set[str], converted: Converted) -> bool:
-    """Return whether a tensor that is taken apart or joined has scales, which would have to be, too."""
+def _describe(source: StoredModel, converted: Converted, config: Mapping[str, Any]) -> Converted | None:
+    """Return a converted source with its note; None if a tensor that is taken apart or joined has scales.
+
+    They would have to be, too.
+    """
+    names = {shard.name for shard in source.shards}
     moved = names - converted.renamed.keys()
-    return any(
-        name[:at] in moved and _SCALE.match(name, at)
-        for name in names - moved
-        for at, sign in enumerate(name)
-        if sign in "._:"
-    )
+    for name in names - moved:
+        if any(sign in "._:" and name[:at] in moved and _SCALE.match(name, at) for at, sign in enumerate(name)):
+            return None
+    name = f"{TABLE}-{config.get('model_type')}"
+    note = ("recipe", f"tensors are named and taken apart by the recipe {name}")
+    return replace(converted, model=replace(converted.model, recipe=name, notes=(*converted.model.notes, note)))
 
 
 def _config_error(source: StoredModel) -> UsageError:
@@ -829,10 +824,3 @@ def _config_error(source: StoredModel) -> UsageError:
     got = f"{option('recipe', TABLE)}, and no config.json"
     problem = f"{source.path}: no config.json names the class of this model"
     return UsageError(problem, file=source.path, got=got, want="the config.json of the model", next_step=step)
-
-
-def _describe(converted: Converted, config: Mapping[str, Any]) -> Converted:
-    name = f"{TABLE}-{config.get('model_type')}"
-    note = ("recipe", f"tensors are named and taken apart by the recipe {name}")
-    model = replace(converted.model, recipe=name, notes=(*converted.model.notes, note))
-    return replace(converted, model=model)

@@ -47,7 +47,7 @@ from xrank.recipes.conversions import (
     convert_to_module,
     keep_routers,
 )
-from xrank.recipes.found_source import BaseModel, FoundSource, OwnConfig, override_config
+from xrank.recipes.found_source import BaseModel, FoundSource, override_config
 from xrank.recipes.missing_tensors import check_against, describe_skipped_check
 from xrank.recipes.model_names import names_of_class
 from xrank.recipes.options import GatherOptions, matches
@@ -60,7 +60,7 @@ from xrank.recipes.recipe_choice import (
     fits_any_recipe,
     match_asked_recipe,
 )
-from xrank.recipes.sources import complete_adapter, find_live_source, open_base_model, read_source
+from xrank.recipes.sources import complete_adapter, open_base_model, read_source
 from xrank.recipes.ties import declare_ties, find_ties
 from xrank.storage import places
 from xrank.words import list_text, plural
@@ -453,10 +453,6 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
 
 _GENERATION_NAME = "generation_config.json"
 _TRAINING_NAMES = "the names are the training framework's, as asked; from_pretrained does not find those of the model"
-_AS_IN_MEMORY = (
-    "tensors have their names and shapes in memory; save_pretrained would change some of this model's, and other "
-    "programs may not know these"
-)
 
 
 class FolderPlan(Struct, frozen=True, eq=False, dict=True):
@@ -562,41 +558,16 @@ def plan_found(
     notes += adapter_beside(place) if decision.adapted is None else decision.adapted.notes
     if recipe == "none" and fits_any_recipe(decision.source):
         notes.append(("training-names", _TRAINING_NAMES))
-    return _plan_output(decision, notes)
+    return plan_output(decision, notes)
 
 
-def plan_export(
-    stored: StoredModel,
-    options: GatherOptions,
-    own: OwnConfig,
-    *,
-    base_model: str | os.PathLike[str] | None = None,
-    layouts: LayoutMap | None = None,
-    recipe: str | os.PathLike[str] | None = None,
-    config_overrides: Mapping[str, Any] | None = None,
-    transform: Transform | None = None,
-) -> FolderPlan:
-    """Plan an export and prove the plan. Errors are those of `xrank.commands.export.export_model`.
-
-    A `transform` changes whole tensors after the comparison with the base model.
-    """
-    base = None if base_model is None else open_base_model(base_model)
-    _ = options.budget  # refuses too small buffers before any work
-    found = find_live_source(stored, own, base)
-    aliases = layouts.aliases if layouts is not None else {}
-    decision = decide(found, Request(Purpose.MODEL, options, recipe, aliases, config_overrides), base)
-    notes = [] if decision.adapted is None else [*decision.adapted.notes]
-    if own.conversions and decision.source.recipe is None:
-        notes.append(("names-as-in-memory", _AS_IN_MEMORY))
-    if found.unsaved:
-        notes.append(("not-saved", f"save_pretrained leaves out: {list_text(found.unsaved, 4)}"))
-    return _plan_output(decision, notes, transform)
-
-
-def _plan_output(
+def plan_output(
     decision: Decision, more_notes: Sequence[tuple[str, str]], transform: Transform | None = None
 ) -> FolderPlan:
-    """Return the proven plan of a decision, after a check against the base model."""
+    """Return the proven plan of a decision, after a check against the base model.
+
+    A `transform` changes whole tensors after that check.
+    """
     source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
     found, small, base = decision.found, decision.small, decision.base
     stem = find_weights_stem(found.config)

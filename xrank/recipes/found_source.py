@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -47,8 +48,8 @@ class OwnConfig(Struct, frozen=True):
     @classmethod
     def from_entry(cls, fields: Entry) -> OwnConfig:
         """Return the config of a rank, whose fields have passed through JSON, which turns tuples into lists."""
-        config, generation, adapter = (fields.get(key) for key in ("config", "generation_text", "adapter_text"))
-        conversions = fields.get("conversions")
+        names = ("config", "generation_text", "adapter_text", "conversions")
+        config, generation, adapter, conversions = map(fields.get, names)
         if adapter is not None:
             adapter.json().table()
         return cls(
@@ -63,10 +64,7 @@ class OwnConfig(Struct, frozen=True):
 
 
 def choose_config(ranks: Sequence[OwnConfig]) -> tuple[OwnConfig, dict[int, OwnConfig]]:
-    """Return the first config that is not empty, and by position the others that differ from it.
-
-    Ranks of a pipeline may lack the config.
-    """
+    """Return the first config that is not empty (ranks of a pipeline may lack it), and others by position."""
     held = {position: config for position, config in enumerate(ranks) if config != OwnConfig()}
     own = next(iter(held.values()), OwnConfig())
     return own, {position: config for position, config in held.items() if config != own}
@@ -94,18 +92,19 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
     generation = getattr(module, "generation_config", None)
-    can_generate = getattr(module, "can_generate", lambda: False)()
     unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
     tied = [  # as transformers/modeling_utils.py: _get_tied_weight_keys; a list in transformers 4
         f"{path}.{key}" if path else str(key)
         for path, part in module.named_modules()
         for key in getattr(part, "_tied_weights_keys", None) or ()
     ]
+    generation_text = None
+    if generation is not None and getattr(module, "can_generate", lambda: False)():
+        write = partial(generation.to_json_string, keys_to_pop=["compile_config"])
+        generation_text = _json("its generation_config", write)
     return OwnConfig(
         json.loads(_json("its config", config.to_json_string)),
-        _json("its generation_config", lambda: generation.to_json_string(keys_to_pop=["compile_config"]))
-        if generation is not None and can_generate
-        else None,
+        generation_text,
         adapter_text,
         tuple(sorted(map(str, unsaved))),
         tuple(sorted(tied)),
@@ -132,15 +131,11 @@ def _find_conversions(module: Any) -> tuple[tuple[str, ...] | None, bool]:
 
 def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config merged with overrides; an object inside an object is merged, too."""
-    return _override(config, plain_config(overrides, "config_overrides"))
-
-
-def _override(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(config)
-    for key, value in overrides.items():
+    for key, value in plain_config(overrides, "config_overrides").items():
         known = merged.get(key)
         both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        merged[key] = _override(known, value) if both and isinstance(known, Mapping) else value
+        merged[key] = override_config(known, value) if both and isinstance(known, Mapping) else value
     return merged
 
 
@@ -175,10 +170,8 @@ def _find_model(module: Any) -> Any:
 
 
 def _unwrap(model: Any) -> Any:
-    while (
-        inner := next((getattr(model, n) for n in _WRAPPED if n in getattr(model, "_modules", {})), None)
-    ) is not None:
-        model = inner
+    while wrapped := next((name for name in _WRAPPED if name in getattr(model, "_modules", {})), None):
+        model = getattr(model, wrapped)
     return model
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -196,18 +196,9 @@ class LayoutSource(Struct, frozen=True):
     path: str
     format: str
     survey: Survey
-    layouts: LayoutMap | None
-    """The content of a layout file; None for layouts that ranks recorded."""
-    stored: StoredModel | None = None
-    """The model that ranks saved; None for a layout file."""
+    as_map: Callable[[], LayoutMap]
+    """Returns the layouts as a map, for a file to start from."""
     notes: tuple[tuple[str, str], ...] = ()
-
-    def as_map(self) -> LayoutMap:
-        """Return the layouts as a map, for a file to start from."""
-        if self.layouts is not None:
-            return self.layouts
-        assert self.stored is not None
-        return make_layout_map(self.stored)
 
 
 def is_layout_file(path: str) -> bool:
@@ -220,7 +211,7 @@ def read_layout_source(path: str) -> LayoutSource:
     """Read the layouts at a path: a layout file's, drawn as far as it has sizes, or those that a source records."""
     if not is_layout_file(path):
         place, stored = read_stored(path)
-        return LayoutSource(place, stored.format, survey_stored(stored), None, stored)
+        return LayoutSource(place, stored.format, survey_stored(stored), partial(make_layout_map, stored))
     layouts = read_layouts(path)
     shapes, untold = compute_shapes(layouts)
     found = survey(layouts, shapes)
@@ -230,7 +221,7 @@ def read_layout_source(path: str) -> LayoutSource:
         ("no-shape", f"the rule {rule!r} = {found.rules[rule]} is not drawn: {reason}")
         for rule, reason in untold.items()
     )
-    return LayoutSource(path, "layout file", found, layouts, notes=notes)
+    return LayoutSource(path, "layout file", found, lambda: layouts, notes)
 
 
 def read_stored(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> tuple[str, StoredModel]:

@@ -34,13 +34,14 @@ from xrank.ranks.memory import LocalBytes, local_bytes
 from xrank.ranks.team import Team, check_alike, check_plans, find_world, nbytes_text, path_text, value_text
 from xrank.readers.live.local_model import local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
-from xrank.recipes.decision import FolderPlan, plan_export
+from xrank.recipes.decision import FolderPlan, Purpose, Request, decide, plan_output
 from xrank.recipes.found_source import OwnConfig, choose_config, read_own_config
 from xrank.recipes.options import GatherOptions
+from xrank.recipes.sources import find_live_source, open_base_model
 from xrank.storage import places
 from xrank.storage.entries import Entry
 from xrank.system import anonymous_memory, available_memory_nbytes
-from xrank.words import repr_text, size_text
+from xrank.words import list_text, repr_text, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -162,10 +163,6 @@ class LentModel(Struct, frozen=True, eq=False):
     """By position in the team, as JSON: the rank's model, its offer, and the config of its module."""
 
 
-_Parts = Sequence[dict[str, Any]]
-"""By position in the team: the rank's model, its offer, and the config of its module."""
-
-
 def locate_part(
     request: ModelRequest, team: Team, view: Callable[[Sequence[torch.Tensor]], Sequence[LocalBytes]] | None = None
 ) -> ModelPart:
@@ -204,15 +201,10 @@ def lend_model(
 ) -> LentModel:
     """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
 
-    Args:
-        request: the arguments of the call; the same on all ranks.
-        team: the ranks, together.
-        loan: ends the loan; to be closed when all ranks have ended.
-        part: this rank's part; None: that of the request, in place.
-        check: called on the first rank once all ranks have described their parts; all ranks raise its error.
-        across_hosts: whether processes of other hosts also read, although all ranks may be on one host.
-        failures: raises if a rank has failed, while the source reads; None: the team's.
-        by_mooncake: whether processes that are no ranks read by Mooncake.
+    `loan` ends the loan, when all ranks have ended. Without `part`, this rank lends that of the request, in place.
+    `check` is called on the first rank once all ranks have described their parts; all ranks raise its error.
+    `across_hosts` is whether processes of other hosts also read, although all ranks may be on one host, `by_mooncake`
+    whether they read by Mooncake. `failures` raises if a rank has failed, while the source reads; None: the team's.
     """
     # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
     part = locate_part(request, team) if part is None else part
@@ -256,7 +248,9 @@ def lend_model(
     return LentModel(gather, source, live.stored, holder, parts)
 
 
-def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tuple[FolderPlan, LiveModel]:
+def _make_plan(
+    request: ModelRequest, ranks: Sequence[int], parts: Sequence[dict[str, Any]]
+) -> tuple[FolderPlan, LiveModel]:
     """Return the plan of the whole model, and the tensors of all ranks."""
     try:
         live = read_ranks([part["model"] for part in parts], ranks=ranks)
@@ -267,22 +261,30 @@ def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tu
         step = f"let all ranks of the mesh {AGAIN}, or give the group of them"
         raise UsageError(problem, tensor=error.tensor, rank=error.rank, next_step=step) from error
     own, others = choose_config([OwnConfig.from_entry(Entry(part["own"], CorruptError)) for part in parts])
-    plan = plan_export(
-        live.stored,
-        request.options,
-        own,
-        base_model=request.base_model,
-        layouts=request.layouts,
-        recipe=request.recipe,
-        config_overrides=request.config_overrides,
-        transform=request.transform,
-    )
+    plan = plan_export(live.stored, own, request)
     if others and plan.decision.small.config_text is not None:
         position, other = next(iter(others.items()))
         difference = _first_difference(to_builtins(own), to_builtins(other))
         note = f"rank {ranks[position]}'s module has another config than the one that is written: {difference}"
         plan = replace(plan, notes=(*plan.notes, ("config-differs", note)))
     return plan, live
+
+
+def plan_export(stored: StoredModel, own: OwnConfig, asked: ModelRequest) -> FolderPlan:
+    """Plan an export and prove the plan. Errors are those of `xrank.commands.export.export_model`."""
+    base = None if asked.base_model is None else open_base_model(asked.base_model)
+    _ = asked.options.budget  # refuses too small buffers before any work
+    found = find_live_source(stored, own, base)
+    aliases = asked.layouts.aliases if asked.layouts is not None else {}
+    request = Request(Purpose.MODEL, asked.options, asked.recipe, aliases, asked.config_overrides)
+    decision = decide(found, request, base)
+    notes = [] if decision.adapted is None else [*decision.adapted.notes]
+    if own.conversions and decision.source.recipe is None:
+        text = "tensors have their names and shapes in memory; save_pretrained would change some of this model's"
+        notes.append(("names-as-in-memory", f"{text}, and other programs may not know these"))
+    if found.unsaved:
+        notes.append(("not-saved", f"save_pretrained leaves out: {list_text(found.unsaved, 4)}"))
+    return plan_output(decision, notes, asked.transform)
 
 
 def _describe_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:

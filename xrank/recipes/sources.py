@@ -146,10 +146,14 @@ def _read(reader: Reader, place: str, hints: Hints, *, is_other: bool = False) -
 
 
 def _emptiness(place: str, reader: Reader) -> UsageError:
-    step = "name the checkpoint of another step; if all are empty, the trainer could not save the model, as FSDP1 an "
-    step += "adapter: train with FSDP2, or save with xrank.export_model"
-    problem = f"{place}: its {reader.name} files hold no tensor"
-    return UsageError(problem, file=place, got="0 tensors", want="a model or an adapter", next_step=step)
+    return UsageError(
+        f"{place}: its {reader.name} files hold no tensor",
+        file=place,
+        got="0 tensors",
+        want="a model or an adapter",
+        next_step="name the checkpoint of another step; if all are empty, the trainer could not save the model, as "
+        "FSDP1 an adapter: train with FSDP2, or save with xrank.export_model",
+    )
 
 
 def _beside(place: str, reader: Reader, model: StoredModel, chosen: Reader) -> str:
@@ -178,15 +182,16 @@ def _compare(
         except XrankError as error:
             if not may_be_data:
                 # It may be the trained model all the same.
-                problem = (
-                    f"{place}: its {reader.name} files cannot be read, so it is unknown whether the {chosen.name} "
-                )
-                problem += f"files of {model.path} are the same model"
-                step = f"if the {chosen.name} files are the trained model, choose them with "
-                step += option("format", chosen.name) + (f"; if not, {error.next_step}" if error.next_step else "")
-                tensor, got = error.tensor, error.message
+                files = f"{chosen.name} files"
+                step = f"if the {files} are the trained model, choose them with {option('format', chosen.name)}"
                 raise UsageError(
-                    problem, file=place, tensor=tensor, got=got, want=_ONE_MODEL, next_step=step
+                    f"{place}: its {reader.name} files cannot be read, so it is unknown whether the {files} of "
+                    f"{model.path} are the same model",
+                    file=place,
+                    tensor=error.tensor,
+                    got=error.message,
+                    want=_ONE_MODEL,
+                    next_step=step + (f"; if not, {error.next_step}" if error.next_step else ""),
                 ) from error
             yield "also-here", f"{begin}, and cannot be read: {error}"
             continue
@@ -204,10 +209,14 @@ def _compare(
             problem = f"{model.path} and {place} hold different models"
             if place == model.path:
                 problem = f"{place} can be read in several ways, which give different models"
-            text, tensor = difference
-            got = f"{chosen.name} files and {reader.name} files{text}"
-            step = f"choose one: {option('format', chosen.name)} or {way}"
-            raise UsageError(problem, file=place, tensor=tensor, got=got, want=_ONE_MODEL, next_step=step)
+            raise UsageError(
+                problem,
+                file=place,
+                tensor=difference[1],
+                got=f"{chosen.name} files and {reader.name} files{difference[0]}",
+                want=_ONE_MODEL,
+                next_step=f"choose one: {option('format', chosen.name)} or {way}",
+            )
         agreed = plural(len(pairs), "compared tensor")
         yield "also-here", f"{begin}: {_kinds(other)} there, {_kinds(model)} here; {agreed} agree"
 
@@ -253,13 +262,11 @@ def _find_difference(
         while rest and (not sampled or nbytes < room):
             sampled.append(rest.pop(0))
             nbytes += prod(sampled[-1][0].shape) * dtypes.dtype(sampled[-1][0].dtype).nbytes
-        narrow = [min(a.dtype, b.dtype, key=lambda name: dtypes.dtype(name).nbytes) for a, b in sampled]
-        digests = [
-            compute_digests(
-                each, [OutputTensor(s.name, t, s.shape) for s, t in zip(shards, narrow, strict=True)], budget
-            )
-            for each, shards in zip((model, other), zip(*sampled, strict=True), strict=True)
-        ]
+        narrow = [min(pair, key=lambda shard: dtypes.dtype(shard.dtype).nbytes).dtype for pair in sampled]
+        digests = []
+        for each, shards in zip((model, other), zip(*sampled, strict=True), strict=True):
+            outputs = [OutputTensor(s.name, t, s.shape) for s, t in zip(shards, narrow, strict=True)]
+            digests.append(compute_digests(each, outputs, budget))
         for (a, _), one, two in zip(sampled, *digests, strict=True):
             if one != two:
                 return f" with different values of {a.name}", a.name
@@ -335,19 +342,11 @@ def read_source(
 ) -> FoundSource:
     """Read a source, only its metadata, with the best reader of those that recognize it.
 
-    Args:
-        asked: the path from the user.
-        where: the place where the source was found, with its readers; None: find it.
-        base: the model whose shapes are the whole ones, and whose config stands in for one beside the source.
-        layouts: layouts for tensors without a recorded layout.
-        part: keys of the part to read, joined by dots; None: the only one that may be the model.
-        world_size: number of ranks that wrote the source, as the caller states it; None: not stated.
-        is_left_out: returns whether the caller will leave a tensor out, so that it needs no layout.
-        for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
-        beside: the result of `companions_of`, where the caller has it; None: this function calls it.
-        share: this rank's share of the comparison with another source at the place, as in `read_best`.
-        module_names: names of a live module that the source will fill; wrappers' parts of names that it has stay.
-        keeps_names: whether names need not be those of config.json's class, as where a trainer will load them.
+    `asked` is the path from the user; `where` and `beside` (the result of `companions_of`) are found without them. The
+    config of `base` stands in for one beside the source. A tensor that `is_left_out` needs no layout. `for_layouts` is
+    whether the caller wants the layouts that ranks recorded, and not their config; `share` is that of `read_best`.
+    Wrappers' parts stay in names that a live module has (`module_names`); with `keeps_names`, as where a trainer will
+    load them, names need not be those of config.json's class.
     """
     where = find_source(asked) if where is None else where
     companions, notes = companions_of(asked, where) if beside is None else beside

@@ -30,9 +30,10 @@ from xrank.layout.output_files import OutputTensor
 from xrank.layout.stored_model import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.layout.tensor_name import has_groups, parse_name
 from xrank.pictures.picture import Bar, draw_stacked_bars, page, page_text
-from xrank.recipes.decision import FolderPlan, plan_export, plan_gather, read_layouts
+from xrank.recipes.decision import FolderPlan, plan_gather, read_layouts
 from xrank.recipes.found_source import FoundSource, OwnConfig
 from xrank.recipes.layout_sources import is_layout_file, read_layout_source
+from xrank.recipes.lent_model import ModelRequest, plan_export
 from xrank.recipes.options import GatherOptions
 from xrank.recipes.reshard_plan import Reshard, plan_reshard, plan_reshard_of
 from xrank.system import peak_rss_nbytes
@@ -229,7 +230,7 @@ def plan_work(
         found, notes = survey_layouts(layouts, path, _DTYPES[dtype or "bf16"])
         stored = build_layout_model(found, path)
         if to is None:
-            made = plan_export(stored, options, OwnConfig(), layouts=layouts, recipe=recipe or "none")
+            made = plan_export(stored, OwnConfig(), ModelRequest({}, options, layouts, recipe=recipe or "none"))
         else:
             # Rules of the two files may count other numbers in braces, so a refit is planned by names.
             found_source = FoundSource(expand_names(stored) if is_partial else stored, None, None, ())
