@@ -32,7 +32,7 @@ import xrank
 from tests.faults.findings import Findings
 from tests.faults.mutation import change_value, write_json
 from tests.faults.texts import Target, feed_targets
-from xrank.commands.signature_check import check_signature
+from xrank.commands.signing import check_signature
 from xrank.errors import IncompleteError
 from xrank.formats import signature
 from xrank.formats.rank_state import RankRecord, TensorRecord

@@ -192,7 +192,7 @@ def _verify_signature(
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Any]:
     """Compare a model with its signature, in this process alone; return the report's facts."""
-    from xrank.commands.signature_check import check_signature  # its packages are not needed otherwise
+    from xrank.commands.signing import check_signature  # its packages are not needed otherwise
 
     given = None if signature is None else os.fspath(signature)
     used, num_files, nbytes, left_out = check_signature(path, given, os.fspath(public_key), workers, progress)
