@@ -107,11 +107,7 @@ def json_line(level: str, message: str, **facts: Any) -> str:
 
 
 class Messages(logging.Handler):
-    """Prints each record of the log as one line; `facts` of a record are further keys of its JSON.
-
-    Args:
-        as_json: whether to print JSON.
-    """
+    """Prints each record of the log as one line; `facts` of a record are further keys of its JSON."""
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
@@ -173,8 +169,8 @@ class Output:
             return False
         return sys.stderr is not None and sys.stderr.isatty()
 
-    def report(self, report: Report, rows: list[tuple[str, str]]) -> None:
-        """Print a report as JSON, as its path alone, or as rows."""
+    def report(self, report: Report, rows: Sequence[tuple[str, str]] = (), picture: str | None = None) -> None:
+        """Print a report as JSON, as its path alone, or as rows and notes, with a picture between them."""
         if self.as_json:
             self._print_json(report)
         elif self.quiet:
@@ -182,16 +178,10 @@ class Output:
                 say(os.fsencode(report.path))
         else:
             notes = [("note", self.wording.render(message)) for _, message in report.notes]
-            say(rows_text([*rows, *notes], _columns(sys.stdout)))
-
-    def picture(self, report: Report, text: str, rows: Sequence[tuple[str, str]] = ()) -> None:
-        """Print a report as JSON, as its path alone, or as rows, a text and the notes."""
-        if self.as_json or self.quiet:
-            self.report(report, [])
-        else:
-            notes = [("note", self.wording.render(message)) for _, message in report.notes]
             columns = _columns(sys.stdout)
-            parts = (rows_text(rows, columns), printable(text.rstrip("\n")), rows_text(notes, columns))
+            parts = [rows_text([*rows, *notes], columns)]
+            if picture is not None:
+                parts = [rows_text(rows, columns), printable(picture.rstrip("\n")), rows_text(notes, columns)]
             say("\n\n".join(part for part in parts if part))
 
     def fail(self, error: XrankError, report: Report | None = None) -> NoReturn:
@@ -423,11 +413,7 @@ _logger = logging.getLogger("xrank.progress")
 
 
 class _Rate:
-    """Bytes per second since the first call; bytes that an interrupted run had finished do not count.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Bytes per second since the first call; bytes that an interrupted run had finished do not count."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -551,11 +537,7 @@ class ReportFile:
         return record
 
     def write(self, report: Report) -> None:
-        """Write the page by one rename.
-
-        Raises:
-            UsageError: the file cannot be written.
-        """
+        """Write the page by one rename."""
         from xrank.commands.layout import write_page
         from xrank.pictures.picture import report_page
 

@@ -10,16 +10,7 @@ import click
 _SECTIONS = {
     "Source": ("workspace", "layout", "format", "format_name", "part", "world_size", "strict_pickles", "allow_http"),
     "Output": (
-        "out",
-        "layouts",
-        "max_shard_size",
-        "overwrite",
-        "resume",
-        "verify",
-        "dry_run",
-        "page",
-        "sign",
-        "attest",
+        *("out", "layouts", "max_shard_size", "overwrite", "resume", "verify", "dry_run", "page", "sign", "attest"),
         "push_to_hub",
     ),
     "Names and values": (
@@ -62,11 +53,7 @@ def _write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> 
 
 
 class Command(click.Command):
-    """A command whose help shows examples, and its options in sections.
-
-    Args:
-        examples: command lines without the leading ``xrank``.
-    """
+    """A command whose help shows examples (command lines without the leading ``xrank``), and options in sections."""
 
     context_class = _Context
 
@@ -97,12 +84,7 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group whose commands, and their groups, have such help pages.
-
-    Args:
-        sections: title -> names of the commands below it; one list without a title by default.
-        examples: as in `Command`.
-    """
+    """A group whose commands, and their groups, have such help pages; `sections` are title -> names of commands."""
 
     context_class = _Context
     command_class = Command

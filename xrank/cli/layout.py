@@ -53,7 +53,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
         from xrank.pictures import survey_text
 
         text = survey_text(found, width=_width())
-    output.picture(report, text)
+    output.report(report, picture=text)
 
 
 @layout_command.command(

@@ -31,12 +31,7 @@ _Completion = Callable[[click.Context, click.Parameter, str], "list[CompletionIt
 
 
 def completing(find: Callable[[], Iterable[str]], *, files: bool = False) -> _Completion:
-    """Return a completion of words, and of files where no word begins so.
-
-    Args:
-        find: returns the words; called only when a shell asks.
-        files: whether a file is a value, too.
-    """
+    """Return a completion of words, which `find` returns when a shell asks, and of files where no word begins so."""
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem

@@ -46,7 +46,7 @@ def show(output: Output, name: str, merged: bool) -> None:
     from xrank.commands.recipe import show_recipe
 
     report = show_recipe(name, is_merged=merged)
-    output.picture(report, report.details["toml"])
+    output.report(report, picture=report.details["toml"])
 
 
 @recipe_command.command(

@@ -69,4 +69,4 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
         report = write_page(report, simulation_html(found), html)
         output.report(report, [*simulation_rows(found), ("wrote", str(report.path))])
         return
-    output.picture(report, simulation_table(found), simulation_rows(found))
+    output.report(report, simulation_rows(found), simulation_table(found))

@@ -471,11 +471,7 @@ def _is_one(a: StoredShard, b: StoredShard) -> bool:
 
 
 def _cast(name: str, sides: Sequence[ComparedSide], ties: Mapping[str, Sequence[str]]) -> tuple[int, str] | None:
-    """Return which side is a cast of the other, and "from -> to"; None where both have the same element type.
-
-    Raises:
-        ContradictionError: the types differ, and no manifest records a cast between them.
-    """
+    """Return which side is a cast of the other by a manifest, and "from -> to"; None for the same element type."""
     shards = [side.shards[name] for side in sides]
     if (shards[0].dtype, shards[0].shape) == (shards[1].dtype, shards[1].shape):
         return None

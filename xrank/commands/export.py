@@ -299,11 +299,7 @@ def save_model(
 
 
 def _check_whole(model: torch.nn.Module | Mapping[str, Any]) -> None:
-    """Check that no tensor is a DTensor, of which other ranks hold the other parts.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Check that no tensor is a DTensor, of which other ranks hold the other parts."""
     tensors = model if isinstance(model, Mapping) else dict(getattr(model, "named_parameters", dict)())
     for name, tensor in tensors.items():
         if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):

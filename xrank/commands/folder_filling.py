@@ -177,7 +177,7 @@ def _write_lists(
         from xrank.commands.signing import sign_folder  # its packages are not needed otherwise
 
         names = [file.name for file in files] + [line.file for line in lines]
-        sign_folder(gather, out, stage.hash_file, names, text.encode(), work.file_hashes, stage.write_file)
+        sign_folder(gather, out, stage, names, text.encode(), work.file_hashes)
     # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, text.encode())
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]

@@ -126,11 +126,7 @@ inspect_source = inspect
 
 
 def _compare_ties(planned: FolderPlan) -> None:
-    """Compare the tensors that are tied and stored apart, as a gather does while it copies them.
-
-    Raises:
-        ContradictionError: they differ, so that config.json or the tensors are another model's.
-    """
+    """Compare the tensors that are tied and stored apart, as a gather does while it copies them."""
     records = {shard.name: set(shard.record.tolist()) for shard in planned.source.shards}
     tied = {
         target: names

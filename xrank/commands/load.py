@@ -52,11 +52,7 @@ class ManifestDigests:
         self._lock = threading.Lock()
 
     def compare(self, part: FilePart) -> None:
-        """Compare the digest of one file's tensor, after all its windows are read; any thread may call this.
-
-        Raises:
-            CorruptError: the manifest has another digest.
-        """
+        """Compare the digest of one file's tensor, after all its windows are read; any thread may call this."""
         tensor = self._plan.files[part.index].tensors[0]
         want = self._digests.get(tensor.output.name)
         output = tensor.output

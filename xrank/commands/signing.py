@@ -1,4 +1,9 @@
-"""x"""
+"""Sign a model folder in its stage, and compare a folder with its signature.
+
+An attestation of the files' origin may be signed beside them. Weights are not read again to be signed: they were hashed
+as they were written. Only small files, and files that other ranks or an interrupted run wrote, are read from the stage;
+in a store no file can be read before the commit, so that one process makes all of them.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +37,7 @@ from xrank.ranks.team import Team
 from xrank.recipes.adapters import describe_merges
 from xrank.recipes.decision import FolderPlan
 from xrank.storage import places
+from xrank.storage.commit import Stage
 from xrank.storage.disk import explain_errors
 from xrank.storage.manifest import MANIFEST_NAME, read_manifest
 from xrank.storage.output_place import ATTESTATION_NAME, SIGNATURE_NAME
@@ -44,16 +50,14 @@ _PREDICATE_TYPE = "urn:xrank:gather:1"
 def sign_folder(
     gather: FolderPlan,
     out: str,
-    hash_small: Callable[[str], bytes],
+    stage: Stage,
     names: Sequence[str],
     manifest: bytes,
     hashes: FileHashes | None,
-    write_file: Callable[[str, bytes], object],
 ) -> None:
     """Write the signature of a folder, and before it the attestation if one is asked for.
 
-    `hash_small` returns the SHA-256 of a file in the stage that this process has not written window by window, `names`
-    are all files of the folder but the manifest, and `hashes` those of the files that this process wrote whole.
+    `names` are all files of the folder but the manifest, `hashes` those of the files that this process wrote whole.
     """
     options = gather.options
     assert options.sign is not None
@@ -61,14 +65,14 @@ def sign_folder(
     contents = {MANIFEST_NAME: manifest}
     if options.attest:
         contents[ATTESTATION_NAME] = sign_statement(_make_attestation(gather, manifest), key)
-        write_file(ATTESTATION_NAME, contents[ATTESTATION_NAME])
+        stage.write_file(ATTESTATION_NAME, contents[ATTESTATION_NAME])
     digests = {name: hashlib.sha256(content).digest() for name, content in contents.items()}
     weights = {file.output.name: (index, file.output.nbytes) for index, file in enumerate(gather.plan.files)}
     for name in names:
         known = hashes.of_file(*weights[name]) if name in weights and hashes is not None else None
-        digests[name] = known or hash_small(name)
+        digests[name] = known or stage.hash_file(name)
     model = os.path.basename(places.absolute(out))
-    write_file(SIGNATURE_NAME, sign_statement(make_files_statement(model, digests, SIGNATURE_NAME), key))
+    stage.write_file(SIGNATURE_NAME, sign_statement(make_files_statement(model, digests, SIGNATURE_NAME), key))
 
 
 def _make_attestation(gather: FolderPlan, manifest: bytes) -> dict[str, Any]:
@@ -141,11 +145,8 @@ def check_signature(
 ) -> tuple[str, int, int, list[str]]:
     """Compare every byte of a model folder with its signature; `signature` None: ``model.sig`` in the folder.
 
-    All that is in the folder must be signed. Links are not followed: what they lead to is not in the folder. Damage is
-    reported with the tensor and the source's ranks.
-
-    Returns:
-        The signature's path, the number of files, the bytes in all, and the files that the signature leaves out.
+    All that is in the folder must be signed. Links are not followed: what they lead to is not in the folder. Returns
+    the signature's path, the number of files, the bytes in all, and the files that the signature leaves out.
     """
     key = read_public_key(public_key)
     path = os.path.join(folder, SIGNATURE_NAME) if signature is None else signature
@@ -274,17 +275,17 @@ def _digest(folder: str, stretch: Stretch, hash_name: str) -> bytes:
 def _damage_error(folder: str, stretch: Stretch, got: bytes, want: bytes, signature: str) -> CorruptError:
     """Return the error for bytes that differ, with the tensor among them if the manifest shows it."""
     part = "" if stretch.end is None else f", bytes {stretch.start:,}-{stretch.end - 1:,}"
-    found: XrankError | None = None
+    tensor = None
     try:
         # The check against the manifest, whose digests are by tensor.
         run_check(plan_manifest_check(folder, None), Budget.from_memory(_CHECK_NBYTES, 1), None, Team())
     except XrankError as error:
-        found = error
-    origin = "" if found is None or found.tensor is None else _describe_origin(folder, found.tensor)
-    subject = stretch.file if found is None or found.tensor is None else f"{found.tensor} ({stretch.file})"
+        tensor = error.tensor
+    origin = "" if tensor is None else _describe_origin(folder, tensor)
+    subject = stretch.file if tensor is None else f"{tensor} ({stretch.file})"
     return CorruptError(
         f"{subject}: its bytes are not those that were signed{part}",
-        tensor=None if found is None else found.tensor,
+        tensor=tensor,
         file=os.path.join(folder, *stretch.file.split("/")),
         got=got.hex(),
         want=f"{want.hex()}, as in {signature}",
