@@ -55,7 +55,7 @@ def test_lengths_are_those_of_names_with_and_without_the_base_model() -> None:
 
 def test_claims_need_their_keys_and_a_whole_number(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {"mine": ["layers.*.w[0] = inner.width", "layers.*.w[1] = size/heads"]}
-    monkeypatch.setattr(config_proof, "_read_equations", lambda: entries)
+    monkeypatch.setattr(config_proof, "read_shipped_table", lambda name: {"equations": entries})
     kinds = group_tensors({"model.layers.0.w": (4, 3)})
 
     def claims(**values: object) -> list[tuple[str, bool]]:

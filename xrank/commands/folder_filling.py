@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
 from msgspec.structs import replace
 
+from xrank.commands.report import EARLIER_NOTE, WrittenOutput
 from xrank.engine.buffers import OpenSource
 from xrank.engine.file_writing import (
     FileDigests,
@@ -40,23 +40,11 @@ from xrank.storage.manifest import (
     manifest_text,
 )
 from xrank.storage.output_place import check_room
-from xrank.storage.staging import check_output, check_store_writer, open_stage
+from xrank.storage.staging import check_output, check_store_writer, open_stage, settle_output
 from xrank.storage.url import is_url
 
 if TYPE_CHECKING:
     from xrank.recipes.reshard_plan import Reshard
-
-
-_Made = TypeVar("_Made")
-
-
-class WrittenOutput(Struct, frozen=True):
-    """An output that is in place, with the facts that one rank of its team knows."""
-
-    files: tuple[FileFacts, ...]
-    written: WrittenFiles | None = None
-    """Counts of the whole output, on the first rank."""
-    notes: tuple[tuple[str, str], ...] = ()
 
 
 def make_output(
@@ -72,8 +60,7 @@ def make_output(
     """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
     `holder` has the ranks that hold a live model's records, as in `Work`; `is_repeatable` is whether the plan alone
-    decides the output's bytes, so that the manifest records its digest. Ranks other than the first return the facts
-    from the plan.
+    decides the output's bytes, so that the manifest records its digest.
     """
     options = gather.options
     check_store_writer(out, ranks=1 if options.sign is None else team.size)
@@ -88,12 +75,7 @@ def make_output(
         files = _write_lists(gather, work, stage, out, written, lines, is_repeatable)
         return WrittenOutput(tuple(files), written, written.notes)
 
-    made = _fill_stage(team, work, out, gather, fill, resume=options.resume)
-    if made is None:
-        files = [file.output for file in gather.plan.files]
-        return WrittenOutput(tuple(FileFacts(name=one.name, nbytes=one.nbytes) for one in files))
-    output, notes = made
-    return replace(output, notes=(*output.notes, *(("stage", note) for note in notes)))
+    return _fill_stage(team, work, out, gather, fill, resume=options.resume)
 
 
 def _fill_stage(
@@ -101,15 +83,14 @@ def _fill_stage(
     work: Work,
     out: str,
     planned: FolderPlan | Reshard,
-    fill: Callable[[Stage], _Made],
+    fill: Callable[[Stage], WrittenOutput],
     *,
     resume: bool = True,
     replaces_states: bool = False,
-) -> tuple[_Made, tuple[str, ...]] | None:
+) -> WrittenOutput:
     """Make an output with all ranks of a team; the first fills a stage by `fill` and commits it.
 
-    Returns:
-        On the first rank the result of `fill`, and notes on the stage.
+    Return the result of `fill`, with notes on the stage; on other ranks the facts from the plan.
     """
     with hash_beside(planned.source.hashes, team) as finish_hashes:
         if not team.is_first:
@@ -117,7 +98,8 @@ def _fill_stage(
 
             help_to_write_files(team, work, out, planned.digest)
             finish_hashes()
-            return None
+            files = (file.output for file in planned.plan.files)
+            return WrittenOutput(tuple(FileFacts(name=one.name, nbytes=one.nbytes) for one in files))
         with open_stage(
             out,
             plan_digest=planned.digest,
@@ -131,7 +113,7 @@ def _fill_stage(
             team.check_failures()
             stage.commit()
             team.mark_committed()
-        return made, stage.notes
+        return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
 
 
 def _write_lists(
@@ -189,17 +171,21 @@ def _write_small_files(stage: Stage, planned: FolderPlan | Reshard) -> list[Jour
     return lines + [stage.write_file(name, text.encode()) for name, text in texts.items()]
 
 
-def find_earlier(planned: FolderPlan | Reshard, out: str, team: Team) -> tuple[FileFacts, ...] | None:
-    """Return the files of an output that the same command has made; with `overwrite` it is made anew."""
-    if planned.options.overwrite:
-        return None
-    return find_together(team, out, planned.digest, planned.companions, planned.texts)
+def find_earlier(planned: FolderPlan | Reshard, out: str, team: Team) -> WrittenOutput | None:
+    """Return the output if the same command has made it, and finish that run's work; with `overwrite` make it anew."""
+    found = None
+    if not planned.options.overwrite:
+        found = find_together(team, out, planned.digest, planned.companions, planned.texts)
+    if found is not None and team.is_first:
+        settle_output(out)
+    return None if found is None else WrittenOutput(found, notes=(EARLIER_NOTE,))
 
 
 def check_dry_run(planned: FolderPlan | Reshard, out: str, *, replaces_states: bool = False) -> None:
     """Refuse a place that cannot take the output, before anything is written."""
-    if find_earlier(planned, out, Team()) is None:
-        check_output(out, overwrite=planned.options.overwrite, replaces_states=replaces_states)
+    overwrite = planned.options.overwrite
+    if overwrite or find_together(Team(), out, planned.digest, planned.companions, planned.texts) is None:
+        check_output(out, overwrite=overwrite, replaces_states=replaces_states)
     check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
 
 
@@ -227,15 +213,13 @@ def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> Ma
     )
 
 
-def make_states(
-    reshard: Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team
-) -> tuple[WrittenFiles | None, tuple[str, ...]]:
-    """Make the states with all ranks; return, on the first, the written files and notes on the stage."""
+def make_states(reshard: Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team) -> WrittenOutput:
+    """Make the states with all ranks of a team, as `make_output`."""
     beside = None if is_url(out) else os.path.dirname(os.path.abspath(out))
     with closing(open_source(reshard.plan.source, beside)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)
 
-        def fill(stage: Stage) -> WrittenFiles:
+        def fill(stage: Stage) -> WrittenOutput:
             verify = reshard.options.overwrite
             written = write_files(work, stage, progress or (lambda done, total: None), team, verify=verify)
             lines = _write_small_files(stage, reshard)
@@ -251,6 +235,6 @@ def make_states(
             )
             # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
             stage.write_file(MANIFEST_NAME, text.encode())
-            return written
+            return WrittenOutput((), written, written.notes)
 
-        return _fill_stage(team, work, out, reshard, fill, replaces_states=True) or (None, ())
+        return _fill_stage(team, work, out, reshard, fill, replaces_states=True)

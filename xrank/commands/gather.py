@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from xrank.commands.folder_filling import WrittenOutput, check_dry_run, find_earlier, make_output
-from xrank.commands.report import EARLIER_NOTE, counts_requests, folder_report, plan_report
+from xrank.commands.folder_filling import check_dry_run, find_earlier, make_output
+from xrank.commands.report import counts_requests, folder_report, plan_report
 from xrank.engine.replicas import ReplicaChoice
 from xrank.engine.report import Report
 from xrank.engine.sources import open_source
@@ -28,7 +28,7 @@ from xrank.ranks.team import check_plans, find_launched_team
 from xrank.recipes.decision import FolderPlan, plan_gather
 from xrank.recipes.options import AdapterChoice, GatherOptions
 from xrank.storage import places
-from xrank.storage.staging import plan_apart, settle_output
+from xrank.storage.staging import plan_apart
 from xrank.storage.url import clean_path, is_url, split_url
 
 if TYPE_CHECKING:
@@ -234,12 +234,8 @@ def gather_checkpoint(
     started = time.monotonic()
     with team.together():
         planned, _ = team.agree("the plan", prove, lambda planned: planned.digest, check_plans(team.ranks))
-        earlier = find_earlier(planned, target, team)
-        if earlier is not None:
-            if team.is_first:
-                settle_output(target)
-            written = WrittenOutput(earlier, notes=(EARLIER_NOTE,))
-        else:
+        written = find_earlier(planned, target, team)
+        if written is None:
             beside = None if is_url(target) else os.path.dirname(os.path.abspath(target))
             with closing(open_source(planned.plan.source, beside)) as files:
                 written = make_output(planned, files, target, progress, team, is_repeatable=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from xrank.dtypes import DTYPES, dtype
@@ -37,17 +38,27 @@ from xrank.storage.url import is_url
 from xrank.words import numbers_text, plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.commands.folder_filling import WrittenOutput
     from xrank.engine.file_writing import WrittenFiles
     from xrank.recipes.reshard_plan import Reshard
 
 
 _REQUESTS_OF_FILE = 5
 """Requests for an uploaded file beside its parts: its beginning, the journal, its record, its end, and a last look."""
+
+
 EARLIER_NOTE = (
     "made-before",
     "an earlier run of this command had made the output: nothing was written; `xrank verify` reads its bytes again",
 )
+
+
+class WrittenOutput(Struct, frozen=True):
+    """An output that is in place, with the facts that one rank of its team knows."""
+
+    files: tuple[FileFacts, ...]
+    written: WrittenFiles | None = None
+    """Counts of the whole output, on the first rank."""
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
@@ -165,17 +176,11 @@ def _plan_traffic(plan: Plan, out: str) -> TrafficFacts | None:
     return facts if holds_objects(plan.source) or is_url(out) else None
 
 
-def reshard_report(
-    reshard: Reshard,
-    path: str,
-    started: float,
-    written: WrittenFiles | None,
-    stage_notes: tuple[str, ...],
-    *,
-    made_before: bool = False,
-) -> Report:
-    """Return the report of a reshard, or of its plan where nothing is written."""
+def reshard_report(reshard: Reshard, path: str, started: float, made: WrittenOutput | None = None) -> Report:
+    """Return the report of a reshard, or of its plan on ranks that do not know what was made."""
     plan, proof = reshard.plan, ProofFacts(coverage="proven")
+    written, notes = (None, ()) if made is None else (made.written, made.notes)
+    is_made = written is not None or EARLIER_NOTE in notes
     facts = OutputFacts(
         path=path,
         **count_outputs(reshard.outputs) | {"nbytes": sum(tensor.output.nbytes for tensor in plan.tensors)},
@@ -203,15 +208,10 @@ def reshard_report(
         path=path,
         source=source_facts(reshard.source),
         proof=proof,
-        output=facts if written is not None or made_before else None,
-        plan=None if written is not None or made_before else facts,
-        traffic=None if written is not None or made_before else _plan_traffic(plan, path),
-        notes=(
-            *reshard.notes,
-            *((EARLIER_NOTE,) if made_before else ()),
-            *(written.notes if written else ()),
-            *(("stage", note) for note in stage_notes),
-        ),
+        output=facts if is_made else None,
+        plan=None if is_made else facts,
+        traffic=None if is_made else _plan_traffic(plan, path),
+        notes=(*reshard.notes, *notes),
     )
 
 

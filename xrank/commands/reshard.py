@@ -18,7 +18,7 @@ from xrank.ranks.team import check_plans, find_launched_team
 from xrank.recipes.options import GatherOptions, dtype_choice
 from xrank.recipes.reshard_plan import Reshard, plan_reshard
 from xrank.storage import places
-from xrank.storage.staging import plan_apart, settle_output
+from xrank.storage.staging import plan_apart
 from xrank.storage.url import clean_path
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def reshard_checkpoint(
     if dry_run:
         reshard = plan(socket.gethostname())
         check_dry_run(reshard, path, replaces_states=True)
-        return reshard_report(reshard, path, started, None, ())
+        return reshard_report(reshard, path, started)
     team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
     with team.together():
         # States name one host, whichever rank writes them.
@@ -126,9 +126,5 @@ def reshard_checkpoint(
             lambda reshard: reshard.digest,
             check_plans(team.ranks),
         )
-        if find_earlier(reshard, path, team) is not None:
-            if team.is_first:
-                settle_output(path)
-            return reshard_report(reshard, path, started, None, (), made_before=True)
-        written, notes = make_states(reshard, path, progress, team)
-    return reshard_report(reshard, path, started, written, notes)
+        made = find_earlier(reshard, path, team) or make_states(reshard, path, progress, team)
+    return reshard_report(reshard, path, started, made)
